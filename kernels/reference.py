@@ -1,0 +1,301 @@
+"""N-ary sums in pure torch: the fallback on every device and the oracle of the compiled kernels.
+
+Three orders of summation; each gives the same bits whatever the layout, blocking or number of threads:
+
+* ``add_n``: TensorFlow's eager ``tf.add_n``. A head of N % 8 inputs (0 means 8, 1 means 9) from left to
+  right, then for each further 8 inputs ``total = total + (in1 + ... + in8)``.
+* ``tree``: a fixed pairwise shape, split at the largest power of two below N.
+* ``accumulate_n``: the left chain ``((in1 + in2) + in3) + ...``.
+
+float32, float64, complex and integer inputs are summed in their own dtype (integers wrap around as in torch).
+float16 and bfloat16 accumulate in float32, are divided there if a divisor is given, and are rounded once at
+the end: more exact than TensorFlow, which rounds after every add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+# Totals above this size are summed in blocks, so that the running total stays in the CPU's cache and each
+# contribution is read from memory once. Smaller ones fit the cache, where blocks only cost calls.
+BLOCKED_ABOVE_BYTES: Final = 4 << 20
+BLOCK_BYTES: Final = 1 << 20
+
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
+_DIVISIBLE: Final = _HALF | {torch.float32, torch.float64, torch.complex64, torch.complex128}
+_SUPPORTED: Final = _DIVISIBLE | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+_Order: TypeAlias = Callable[[Tensor, Sequence[Tensor], "_Scratch"], None]
+
+
+def add_n(
+    contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None
+) -> Tensor:
+    """Sums the contributions in TensorFlow's eager order; float32 results have TensorFlow's bits.
+
+    Args:
+        contributions: N >= 1 dense tensors of one shape, dtype and device, in any strides.
+        out: Where to write: the contributions' shape and device, and their dtype or, for float16 and
+            bfloat16, float32. It may be one of the contributions or overlap them in any way: where the sum in
+            place would read what it already wrote, a block-sized temporary (``out`` is a contribution other
+            than the first two) or one of the size of ``out`` (it overlaps one in part) is used. A new tensor
+            by default, which never shares memory with a contribution, also for N = 1.
+        divisor: Divides the sum before it is rounded, by a true division (the mean, with ``divisor=N``).
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        ValueError: There is no contribution, shapes, dtypes or devices differ, the dtype has no sum (bool),
+            ``out`` does not fit, or the divisor is 0 or meets integers.
+
+    Example:
+        >>> add_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])])
+        tensor([ 9., 12.])
+    """
+    return _reduce(_add_n_order, contributions, out, divisor)
+
+
+def tree(
+    contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None
+) -> Tensor:
+    """Sums the contributions pairwise, split at the largest power of two below N.
+
+    The shape depends on N alone, so contributions that arrive one by one can be merged by a binary counter
+    and still give these bits. At most ceil(log2 N) blocks are live at a time.
+
+    Args:
+        contributions: As for ``add_n``.
+        out: As for ``add_n``.
+        divisor: As for ``add_n``.
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        ValueError: As for ``add_n``.
+
+    Example:
+        >>> tree([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])  # (1 + 2) + 3
+        tensor(6.)
+    """
+    return _reduce(_tree_order, contributions, out, divisor)
+
+
+def accumulate_n(
+    contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None
+) -> Tensor:
+    """Sums the contributions one after the other, as TensorFlow's ``EXPERIMENTAL_ACCUMULATE_N`` does.
+
+    Args:
+        contributions: As for ``add_n``.
+        out: As for ``add_n``.
+        divisor: As for ``add_n``.
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        ValueError: As for ``add_n``.
+
+    Example:
+        >>> accumulate_n([torch.tensor(1), torch.tensor(2), torch.tensor(3)])
+        tensor(6)
+    """
+    return _reduce(_chain_order, contributions, out, divisor)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a running total: float32 for float16 and bfloat16, otherwise ``dtype`` itself."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def divide_(total: Tensor, divisor: int | float) -> Tensor:
+    """Divides ``total`` in place by a true division and returns it."""
+    # Complex numbers by components: the complex division by x + 0i rounds more often.
+    real = torch.view_as_real(total) if total.is_complex() else total
+    # A tensor on the device, not a Python number: for a number, torch on CUDA multiplies by the reciprocal.
+    real.div_(torch.full((), divisor, dtype=real.dtype, device=real.device))
+    return total
+
+
+def find_problem(
+    contributions: Sequence[Tensor],
+    out: Tensor | None = None,
+    *,
+    divisor: int | float | None = None,
+    indices: Sequence[int] | None = None,
+) -> str | None:
+    """Says why these arguments cannot be summed, or ``None`` if they can.
+
+    Args:
+        contributions: What would be summed.
+        out: Where the sum would be written.
+        divisor: What the sum would be divided by.
+        indices: The numbers by which the message names the contributions; 0, 1, ... by default.
+    """
+    if not contributions:
+        return "there is nothing to sum: give at least one contribution"
+    names = range(len(contributions)) if indices is None else indices
+    first = contributions[0]
+    dtype, shape, device = first.dtype, first.shape, first.device
+    named = f"contribution {names[0]}"
+    if dtype not in _SUPPORTED:
+        return f"{named} has dtype {dtype}, which has no sum: cast the contributions first"
+    for name, other in zip(names, contributions, strict=True):
+        if other.shape != shape:
+            return f"contribution {name} has shape {tuple(other.shape)} but {named} has {tuple(shape)}"
+        if other.dtype != dtype:
+            return f"contribution {name} has dtype {other.dtype} but {named} has {dtype}"
+        if other.device != device:
+            return f"contribution {name} is on device {other.device} but {named} is on {device}"
+    if divisor is not None:
+        if dtype not in _DIVISIBLE:
+            return f"contributions of {dtype} cannot be divided by {divisor}: cast them to floats"
+        if divisor == 0:
+            return "the divisor is 0: give the number of values the mean is taken over"
+    return None if out is None else _find_problem_of_out(first, out)
+
+
+def _find_problem_of_out(first: Tensor, out: Tensor) -> str | None:
+    if out.shape != first.shape:
+        return f"out has shape {tuple(out.shape)} but the contributions have {tuple(first.shape)}"
+    if out.dtype not in (first.dtype, accumulation_dtype(first.dtype)):
+        return f"out has dtype {out.dtype} but the contributions have {first.dtype}"
+    if out.device != first.device:
+        return f"out is on device {out.device} but the contributions are on {first.device}"
+    return None
+
+
+class _Scratch:
+    """The temporaries of a sum, made on first use and used again for every block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._buffers: dict[int, Tensor] = {}
+
+    def take(self, level: int, like: Tensor) -> Tensor:
+        """The temporary number ``level`` in the shape of ``like``, a block; no later block is larger."""
+        buffer = self._buffers.get(level)
+        if buffer is None:
+            buffer = self._buffers[level] = torch.empty_like(like, dtype=self._dtype)
+        return buffer if buffer.shape == like.shape else buffer[: like.shape[0]]
+
+
+@torch.no_grad()
+def _reduce(
+    order: _Order, contributions: Sequence[Tensor], out: Tensor | None, divisor: int | float | None
+) -> Tensor:
+    problem = find_problem(contributions, out, divisor=divisor)
+    if problem is None and any(t.layout != torch.strided for t in contributions):
+        problem = "sparse contributions cannot be summed here: make them dense first"
+    if problem is not None:
+        raise ValueError(problem)
+    target, is_read_late = out, False
+    if target is None:
+        target = torch.empty_like(contributions[0])
+    elif _can_write_directly(target, contributions):
+        # Every order reads the first two contributions before it writes; later ones must stay intact.
+        is_read_late = any(_is_same_view(target, other) for other in contributions[2:])
+    else:
+        target = torch.empty_like(contributions[0], dtype=target.dtype)
+    _sum_into(target, order, contributions, divisor, is_read_late)
+    return target if out is None or out is target else out.copy_(target)
+
+
+def _sum_into(
+    target: Tensor,
+    order: _Order,
+    contributions: Sequence[Tensor],
+    divisor: int | float | None,
+    is_read_late: bool,
+) -> None:
+    dtype = accumulation_dtype(target.dtype)
+    is_copy = len(contributions) == 1 and divisor is None
+    staged = is_read_late or (target.dtype != dtype and not is_copy)
+    scratch = _Scratch(dtype)
+    for target_block, *inputs in _blocks([target, *contributions], dtype):
+        total = scratch.take(0, target_block) if staged else target_block
+        order(total, inputs, scratch)
+        if divisor is not None:
+            divide_(total, divisor)
+        if staged:
+            target_block.copy_(total)
+
+
+def _blocks(tensors: list[Tensor], dtype: torch.dtype) -> Iterable[Sequence[Tensor]]:
+    """The tensors cut into matching blocks that fit the cache, or whole where that cannot help."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() * dtype.itemsize <= BLOCKED_ABOVE_BYTES:
+        return [tensors]
+    # Tensors of one dense layout (row-major, channels last, ...) have the same elements at the same places.
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    permuted = [t.permute(order) for t in tensors]
+    if not all(t.is_contiguous() for t in permuted):
+        return [tensors]
+    num_elements = max(1, BLOCK_BYTES // dtype.itemsize)
+    return zip(*(torch.split(t.view(-1), num_elements) for t in permuted), strict=True)
+
+
+def _add_n_order(total: Tensor, inputs: Sequence[Tensor], scratch: _Scratch) -> None:
+    head = (len(inputs) - 2) % 8 + 2
+    _chain_order(total, inputs[:head], scratch)
+    for start in range(head, len(inputs), 8):
+        part = scratch.take(1, total)
+        _chain_order(part, inputs[start : start + 8], scratch)
+        total.add_(part)
+
+
+def _chain_order(total: Tensor, inputs: Sequence[Tensor], scratch: _Scratch) -> None:
+    if len(inputs) == 1 or inputs[0].dtype != total.dtype:
+        # torch.add of two half precision tensors would round before it widens.
+        total.copy_(inputs[0])
+        rest = inputs[1:]
+    else:
+        torch.add(inputs[0], inputs[1], out=total)
+        rest = inputs[2:]
+    for other in rest:
+        total.add_(other)
+
+
+def _tree_order(total: Tensor, inputs: Sequence[Tensor], scratch: _Scratch, level: int = 1) -> None:
+    if len(inputs) <= 3:  # (a + b) + c is the chain
+        _chain_order(total, inputs, scratch)
+        return
+    half = 1 << ((len(inputs) - 1).bit_length() - 1)
+    _tree_order(total, inputs[:half], scratch, level)
+    if len(inputs) == half + 1:
+        total.add_(inputs[half])
+        return
+    right = scratch.take(level, total)
+    _tree_order(right, inputs[half:], scratch, level + 1)
+    total.add_(right)
+
+
+def _can_write_directly(out: Tensor, contributions: Sequence[Tensor]) -> bool:
+    """Whether a block of ``out`` may be written before later blocks are read."""
+    if out.is_conj() or out.is_neg():  # lazy views, whose memory does not hold their values
+        return False
+    start, end = _byte_range(out)
+    for other in contributions:
+        other_start, other_end = _byte_range(other)
+        if start < other_end and other_start < end and not _is_same_view(out, other):
+            return False
+    return True
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses a tensor touches; not its storage, as two storages may share memory (dlpack)."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()

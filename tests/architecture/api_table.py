@@ -1,0 +1,267 @@
+"""What of TensorFlow's public surface this package has: one entry per symbol and public member.
+
+The surface is ``tests/data/tf_api_surface.json``. An entry is one of
+
+* ``IN``: the package has it, under ``port_path`` and with TensorFlow's parameter names;
+* ``planned("area")``: the package does not have it yet, and says so in docs/status.md;
+* ``not_applicable("reason")``: it has no meaning in PyTorch.
+
+A class that is in the package has a table of its members; any other entry holds for all members of a symbol.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+IN: Final = "in"
+
+
+def planned(area: str) -> str:
+    """An entry for something that comes with the work on ``area``."""
+    return f"planned:{area}"
+
+
+def not_applicable(reason: str) -> str:
+    """An entry for something that is left out for good."""
+    return f"n/a:{reason}"
+
+
+CORE = planned("core")
+INPUT = planned("input")
+MULTI_WORKER = planned("multi-worker")
+PARAMETER_SERVER = planned("parameter server")
+CENTRAL_STORAGE = planned("central storage")
+TPU = planned("TPU")
+CHECKPOINT = planned("checkpoint")
+
+GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
+ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
+SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
+
+STRATEGY: Final = {
+    "__init__": IN,
+    "cluster_resolver": IN,
+    "colocate_vars_with": GRAPH,
+    "configure": GRAPH,
+    "distribute_datasets_from_function": INPUT,
+    "experimental_distribute_dataset": INPUT,
+    "experimental_distribute_datasets_from_function": INPUT,
+    "experimental_distribute_values_from_function": IN,
+    "experimental_local_results": IN,
+    "experimental_run": INPUT,
+    "extended": IN,
+    "gather": IN,
+    "group": GRAPH,
+    "make_dataset_iterator": INPUT,
+    "make_input_fn_iterator": INPUT,
+    "num_replicas_in_sync": IN,
+    "reduce": IN,
+    "run": IN,
+    "scope": IN,
+    "unwrap": CORE,
+    "update_config_proto": GRAPH,
+}
+
+CROSS_DEVICE_OPS: Final = {
+    "__init__": IN,
+    "batch_reduce": IN,
+    "batch_reduce_implementation": ONE_HOOK,
+    "broadcast": IN,
+    "broadcast_implementation": ONE_HOOK,
+    "reduce": IN,
+    "reduce_implementation": ONE_HOOK,
+}
+
+OPTIMIZER: Final = {
+    "GATE_GRAPH": GRAPH,
+    "GATE_NONE": GRAPH,
+    "GATE_OP": GRAPH,
+    "__init__": IN,
+    "apply_gradients": IN,
+    "compute_gradients": IN,
+    "get_name": IN,
+    "get_slot": IN,
+    "get_slot_names": IN,
+    "minimize": IN,
+    "variables": IN,
+}
+
+VARIABLE: Final = {
+    "__init__": IN,
+    "aggregation": IN,
+    "assign": IN,
+    "assign_add": IN,
+    "assign_sub": IN,
+    "batch_scatter_update": CORE,
+    "constraint": CORE,
+    "device": IN,
+    "dtype": IN,
+    "gather_nd": CORE,
+    "graph": GRAPH,
+    "initial_value": GRAPH,
+    "initializer": GRAPH,
+    "name": IN,
+    "op": GRAPH,
+    "read_value": IN,
+    "ref": not_applicable("PyTorch tensors are hashable"),
+    "scatter_add": not_applicable("torch.Tensor has a method of this name with other arguments"),
+    "scatter_div": CORE,
+    "scatter_max": CORE,
+    "scatter_min": CORE,
+    "scatter_mul": CORE,
+    "scatter_sub": CORE,
+    "scatter_update": CORE,
+    "set_shape": GRAPH,
+    "shape": IN,
+    "sparse_read": CORE,
+    "synchronization": IN,
+    "trainable": IN,
+    "value": IN,
+}
+
+SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
+    "tf.AggregationMethod": IN,
+    "tf.Variable": VARIABLE,
+    "tf.VariableAggregation": IN,
+    "tf.VariableSynchronization": IN,
+    "tf.compat.v1.train.AdadeltaOptimizer": CORE,
+    "tf.compat.v1.train.AdagradOptimizer": OPTIMIZER,
+    "tf.compat.v1.train.AdamOptimizer": OPTIMIZER,
+    "tf.compat.v1.train.FtrlOptimizer": CORE,
+    "tf.compat.v1.train.GradientDescentOptimizer": OPTIMIZER,
+    "tf.compat.v1.train.MomentumOptimizer": OPTIMIZER,
+    "tf.compat.v1.train.Optimizer": OPTIMIZER,
+    "tf.compat.v1.train.RMSPropOptimizer": OPTIMIZER,
+    "tf.data.experimental.AutoShardPolicy": INPUT,
+    "tf.distribute.CrossDeviceOps": CROSS_DEVICE_OPS,
+    "tf.distribute.DistributedDataset": INPUT,
+    "tf.distribute.DistributedIterator": INPUT,
+    "tf.distribute.DistributedValues": IN,
+    "tf.distribute.HierarchicalCopyAllReduce": CROSS_DEVICE_OPS,
+    "tf.distribute.InputContext": INPUT,
+    "tf.distribute.InputOptions": INPUT,
+    "tf.distribute.InputReplicationMode": INPUT,
+    "tf.distribute.MirroredStrategy": STRATEGY,
+    "tf.distribute.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.NcclAllReduce": CROSS_DEVICE_OPS,
+    "tf.distribute.OneDeviceStrategy": STRATEGY,
+    "tf.distribute.ParameterServerStrategy": PARAMETER_SERVER,
+    "tf.distribute.ReduceOp": IN,
+    "tf.distribute.ReductionToOneDevice": CROSS_DEVICE_OPS,
+    "tf.distribute.ReplicaContext": {
+        "__enter__": not_applicable("strategy.run enters it"),
+        "__exit__": not_applicable("strategy.run leaves it"),
+        "__init__": IN,
+        "all_gather": IN,
+        "all_reduce": IN,
+        "devices": IN,
+        "merge_call": IN,
+        "num_replicas_in_sync": IN,
+        "replica_id_in_sync_group": IN,
+        "strategy": IN,
+    },
+    "tf.distribute.RunOptions": {
+        "__init__": IN,
+        "experimental_bucketizing_dynamic_shape": IN,
+        "experimental_enable_dynamic_batch_size": IN,
+        "experimental_xla_options": IN,
+    },
+    "tf.distribute.Server": PARAMETER_SERVER,
+    "tf.distribute.Strategy": {**STRATEGY, "__init__": SUBCLASSING},
+    "tf.distribute.StrategyExtended": {
+        "__init__": SUBCLASSING,
+        "batch_reduce_to": IN,
+        "colocate_vars_with": IN,
+        "experimental_require_static_shapes": IN,
+        "parameter_devices": IN,
+        "reduce_to": IN,
+        "update": IN,
+        "value_container": IN,
+        "variable_created_in_scope": IN,
+        "worker_devices": IN,
+    },
+    "tf.distribute.TPUStrategy": TPU,
+    "tf.distribute.cluster_resolver.ClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.GCEClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.KubernetesClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.KubernetesExecutableLocation": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.SimpleClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.SlurmClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.TFConfigClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.TPUClusterResolver": TPU,
+    "tf.distribute.cluster_resolver.UnionResolver": MULTI_WORKER,
+    "tf.distribute.coordinator.ClusterCoordinator": PARAMETER_SERVER,
+    "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,
+    "tf.distribute.coordinator.RemoteValue": PARAMETER_SERVER,
+    "tf.distribute.coordinator.experimental_get_current_worker_index": PARAMETER_SERVER,
+    "tf.distribute.experimental.CentralStorageStrategy": CENTRAL_STORAGE,
+    "tf.distribute.experimental.CollectiveCommunication": IN,
+    "tf.distribute.experimental.CollectiveHints": {"__init__": IN},
+    "tf.distribute.experimental.CommunicationImplementation": IN,
+    "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
+    "tf.distribute.experimental.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
+    "tf.distribute.experimental.PreemptionCheckpointHandler": CHECKPOINT,
+    "tf.distribute.experimental.PreemptionWatcher": CHECKPOINT,
+    "tf.distribute.experimental.TPUStrategy": TPU,
+    "tf.distribute.experimental.TerminationConfig": CHECKPOINT,
+    "tf.distribute.experimental.ValueContext": {
+        "__init__": IN,
+        "num_replicas_in_sync": IN,
+        "replica_id_in_sync_group": IN,
+    },
+    "tf.distribute.experimental.coordinator.ClusterCoordinator": PARAMETER_SERVER,
+    "tf.distribute.experimental.coordinator.PerWorkerValues": PARAMETER_SERVER,
+    "tf.distribute.experimental.coordinator.RemoteValue": PARAMETER_SERVER,
+    "tf.distribute.experimental.partitioners.FixedShardsPartitioner": PARAMETER_SERVER,
+    "tf.distribute.experimental.partitioners.MaxSizePartitioner": PARAMETER_SERVER,
+    "tf.distribute.experimental.partitioners.MinSizePartitioner": PARAMETER_SERVER,
+    "tf.distribute.experimental.partitioners.Partitioner": PARAMETER_SERVER,
+    "tf.distribute.experimental.rpc.Client": PARAMETER_SERVER,
+    "tf.distribute.experimental.rpc.Server": PARAMETER_SERVER,
+    "tf.distribute.experimental_set_strategy": IN,
+    "tf.distribute.get_replica_context": IN,
+    "tf.distribute.get_strategy": IN,
+    "tf.distribute.has_strategy": IN,
+    "tf.distribute.in_cross_replica_context": IN,
+    "tf.gradients": IN,
+    "tf.nn.compute_average_loss": IN,
+    "tf.nn.scale_regularization_loss": IN,
+    "tf.train.Checkpoint": CHECKPOINT,
+    "tf.train.CheckpointManager": CHECKPOINT,
+    "tf.train.ClusterSpec": MULTI_WORKER,
+}
+
+# Parameters that are left out of what the package has. A * in a key stands for any text.
+LEFT_OUT: Final[dict[str, dict[str, str]]] = {
+    "tf.Variable.__init__": {
+        "validate_shape": GRAPH,
+        "caching_device": GRAPH,
+        "variable_def": GRAPH,
+        "import_scope": GRAPH,
+        "constraint": CORE,
+        "shape": GRAPH,
+        "experimental_enable_variable_lifting": GRAPH,
+    },
+    "tf.compat.v1.train.*.compute_gradients": {"gate_gradients": GRAPH, "colocate_gradients_with_ops": GRAPH},
+    "tf.compat.v1.train.*.minimize": {"gate_gradients": GRAPH, "colocate_gradients_with_ops": GRAPH},
+    "tf.gradients": {"gate_gradients": GRAPH},
+}
+
+# Where the package keeps what TensorFlow has elsewhere; the first prefix that fits counts.
+PREFIXES: Final = {
+    "tf.distribute.": "tfstyle_dist.",
+    "tf.nn.": "tfstyle_dist.nn.",
+    "tf.compat.v1.train.": "tfstyle_dist.train.",
+    "tf.train.ClusterSpec": "tfstyle_dist.cluster_resolver.ClusterSpec",
+    "tf.train.": "tfstyle_dist.train.",
+    "tf.data.experimental.": "tfstyle_dist.",
+    "tf.gradients": "tfstyle_dist.train.gradients",
+    "tf.": "tfstyle_dist.",
+}
+
+
+def port_path(symbol: str) -> str:
+    """The dotted path under which the package has, or will have, a TensorFlow symbol."""
+    prefix = next(prefix for prefix in PREFIXES if symbol.startswith(prefix))
+    return PREFIXES[prefix] + symbol.removeprefix(prefix)

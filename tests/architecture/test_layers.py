@@ -1,0 +1,214 @@
+"""The layers of docs/architecture.md and the other rules about what a file may contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+import pytest
+from source_tree import FOLDERS, KERNELS, PACKAGE, ROOT, Import, SourceFile, source_files, starts_with
+
+MAX_LINES = 500
+
+# Higher layers import lower ones. Packages of one layer do not import each other, except for WITHIN_LAYER.
+LAYERS = {
+    "core": 0,
+    "comm": 1,
+    "cluster_resolver": 1,
+    "values": 1,
+    "runtime": 2,
+    "ops": 2,
+    "gradients": 3,
+    "cross_device_ops": 3,
+    "input": 3,
+    "variables": 3,
+    "parameter_server": 3,
+    "strategies": 4,
+    "coordinator": 5,
+    "train": 5,
+    "nn": 5,
+    "testing": 6,
+    "integrations": 6,
+    "launch": 6,
+    "doctor": 6,
+}
+WITHIN_LAYER = {
+    ("gradients", "variables"),
+    ("gradients", "cross_device_ops"),
+    ("variables", "cross_device_ops"),
+}
+# Public names only: they import what they re-export, and nothing inside imports them.
+REEXPORTS = {"", "experimental"}
+
+OPTIONAL_PACKAGES = (
+    "triton",
+    "numba",
+    "torch_xla",
+    "accelerate",
+    "keras",
+    "tensorboard",
+    "zmq",
+    "cloudpickle",
+)
+# Modules of torch that load an optional package.
+OPTIONAL_ALIASES = {"torch.utils.tensorboard": "tensorboard"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def part_of(module: str) -> str:
+    """The sub-package or module under the root: ``comm`` for ``tfstyle_dist.comm.group``."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imported_part(imported: Import) -> str:
+    """Like ``part_of``; a name that is not a sub-package was imported from the public root."""
+    part = part_of(imported.module)
+    if imported.base == PACKAGE and not (
+        (ROOT / PACKAGE / part).is_dir() or (ROOT / PACKAGE / f"{part}.py").is_file()
+    ):
+        return ""
+    return part
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if imported in REEXPORTS:
+        return importer == ""
+    if importer in REEXPORTS or importer == imported:
+        return True
+    return LAYERS[importer] > LAYERS[imported] or (importer, imported) in WITHIN_LAYER
+
+
+def package_files() -> list[SourceFile]:
+    return [file for file in source_files() if starts_with(file.name, PACKAGE)]
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    parts = {part_of(file.name) for file in package_files()} - REEXPORTS
+    assert parts <= LAYERS.keys(), (
+        f"give these a layer here and in docs/architecture.md: {parts - LAYERS.keys()}"
+    )
+
+
+def test_imports_go_downward() -> None:
+    wrong = []
+    for file in package_files():
+        importer = part_of(file.name)
+        for imported in file.imports():
+            if starts_with(imported.module, PACKAGE) and not may_import(importer, imported_part(imported)):
+                target = imported_part(imported) or "the public root"
+                wrong.append(
+                    f"{file.where}:{imported.line}: {importer or 'the public root'} imports {target}"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_ops_imports_the_kernels() -> None:
+    wrong = [
+        f"{file.where}:{imported.line}"
+        for file in package_files()
+        for imported in file.imports()
+        if starts_with(imported.module, KERNELS) and part_of(file.name) != "ops"
+    ]
+    assert not wrong, f"import tfstyle_dist.ops instead of the kernels: {wrong}"
+
+
+def test_kernels_stand_alone() -> None:
+    wrong = [
+        f"{file.where}:{imported.line}: {imported.module}"
+        for file in source_files()
+        for imported in file.imports()
+        if starts_with(file.name, KERNELS) and starts_with(imported.module, PACKAGE)
+    ]
+    assert not wrong, f"kernels/ must not import the package: {wrong}"
+
+
+def test_kernels_folder_is_a_namespace() -> None:
+    assert not (FOLDERS[KERNELS] / "__init__.py").exists(), (
+        "an __init__.py would shadow another package named kernels"
+    )
+
+
+@pytest.mark.parametrize("optional", OPTIONAL_PACKAGES)
+def test_optional_package_is_imported_in_one_module(optional: str) -> None:
+    importers: dict[str, set[int]] = defaultdict(set)
+    for file in source_files():
+        for imported in file.imports():
+            aliases = {
+                name for alias, name in OPTIONAL_ALIASES.items() if starts_with(imported.module, alias)
+            }
+            if starts_with(imported.module, optional) or optional in aliases:
+                importers[file.where].add(imported.line)
+    assert len(importers) <= 1, f"{optional} is imported in {dict(importers)}"
+
+
+def attribute_lines(file: SourceFile, owner: str, names: set[str]) -> list[int]:
+    """Lines with ``owner.name`` for one of ``names``, where ``owner`` is a plain name."""
+    return [
+        node.lineno
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == owner
+        and node.attr in names
+    ]
+
+
+def test_environment_is_read_in_one_module() -> None:
+    wrong = []
+    for file in source_files():
+        if file.name == f"{PACKAGE}.core.env" or part_of(file.name) == "testing":
+            continue
+        lines = attribute_lines(file, "os", ENVIRONMENT)
+        lines += [
+            i.line for i in file.imports() if i.base == "os" and i.module.removeprefix("os.") in ENVIRONMENT
+        ]
+        wrong += [f"{file.where}:{line}" for line in lines]
+    assert not wrong, f"read environment variables in tfstyle_dist/core/env.py only: {wrong}"
+
+
+def test_torch_distributed_is_used_in_comm_only() -> None:
+    wrong = []
+    for file in source_files():
+        if part_of(file.name) in {"comm", "testing"}:
+            continue
+        lines = attribute_lines(file, "torch", {"distributed"})
+        lines += [i.line for i in file.imports() if starts_with(i.module, "torch.distributed")]
+        wrong += [f"{file.where}:{line}" for line in lines]
+    assert not wrong, f"use a WorkerGroup instead of torch.distributed: {wrong}"
+
+
+def has_code(file: SourceFile) -> bool:
+    """Whether a file holds more than a docstring, imports and ``__all__ = ...``."""
+    simple = (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)
+    return not all(isinstance(node, simple) for node in file.tree.body)
+
+
+def test_annotations_are_not_evaluated() -> None:
+    wrong = [
+        file.where
+        for file in package_files()
+        if has_code(file) and "__future__.annotations" not in {i.module for i in file.imports()}
+    ]
+    assert not wrong, f"add `from __future__ import annotations`: {wrong}"
+
+
+def test_architecture_page_names_existing_modules() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Interfaces")[1]
+    modules = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", table)
+    missing = [module for module in modules if not (FOLDERS[PACKAGE] / module).is_file()]
+    assert modules
+    assert not missing, f"docs/architecture.md names modules that do not exist: {missing}"
+
+
+def test_files_are_short() -> None:
+    folders = [*FOLDERS.values(), *(ROOT / name for name in ("tests", "examples", "benchmarks"))]
+    sizes = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    long = {path: lines for path, lines in sizes.items() if lines > MAX_LINES}
+    assert not long, f"split files of more than {MAX_LINES} lines: {long}"

@@ -1,0 +1,144 @@
+"""The wheel, the sdist and an editable install carry both packages; setup.cfg lists all of them."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+from source_tree import FOLDERS, KERNELS, PACKAGE, ROOT
+
+PROGRAM = """
+import importlib.metadata, importlib.resources, sys
+import tfstyle_dist, tfstyle_dist_kernels.reference
+import tfstyle_dist.testing.plugin
+assert importlib.resources.files("tfstyle_dist").joinpath("py.typed").is_file(), "py.typed is missing"
+scripts = importlib.metadata.distribution("tfstyle_dist").entry_points
+assert [e.value for e in scripts if e.group == "pytest11"] == ["tfstyle_dist.testing.plugin"], scripts
+print(tfstyle_dist.__file__)
+print(tfstyle_dist_kernels.reference.__file__)
+"""
+HOOK = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def test_setup_cfg_lists_every_package() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    found = {KERNELS}
+    for init in FOLDERS[PACKAGE].rglob("__init__.py"):
+        found.add(".".join([PACKAGE, *init.parent.relative_to(FOLDERS[PACKAGE]).parts]))
+    assert listed == found
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    folders = {path.parent for path in FOLDERS[PACKAGE].rglob("*.py")}
+    missing = [
+        folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").is_file()
+    ]
+    assert not missing, f"add an __init__.py: {missing}"
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Runs ``command`` and returns its output; a failure shows everything it printed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    clean["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what packaging needs, so that building leaves nothing in the working tree."""
+    target = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, target)
+    for folder in FOLDERS.values():
+        shutil.copytree(folder, target / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-c", HOOK, "build_sdist", out, cwd=source)
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from the unpacked sdist, as an installer does it."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (project,) = unpacked.iterdir()
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-c", HOOK, "build_wheel", out, cwd=project)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def make_environment(folder: Path) -> Path:
+    """An empty virtual environment that can import torch from the running one; returns its interpreter."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    # Only the folders themselves: .pth files in them, such as those of an editable install, are not followed.
+    folders = {Path(module.__file__).parents[1] for module in (setuptools, torch) if module.__file__}
+    Path(site, "running.pth").write_text("".join(f"{path}\n" for path in folders), encoding="utf-8")
+    return python
+
+
+def install(python: Path, *what: str | Path) -> None:
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=python.parent)
+
+
+@pytest.mark.slow
+def test_sdist_holds_both_packages(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.cfg", "pyproject.toml", "tfstyle_dist/py.typed", "kernels/reference.py"} <= names
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for package, folder in FOLDERS.items()
+        for path in folder.rglob("*.py")
+    }
+    assert expected | {"tfstyle_dist/py.typed"} <= names
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {PACKAGE, KERNELS}
+
+
+@pytest.mark.slow
+def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "venv")
+    install(python, wheel)
+    places = run(python, "-c", PROGRAM, cwd=tmp_path).split()
+    assert all(Path(place).is_relative_to(tmp_path) for place in places), places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_root", [True, False], ids=["cwd is the project", "cwd is elsewhere"])
+def test_editable_install_imports(source: Path, tmp_path: Path, from_root: bool) -> None:
+    python = make_environment(tmp_path / "venv")
+    install(python, "--editable", source)
+    places = run(python, "-c", PROGRAM, cwd=source if from_root else tmp_path).split()
+    assert all(Path(place).is_relative_to(source) for place in places), places

@@ -1,0 +1,170 @@
+"""The public names and parameters are those of TensorFlow, as ``api_table.py`` claims."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+from api_table import IN, LEFT_OUT, SYMBOLS, port_path
+from source_tree import ROOT
+
+SURFACE_FILE = ROOT / "tests" / "data" / "tf_api_surface.json"
+SURFACE: dict[str, dict[str, Any]] = json.loads(SURFACE_FILE.read_text(encoding="utf-8"))["symbols"]
+MISSING = object()
+
+
+def resolve(path: str) -> Any:
+    """The object at a dotted path, or ``MISSING``; an attribute goes before a module of the same name."""
+    root, *names = path.split(".")
+    found: Any = importlib.import_module(root)
+    for name in names:
+        inside = found.__name__ if inspect.ismodule(found) else None
+        found = getattr(found, name, MISSING)
+        if found is MISSING and inside and importlib.util.find_spec(f"{inside}.{name}"):
+            found = importlib.import_module(f"{inside}.{name}")
+    return found
+
+
+def own_names(owner: type) -> set[str]:
+    """The members that the package itself gives a class, with the attributes that ``__init__`` sets."""
+    names: set[str] = set()
+    for base in owner.__mro__:
+        if base.__module__.partition(".")[0] != "tfstyle_dist":
+            continue
+        names |= {*vars(base), *inspect.get_annotations(base)}
+        if inspect.isfunction(init := vars(base).get("__init__")):
+            names |= {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
+    return names
+
+
+def has_member(owner: type, name: str) -> bool:
+    """Whether a class has a member, be it its own or torch's."""
+    return hasattr(owner, name) or name in own_names(owner)
+
+
+def members_of(symbol: str) -> set[str]:
+    """The members of a TensorFlow class that the table must list."""
+    entry = SURFACE[symbol]
+    return {
+        name for group in ("methods", "properties", "names", "constants") for name in entry.get(group, ())
+    }
+
+
+def status_of(symbol: str) -> str:
+    """The entry of the symbol itself."""
+    entry = SYMBOLS[symbol]
+    return entry if isinstance(entry, str) else IN
+
+
+def left_out(where: str) -> set[str]:
+    return {name for pattern, names in LEFT_OUT.items() if fnmatchcase(where, pattern) for name in names}
+
+
+def check_parameters(where: str, theirs: list[str], ours: Any) -> None:
+    """Our parameters are TensorFlow's without those left out, in its order; ours come last or by keyword."""
+    signature = inspect.signature(ours)
+    parameters = [p for p in signature.parameters.values() if p.name not in {"self", "cls"}]
+    required = {text.split("=")[0].lstrip("*"): "=" not in text for text in theirs if text != "*"}
+    expected = [name for name in required if name not in left_out(where)]
+    shared = [p for p in parameters if p.name in required]
+    assert [p.name for p in shared] == expected, f"{where}{signature} should take {expected}; or see LEFT_OUT"
+    not_optional = [
+        p.name for p in shared if p.default is p.empty and not required[p.name] and p.kind not in VARIADIC
+    ]
+    assert not not_optional, f"{where}: {not_optional} have a default in TensorFlow"
+    keyword_only = [p.name for p in shared if p.kind is p.KEYWORD_ONLY]
+    assert not keyword_only, f"{where}: {keyword_only} can be passed by position in TensorFlow"
+    last = max((parameters.index(p) for p in shared), default=-1)
+    early = [p.name for p in parameters[:last] if p.name not in required and p.kind is not p.KEYWORD_ONLY]
+    assert not early, f"{where}: our own parameters {early} must come after TensorFlow's or be keyword-only"
+
+
+VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+PRESENT = [symbol for symbol in SYMBOLS if status_of(symbol) == IN]
+ABSENT = [symbol for symbol in SYMBOLS if status_of(symbol) != IN]
+CLASSES = [symbol for symbol, entry in SYMBOLS.items() if isinstance(entry, dict)]
+
+
+def test_table_lists_every_symbol() -> None:
+    assert SYMBOLS.keys() == SURFACE.keys()
+
+
+@pytest.mark.parametrize("symbol", CLASSES)
+def test_table_lists_every_member(symbol: str) -> None:
+    entry = SYMBOLS[symbol]
+    assert isinstance(entry, dict)
+    assert entry.keys() == members_of(symbol)
+
+
+@pytest.mark.parametrize("symbol", [s for s in PRESENT if s not in CLASSES])
+def test_table_gives_a_class_its_members(symbol: str) -> None:
+    assert not members_of(symbol) - SURFACE[symbol].get("constants", {}).keys(), "list its members one by one"
+
+
+def test_every_status_is_known() -> None:
+    statuses = {status_of(symbol) for symbol in SYMBOLS}
+    statuses |= {status for entry in SYMBOLS.values() if isinstance(entry, dict) for status in entry.values()}
+    statuses |= {status for names in LEFT_OUT.values() for status in names.values()}
+    assert all(re.fullmatch(r"in|(planned|n/a):.+", status) for status in statuses), statuses
+
+
+@pytest.mark.parametrize("symbol", PRESENT)
+def test_symbol_is_there(symbol: str) -> None:
+    theirs, ours = SURFACE[symbol], resolve(port_path(symbol))
+    assert ours is not MISSING, f"{port_path(symbol)} is missing"
+    if theirs["kind"] == "enum":
+        assert issubclass(ours, enum.Enum)
+        assert {name: member.value for name, member in ours.__members__.items()} == theirs["members"]
+    elif theirs["kind"] == "function":
+        check_parameters(symbol, theirs["params"], ours)
+    else:
+        assert inspect.isclass(ours)
+        if symbol not in CLASSES:
+            constants = theirs.get("constants", {})
+            assert {name: getattr(ours, name) for name in constants} == constants
+
+
+@pytest.mark.parametrize("symbol", ABSENT)
+def test_symbol_is_not_there_yet(symbol: str) -> None:
+    assert resolve(port_path(symbol)) is MISSING, (
+        f"{port_path(symbol)} exists: change its entry {status_of(symbol)!r}"
+    )
+
+
+@pytest.mark.parametrize("symbol", CLASSES)
+def test_members(symbol: str) -> None:
+    theirs, ours, table = SURFACE[symbol], resolve(port_path(symbol)), SYMBOLS[symbol]
+    assert isinstance(table, dict)
+    assert inspect.isclass(ours), f"{port_path(symbol)} is missing"
+    problems = []
+    for name, status in table.items():
+        where = f"{symbol}.{name}"
+        if status != IN:
+            if not name.startswith("__") and name in own_names(ours):
+                problems.append(f"{where} exists: change its entry {status!r}")
+        elif not has_member(ours, name):
+            problems.append(f"{where} is missing")
+        elif name in theirs.get("methods", {}):
+            try:
+                check_parameters(
+                    where, theirs["methods"][name], ours if name == "__init__" else getattr(ours, name)
+                )
+            except AssertionError as error:
+                problems.append(str(error).splitlines()[0])
+        elif inspect.isroutine(getattr(ours, name, None)):
+            problems.append(f"{where} is a property in TensorFlow, not a method")
+    assert not problems, "\n".join(problems)
+
+
+def test_left_out_parameters_belong_to_something() -> None:
+    wheres = {f"{symbol}.{name}" for symbol in CLASSES for name in members_of(symbol)} | set(PRESENT)
+    unused = [pattern for pattern in LEFT_OUT if not any(fnmatchcase(where, pattern) for where in wheres)]
+    assert not unused, f"LEFT_OUT names nothing that is in the package: {unused}"

@@ -1,0 +1,17 @@
+"""Layer 1: groups of worker processes. Nothing else talks to ``torch.distributed``."""
+
+from tfstyle_dist.comm.fake_group import FakeGroup
+from tfstyle_dist.comm.group import Operation, Pending, WorkerGroup
+from tfstyle_dist.comm.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.single_group import SingleGroup
+
+__all__ = [
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "FakeGroup",
+    "Operation",
+    "Pending",
+    "SingleGroup",
+    "WorkerGroup",
+]

@@ -1,0 +1,133 @@
+"""Who is missing, and in what state: what an error about a lost worker says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_GRACE_SECONDS = 1.5
+
+
+class KeyValueStore(Protocol):
+    """The part of ``torch.distributed.Store`` that is used here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Stores a value."""
+
+    def get(self, key: str) -> bytes:
+        """Reads a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a worker runs.
+
+    Attributes:
+        rank: its number.
+        pid: its process id.
+        host: its host name.
+        boot: the host's boot id, which tells hosts of equal names apart.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    boot: str
+
+    def state(self) -> str:
+        """What this host can see of the process: dead, stopped, running, or on another host."""
+        if (self.host, self.boot) != (socket.gethostname(), boot_id()):
+            return f"on host {self.host}, not visible from here"
+        try:
+            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return "dead"
+        letter = after_name.split()[0]
+        return {"Z": "dead", "X": "dead", "T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}.get(letter, "running")
+
+
+def boot_id() -> str:
+    """Identifies this boot of this host."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def this_peer(rank: int) -> Peer:
+    """This process as others see it."""
+    return Peer(rank, os.getpid(), socket.gethostname(), boot_id())
+
+
+def post(store: KeyValueStore | None, key: str, value: str) -> None:
+    """Writes to the side channel if it still answers."""
+    if store is None:
+        return
+    try:
+        store.set(key, value)
+    except Exception:  # the store's host may be the worker that died
+        return
+
+
+def _read(store: KeyValueStore | None, key: str) -> str | None:
+    if store is None:
+        return None
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except Exception:  # as in post
+        return None
+
+
+def describe_missing(
+    store: KeyValueStore | None, prefix: str, rank: int, peers: Sequence[Peer], waiting_in: str
+) -> tuple[list[int], str]:
+    """Finds out which workers do not take part and why.
+
+    Every live worker posts what it waits for; whoever has not posted after a short grace is missing.
+
+    Args:
+        store: the side channel, or ``None``.
+        prefix: key prefix of the group.
+        rank: this worker.
+        peers: all workers by rank.
+        waiting_in: the operation this worker waits in.
+
+    Returns:
+        The missing ranks, and text about every other worker.
+    """
+    post(store, f"{prefix}/waiting/{rank}", waiting_in)
+    others = [p for p in peers if p.rank != rank]
+    end = time.monotonic() + _GRACE_SECONDS
+    waiting: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    while True:
+        for peer in others:
+            if (reason := _read(store, f"{prefix}/failed/{peer.rank}")) is not None:
+                failed[peer.rank] = json.loads(reason)
+            elif (where := _read(store, f"{prefix}/waiting/{peer.rank}")) is not None:
+                waiting[peer.rank] = where
+        if len(waiting.keys() | failed.keys()) == len(others) or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    lines, missing = [], []
+    for peer in others:
+        state = peer.state()
+        head = f"  worker {peer.rank} (pid {peer.pid} on {peer.host}): "
+        if peer.rank in failed:
+            missing.append(peer.rank)
+            lines.append(head + "failed: " + failed[peer.rank])
+        elif peer.rank in waiting and state != "dead":
+            lines.append(head + "waits in " + waiting[peer.rank])
+        else:
+            missing.append(peer.rank)
+            lines.append(head + ("MISSING, " + state))
+    return missing, "\n".join(lines)

@@ -1,0 +1,145 @@
+"""The one interface to the other workers: a group of processes that work in step."""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a worker is about to do together with the others.
+
+    Attributes:
+        name: what it is for, e.g. ``"gradients[0]"``.
+        sequence: how many operations this group did before.
+        dtype: element type of the buffer.
+        numel: number of elements of the buffer.
+        site: ``file:line`` of the user's call.
+    """
+
+    name: str
+    sequence: int
+    dtype: str
+    numel: int
+    site: str
+
+    def __str__(self) -> str:
+        return f"operation {self.sequence} '{self.name}' ({self.numel} x {self.dtype}) called at {self.site}"
+
+
+def call_site() -> str:
+    """``file:line`` of the innermost frame outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("tfstyle_dist.", "torch.", "threading")) and module != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown"
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Returns when the buffer holds the result.
+
+        Raises:
+            PeerLostError: another worker is gone.
+            DeadlineExceededError: the deadline passed; the message names the absent workers.
+        """
+
+
+class Done:
+    """A ``Pending`` that is already done."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class WorkerGroup(abc.ABC):
+    """W worker processes, each with a rank; all operations work on flat, contiguous buffers.
+
+    Every operation must be called by all members in the same order. Every wait ends at the group's timeout with an
+    error that names the absent workers, the operation, its size and the call site.
+
+    Attributes:
+        rank: this worker's number.
+        size: number of workers W.
+        timeout: limit of each wait, ``None`` for none.
+    """
+
+    rank: int = 0
+    size: int = 1
+    timeout: timedelta | None = None
+
+    @abc.abstractmethod
+    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+        """Starts replacing ``buffer`` by the sum over all workers."""
+
+    def all_reduce(self, buffer: torch.Tensor, name: str) -> None:
+        """Replaces ``buffer`` by the sum over all workers."""
+        self.all_reduce_async(buffer, name).wait()
+
+    @abc.abstractmethod
+    def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """The buffers of all workers in rank order; all of the same size."""
+
+    @abc.abstractmethod
+    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """This worker's 1/W slice of the sum; ``buffer.numel()`` must be divisible by W."""
+
+    @abc.abstractmethod
+    def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """Replaces ``buffer`` by that of worker ``source``."""
+
+    @abc.abstractmethod
+    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
+        """Sends ``buffer`` to worker ``to``."""
+
+    @abc.abstractmethod
+    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """Fills ``buffer`` from worker ``source``."""
+
+    @abc.abstractmethod
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """The JSON-able values of all workers in rank order."""
+
+    def agree(self, signature: str, name: str) -> None:
+        """Checks that all workers are about to make the same call.
+
+        Raises:
+            CollectiveMismatchError: they are not; the message shows what each worker does.
+        """
+        return
+
+    @abc.abstractmethod
+    def report_failure(self, reason: str) -> None:
+        """Leaves word for the others why this worker is about to leave."""
+
+    @abc.abstractmethod
+    def errored(self) -> Exception | None:
+        """The error that broke the group, if any."""
+
+    @abc.abstractmethod
+    def members(self) -> Sequence[str]:
+        """What is known of each worker, by rank."""
+
+    @abc.abstractmethod
+    def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
+        """The subgroup of ``ranks`` that holds this worker; all members call it with the same lists."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Gives the group up: pending and later operations fail at once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Frees what the group holds."""

@@ -1,0 +1,218 @@
+"""Worker processes joined by ``torch.distributed`` (Gloo on CPUs, NCCL on GPUs)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.comm.group import Operation, Pending, WorkerGroup, call_site
+from tfstyle_dist.core import env
+from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
+
+_TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")
+
+
+class _Pending:
+    """A torch work handle with the group's error handling around its wait."""
+
+    __slots__ = ("_buffer", "_group", "_operation", "_work")
+
+    def __init__(self, group: TorchGroup, operation: Operation, work: Any, buffer: torch.Tensor) -> None:
+        self._group, self._operation, self._work, self._buffer = group, operation, work, buffer
+
+    def wait(self) -> None:
+        """Waits for the transfer."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._group._fail(self._operation, error)
+
+
+class TorchGroup(WorkerGroup):
+    """A ``torch.distributed`` process group with names, sequence numbers and a diagnosis of who is missing.
+
+    Args:
+        process_group: the torch group; all its members build a TorchGroup of it at the same point.
+        timeout: limit of each wait (the process group must have been made with it).
+        store: side channel for "why I left"; ``None`` when the group was made by somebody else.
+        device: where small control tensors live.
+        on_close: called once by ``close``.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        timeout: timedelta | None,
+        store: Any,
+        device: torch.device,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.timeout = timeout
+        self._group, self._store, self._device, self._on_close = process_group, store, device, on_close
+        self._debug = env.debug_collectives()
+        self._sequence = 0
+        self._error: Exception | None = None
+        self._closed = False
+        self._peers: list[diagnosis.Peer] = []
+        self._prefix = "tfstyle/?"
+        me = diagnosis.this_peer(self.rank)
+        facts = self.gather_objects([me.pid, me.host, me.boot], "who is there")
+        self._peers = [diagnosis.Peer(r, *fact) for r, fact in enumerate(facts)]
+        self._prefix = "tfstyle/" + hashlib.sha256(json.dumps([facts, _next_group_number()]).encode()).hexdigest()[:16]
+
+    # ---- operations -------------------------------------------------------------------------------------------
+
+    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+        """See ``WorkerGroup``."""
+        return self._start(name, buffer, lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
+
+    def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """See ``WorkerGroup``."""
+        out = [torch.empty_like(buffer) for _ in range(self.size)]
+        self._start(name, buffer, lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)).wait()
+        return out
+
+    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
+        part = buffer.numel() // self.size
+        if part * self.size != buffer.numel():
+            raise ValueError(f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers.")
+        if dist.get_backend(self._group) == "nccl":
+            out = torch.empty(part, dtype=buffer.dtype, device=buffer.device)
+            scatter = lambda: dist.reduce_scatter_tensor(out, buffer, group=self._group, async_op=True)  # noqa: E731
+            self._start(name, buffer, scatter).wait()
+            return out
+        total = buffer.clone()
+        self.all_reduce(total, name)
+        return total[self.rank * part : (self.rank + 1) * part].clone()
+
+    def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """See ``WorkerGroup``."""
+        start = lambda: dist.broadcast(buffer, group_src=source, group=self._group, async_op=True)  # noqa: E731
+        self._start(name, buffer, start).wait()
+
+    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
+        """See ``WorkerGroup``."""
+        self._start(name, buffer, lambda: dist.isend(buffer, group=self._group, group_dst=to), compare=False).wait()
+
+    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """See ``WorkerGroup``."""
+        self._start(name, buffer, lambda: dist.irecv(buffer, group=self._group, group_src=source), compare=False).wait()
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """See ``WorkerGroup``: JSON text, so that nothing a peer sends is ever executed."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        sizes = [int(s) for s in self.all_gather(size, name + " (sizes)")]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: data.numel()] = data
+        parts = self.all_gather(padded, name)
+        return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(parts, sizes, strict=True)]
+
+    def agree(self, signature: str, name: str) -> None:
+        """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
+        digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([digest], dtype=torch.int64, device=self._device)
+        if all(int(other) == digest for other in self.all_gather(mine, f"agree on {name}")):
+            return
+        texts = self.gather_objects([signature, call_site()], f"different calls of {name}")
+        lines = "\n".join(f"  worker {r}: {text} at {site}" for r, (text, site) in enumerate(texts))
+        raise CollectiveMismatchError(
+            f"The workers make different calls of {name}; all must make the same calls in the same order:\n{lines}"
+        )
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def report_failure(self, reason: str) -> None:
+        """See ``WorkerGroup``."""
+        diagnosis.post(self._store, f"{self._prefix}/failed/{self.rank}", json.dumps(reason))
+
+    def errored(self) -> Exception | None:
+        """See ``WorkerGroup``."""
+        return self._error
+
+    def members(self) -> Sequence[str]:
+        """See ``WorkerGroup``."""
+        return [f"worker {p.rank}: pid {p.pid} on {p.host}, {p.state()}" for p in self._peers]
+
+    def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
+        """See ``WorkerGroup``."""
+        mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self.timeout)
+        return TorchGroup(mine, self.timeout, self._store, self._device, lambda: dist.destroy_process_group(mine))
+
+    def abort(self) -> None:
+        """See ``WorkerGroup``."""
+        if self._error is None:
+            self._error = UnavailableError("This worker group was aborted; build a new strategy.")
+
+    def close(self) -> None:
+        """See ``WorkerGroup``."""
+        if not self._closed:
+            self._closed = True
+            self.abort()
+            self._on_close()
+
+    # ---- errors -----------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any], compare: bool = True) -> Pending:
+        if self._error is not None:
+            raise self._error
+        debug = self._debug and compare and not name.startswith(("debug", "different calls"))
+        # The site costs a walk up the stack: taken now only in debug mode, else when the wait fails (still on the stack).
+        site = call_site() if debug else ""
+        operation = Operation(name, self._sequence, str(buffer.dtype).removeprefix("torch."), buffer.numel(), site)
+        if debug:
+            self._compare(operation)
+        self._sequence += 1
+        try:
+            return _Pending(self, operation, begin(), buffer)
+        except RuntimeError as error:
+            self._fail(operation, error)
+            raise  # not reached
+
+    def _compare(self, operation: Operation) -> None:
+        text = [operation.name, operation.sequence, operation.dtype, operation.numel]
+        self._debug = False
+        try:
+            everyone = self.gather_objects([text, operation.site], "debug: compare collectives")
+        finally:
+            self._debug = True
+        if any(other != text for other, _ in everyone):
+            lines = "\n".join(f"  worker {r}: {t[0]} ({t[3]} x {t[2]}) at {site}" for r, (t, site) in enumerate(everyone))
+            raise CollectiveMismatchError(f"The workers are about to run different collectives:\n{lines}")
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        """Turns torch's error into ours, with everything that can be found out about the others."""
+        if not operation.site:
+            operation = Operation(operation.name, operation.sequence, operation.dtype, operation.numel, call_site())
+        missing, text = diagnosis.describe_missing(self._store, self._prefix, self.rank, self._peers, str(operation))
+        late = any(word in str(error) for word in _TIMED_OUT)
+        kind = DeadlineExceededError if late and not missing else PeerLostError
+        names = ", ".join(str(r) for r in missing)
+        what = f"Worker {names} is missing" if missing else "The workers do not meet"
+        limit = "" if self.timeout is None else f" (limit of a wait: {self.timeout.total_seconds():g} s)"
+        self._error = kind(
+            f"{what}: worker {self.rank} of {self.size} waited in {operation}{limit}.\n{text}\n"
+            f"  torch.distributed said: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}\n"
+            "Look at the missing worker's own output first. All workers must make the same calls; set "
+            "TFSTYLE_DEBUG=collectives to compare them."
+        )
+        raise self._error from error
+
+
+_group_number = 0
+
+
+def _next_group_number() -> int:
+    """Counts groups: all members make them in the same order, so the number agrees everywhere."""
+    global _group_number
+    _group_number += 1
+    return _group_number

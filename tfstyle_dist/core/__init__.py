@@ -1,0 +1,1 @@
+"""Layer 0: enums, errors, deadlines, devices, nests, environment, logging."""

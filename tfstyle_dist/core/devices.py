@@ -1,0 +1,117 @@
+"""Device names: torch's, TensorFlow's, and several logical replicas on one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_TF_NAME = re.compile(
+    r"^(?:/job:(?P<job>[A-Za-z]\w*))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
+    r"/?(?:device:)?(?P<type>[A-Za-z]+)(?::(?P<index>\d+|\*))?(?:#(?P<slot>\d+))?$"
+)
+_KNOWN = ("cpu", "cuda", "xla", "mps", "xpu", "meta")
+_HOW = (
+    "Write 'cpu:0', 'cuda:1', '/gpu:0', 'GPU:1' or '/job:worker/replica:0/task:0/device:CPU:0'; add '#k' for the k-th "
+    "replica on one device ('cuda:0#1')."
+)
+
+
+@dataclass(frozen=True)
+class ReplicaDevice:
+    """One replica's place.
+
+    Attributes:
+        type: torch device type, ``"cpu"`` or ``"cuda"``, ...
+        index: number of the device; a CPU index is a logical device on the one CPU.
+        slot: which replica of several on the same device (the ``#k`` suffix).
+    """
+
+    type: str
+    index: int
+    slot: int = 0
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of this replica live: every logical CPU device is torch's one CPU."""
+        return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.index)
+
+    @property
+    def logical(self) -> torch.device:
+        """The device as the user counts it, CPU index kept."""
+        return torch.device(self.type, self.index)
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}" + (f"#{self.slot}" if self.slot else "")
+
+
+def parse(name: str | torch.device | ReplicaDevice) -> ReplicaDevice:
+    """The device that a torch or TensorFlow device string names.
+
+    Args:
+        name: e.g. ``"cpu"``, ``"CPU:1"``, ``"/gpu:0"``, ``"/job:worker/replica:0/task:0/device:GPU:1"``, ``"cuda:0#1"``
+            or a ``torch.device``.
+
+    Raises:
+        TypeError: ``name`` is not a string or device.
+        ValueError: no such kind of device; the message says what to write.
+    """
+    if isinstance(name, ReplicaDevice):
+        return name
+    if isinstance(name, torch.device):
+        return ReplicaDevice(name.type, name.index or 0)
+    if not isinstance(name, str):
+        raise TypeError(f"A device must be a string or torch.device, got {type(name).__name__}: {name!r}. {_HOW}")
+    match = _TF_NAME.match(name.strip())
+    kind = match["type"].lower() if match else ""
+    kind = {"gpu": "cuda", "tpu": "xla"}.get(kind, kind)
+    if match is None or kind not in _KNOWN or match["index"] == "*":
+        raise ValueError(f"Unknown device {name!r}. {_HOW}")
+    return ReplicaDevice(kind, int(match["index"] or 0), int(match["slot"] or 0))
+
+
+def check_present(device: ReplicaDevice) -> None:
+    """Raises ValueError when this machine has no such device."""
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.index >= count:
+            raise ValueError(
+                f"Device {device} was asked for, but this process sees {count} CUDA device(s). Use 'cpu:0', or check "
+                "CUDA_VISIBLE_DEVICES and the driver."
+            )
+    elif device.type not in ("cpu", "meta"):
+        raise ValueError(f"Device {device} is not supported by this strategy; use CPU or CUDA devices.")
+
+
+def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -> tuple[ReplicaDevice, ...]:
+    """The devices of one worker's replicas, checked: present, distinct, all of one kind.
+
+    Raises:
+        TypeError: ``names`` is one string instead of a sequence.
+        ValueError: none given, a device twice, CPU and GPU mixed, or a device that is absent.
+    """
+    if isinstance(names, str | torch.device | ReplicaDevice):
+        raise TypeError(f"devices must be a sequence of devices, got {names!r}; write [{str(names)!r}].")
+    devices = tuple(parse(n) for n in names)
+    if not devices:
+        raise ValueError("devices is empty: give at least one device, or leave devices=None to take what is found.")
+    twice = sorted({str(d) for d in devices if devices.count(d) > 1})
+    if twice:
+        raise ValueError(
+            f"Replica devices must be unique, but {', '.join(twice)} is given more than once in {[str(d) for d in devices]}. "
+            "For several replicas on one device write e.g. ['cuda:0#0', 'cuda:0#1'] or ['cpu:0', 'cpu:1']."
+        )
+    kinds = sorted({d.type for d in devices})
+    if len(kinds) > 1:
+        raise ValueError(f"Replicas must all be on one kind of device, got {kinds} in {[str(d) for d in devices]}.")
+    for device in devices:
+        check_present(device)
+    return devices
+
+
+def find_local_devices() -> tuple[ReplicaDevice, ...]:
+    """All GPUs of this process, else the one CPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(ReplicaDevice("cuda", i) for i in range(count)) or (ReplicaDevice("cpu", 0),)

@@ -1,0 +1,95 @@
+"""The enumerations of ``tf.distribute`` with TensorFlow's names and values."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one (``tf.distribute.ReduceOp``).
+
+    * ``SUM``: add all values.
+    * ``MEAN``: add all values, then divide by their number.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def from_any(cls, op: ReduceOp | str) -> ReduceOp:
+        """Returns the member for a member or for its name in any case.
+
+        Args:
+            op: ``ReduceOp.SUM``, ``"sum"``, ``"Mean"``, ...
+
+        Raises:
+            ValueError: ``op`` is neither a member nor one of the two names.
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        if isinstance(op, str) and op.upper() in cls.__members__:
+            return cls[op.upper()]
+        raise ValueError(f"reduce_op must be a valid ReduceOp (ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'), got {op!r}.")
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a distributed variable are made equal (``tf.VariableSynchronization``).
+
+    * ``AUTO``: the strategy decides (``ON_WRITE`` under MirroredStrategy).
+    * ``NONE``: there is one copy; mirrored strategies refuse it.
+    * ``ON_WRITE``: every write reaches all copies.
+    * ``ON_READ``: each replica writes its own copy; a cross-replica read aggregates them.
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the values of the replicas are combined (``tf.VariableAggregation``).
+
+    * ``NONE``: not at all; each replica keeps its own.
+    * ``SUM``: the sum over the replicas.
+    * ``MEAN``: the mean over the replicas.
+    * ``ONLY_FIRST_REPLICA``: the first replica's value, the others are dropped.
+    """
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class AggregationMethod:
+    """How contributions to one gradient are summed (``tf.AggregationMethod``; plain ints as there).
+
+    * ``ADD_N`` (0): all contributions at once, in one n-ary sum.
+    * ``DEFAULT`` (0): equal to ``ADD_N`` as in TensorFlow.
+    * ``EXPERIMENTAL_TREE`` (1), also ``TREE``: pairwise, log2(N) levels.
+    * ``EXPERIMENTAL_ACCUMULATE_N`` (2): the left chain, one live accumulator.
+    """
+
+    ADD_N: Final = 0
+    DEFAULT: Final = ADD_N
+    EXPERIMENTAL_TREE: Final = 1
+    TREE: Final = EXPERIMENTAL_TREE
+    EXPERIMENTAL_ACCUMULATE_N: Final = 2
+
+    @classmethod
+    def validate(cls, method: int | None) -> int:
+        """Returns ``method`` as one of the three values; ``None`` means ``DEFAULT``.
+
+        Raises:
+            ValueError: ``method`` is none of the values of this class.
+        """
+        if method is None:
+            return cls.DEFAULT
+        if isinstance(method, bool) or method not in (cls.ADD_N, cls.EXPERIMENTAL_TREE, cls.EXPERIMENTAL_ACCUMULATE_N):
+            raise ValueError(
+                f"Invalid aggregation_method {method!r}: write AggregationMethod.ADD_N, DEFAULT, EXPERIMENTAL_TREE "
+                "(or TREE) or EXPERIMENTAL_ACCUMULATE_N."
+            )
+        return int(method)

@@ -1,0 +1,80 @@
+"""Every environment variable the package reads, in one place (the table of docs/environment.md)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher such as torchrun says about this process.
+
+    Attributes:
+        rank: this worker's number, 0 to ``world_size - 1``.
+        world_size: how many worker processes there are.
+        local_rank: this worker's number on its host.
+        local_world_size: how many workers this host has.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def _int(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"Environment variable {name}={text!r} is not a whole number; unset it or write e.g. {name}=0.") from None
+
+
+def launch() -> Launch | None:
+    """The launcher's ranks, or ``None`` when the process was started by hand."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world = _int("RANK", 0), _int("WORLD_SIZE", 1)
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: RANK counts from 0 to WORLD_SIZE - 1.")
+    return Launch(rank, world, _int("LOCAL_RANK", rank), _int("LOCAL_WORLD_SIZE", world))
+
+
+def rendezvous_file() -> str | None:
+    """``TFSTYLE_RENDEZVOUS_FILE``: ranks meet through this file instead of MASTER_ADDR:MASTER_PORT."""
+    return os.environ.get("TFSTYLE_RENDEZVOUS_FILE") or None
+
+
+def has_master_address() -> bool:
+    """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` are set."""
+    return bool(os.environ.get("MASTER_ADDR")) and bool(os.environ.get("MASTER_PORT"))
+
+
+def timeout() -> timedelta | None:
+    """``TFSTYLE_TIMEOUT_SECONDS``: the limit of every wait; 0 waits for ever; default 300."""
+    text = os.environ.get("TFSTYLE_TIMEOUT_SECONDS")
+    if text is None or text == "":
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit.") from None
+    if seconds < 0:
+        raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is negative; write e.g. 300, or 0 for no limit.")
+    return timedelta(seconds=seconds) if seconds else None
+
+
+def debug_collectives() -> bool:
+    """``TFSTYLE_DEBUG`` contains ``collectives``: compare every collective over the workers before it runs."""
+    return "collectives" in os.environ.get("TFSTYLE_DEBUG", "").split(",")
+
+
+def log_level() -> str:
+    """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
+    return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()

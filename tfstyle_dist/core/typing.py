@@ -1,0 +1,45 @@
+"""Types shared by several layers; Protocols where a lower layer needs to name a higher one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class StrategyLike(Protocol):
+    """What the runtime needs to know of a strategy."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas work in step."""
+
+
+class ReplicaLike(Protocol):
+    """What variables and gradients need to know of the replica they run in."""
+
+    @property
+    def local_replica_id(self) -> int:
+        """The replica's number on this worker, from 0."""
+
+    @property
+    def replica_id(self) -> int:
+        """The replica's number among all replicas in sync, from 0."""
+
+
+class CheckpointWriter(Protocol):
+    """Writes logical names with full tensors, independent of the number of workers, replicas or servers.
+
+    A checkpoint is a mapping of logical names to full tensors plus metadata (synchronization, aggregation, shards,
+    optimizer state by parameter name, iterator position, RNG state, version). The writer itself comes with
+    ``train.Checkpoint``; variables already speak this interface through ``checkpoint_value`` / ``restore_value``.
+    """
+
+    def save(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:
+        """Writes one checkpoint and returns its path."""
+
+    def load(self, path: str) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+        """Reads a checkpoint back."""

@@ -1,0 +1,119 @@
+"""``CrossDeviceOps``: sums the values of one worker's replicas and puts the result where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core import devices
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.cross_device_ops.collective import local_sum
+from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
+
+Pair = tuple[Any, Any]
+
+
+class CrossDeviceOps:
+    """Base of the ways to combine per-replica values (``tf.distribute.CrossDeviceOps``).
+
+    Give an instance to ``MirroredStrategy(cross_device_ops=...)``. A subclass overrides ``sum_values``.
+
+    Example:
+        >>> op = ReductionToOneDevice()
+        >>> op.reduce(ReduceOp.SUM, PerReplica((torch.tensor(1.0), torch.tensor(2.0))), "cpu:0")
+        tensor(3.)
+    """
+
+    aggregation_method: int = AggregationMethod.DEFAULT
+
+    def sum_values(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of one tensor per replica, as a new tensor on the first one's device."""
+        return local_sum(values, self.aggregation_method)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduces one value and puts the result on ``destinations``.
+
+        Args:
+            reduce_op: a ``ReduceOp`` (strings are refused here, as in TensorFlow).
+            per_replica_value: a ``PerReplica``, or a tensor or number that counts once for each destination.
+            destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
+            options: accepted for TF's signature.
+
+        Raises:
+            ValueError: ``reduce_op`` is no ``ReduceOp``, or no destination is given.
+        """
+        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions | None = None
+    ) -> list[Any]:
+        """Reduces several values.
+
+        Args:
+            reduce_op: a ``ReduceOp``.
+            value_destination_pairs: a list or tuple of ``(value, destinations)``.
+            options: accepted for TF's signature.
+
+        Returns:
+            One result for each pair, see ``reduce``.
+
+        Raises:
+            ValueError: the pairs are not a list of pairs.
+        """
+        if not isinstance(reduce_op, ReduceOp):
+            raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}.")
+        check_pairs(value_destination_pairs)
+        return [self._reduce_one(reduce_op, value, where) for value, where in value_destination_pairs]
+
+    def broadcast(self, tensor: torch.Tensor, destinations: Any) -> Any:
+        """A copy of ``tensor`` on each of ``destinations``, as ``reduce`` places its result."""
+        return place(torch.as_tensor(tensor), destinations)
+
+    def _reduce_one(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        if not isinstance(value, DistributedValues):
+            return place(torch.as_tensor(value), destinations)
+        values = [torch.as_tensor(v) for v in value.values]
+        total = self.sum_values(values)
+        return place(total / len(values) if op is ReduceOp.MEAN else total, destinations)
+
+
+def check_pairs(pairs: Any) -> None:
+    """Raises ValueError unless ``pairs`` is a list or tuple of (value, destinations) pairs."""
+    if not isinstance(pairs, list | tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+        raise ValueError(
+            "value_destination_pairs should be a tuple or list of (value, destinations) tuples, got "
+            f"{type(pairs).__name__}: write [(value, variable), ...]."
+        )
+
+
+def place(value: torch.Tensor, destinations: Any) -> Any:
+    """Copies of ``value`` where ``destinations`` wants them: ``Mirrored`` for several, else one tensor."""
+    if destinations is None:
+        raise ValueError("destinations must be a variable, a distributed value or a device string, got None.")
+    if isinstance(destinations, DistributedValues):
+        where = [_device(v) for v in destinations.values]
+        copies = [value.detach().to(d, copy=True) for d in where]
+        return Mirrored(copies) if len(copies) > 1 else copies[0]
+    return value.detach().to(_device(destinations), copy=True)
+
+
+def _device(destination: Any) -> torch.device:
+    if isinstance(destination, str | torch.device | devices.ReplicaDevice):
+        return devices.parse(destination).torch_device
+    if isinstance(destination, torch.Tensor):
+        return torch.Tensor.device.__get__(destination)  # type: ignore[attr-defined,no-any-return]
+    return torch.device("cpu")
+
+
+def is_per_replica(value: Any) -> bool:
+    """Whether a value holds one entry for each replica and is no variable."""
+    return isinstance(value, PerReplica)

@@ -1,0 +1,115 @@
+"""Sums over all replicas: first those of this process, then one call over the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.ops import aggregate
+from tfstyle_dist.runtime.worker import Worker
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DEFAULT) -> torch.Tensor:
+    """The sum of the local replicas' values as a new tensor on the first one's device.
+
+    Args:
+        values: one tensor for each local replica, all of one shape and dtype.
+        method: an ``AggregationMethod``.
+
+    Raises:
+        InvalidArgumentError: shapes or dtypes differ; the message names the replica.
+    """
+    device = torch.Tensor.device.__get__(values[0])  # type: ignore[attr-defined]
+    moved = [v.detach().to(device) for v in values]
+    if moved[0].dtype is torch.bool:
+        moved = [v.to(torch.int64) for v in moved]
+    return aggregate(moved, method)
+
+
+def reduce_over_workers(worker: Worker, op: ReduceOp, total: torch.Tensor, name: str) -> torch.Tensor:
+    """Turns the local sum into the SUM or MEAN over all replicas.
+
+    Half precision travels and is summed in float32. An integer MEAN is a true division, as in TensorFlow.
+
+    Args:
+        worker: gives the group and the number of replicas.
+        op: SUM or MEAN.
+        total: the local sum; may be overwritten.
+        name: for messages.
+    """
+    dtype = total.dtype
+    if worker.group.size > 1:
+        flat = total.float() if dtype in _HALF else total
+        flat = flat.contiguous().reshape(-1)
+        worker.group.all_reduce(flat, name)
+        total = flat.view(total.shape)
+    if op is ReduceOp.MEAN:
+        total = total / worker.num_replicas
+    return total.to(dtype) if dtype in _HALF else total
+
+
+def sparse_sum_over_workers(worker: Worker, total: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum over the workers of sparse COO tensors: rows gathered in rank order, then coalesced."""
+    group, total = worker.group, total.coalesce()
+    if group.size == 1:
+        return total
+    counts = [int(c) for c in group.all_gather(torch.tensor([total._nnz()], device=total.device), f"{name} (row counts)")]
+    most = max(counts)
+    indices = torch.zeros((total.sparse_dim(), most), dtype=torch.int64, device=total.device)
+    indices[:, : total._nnz()] = total.indices()
+    dtype = torch.float32 if total.dtype in _HALF else total.dtype
+    values = torch.zeros((most, *total.values().shape[1:]), dtype=dtype, device=total.device)
+    values[: total._nnz()] = total.values()
+    all_indices = group.all_gather(indices.reshape(-1), f"{name} (row numbers)")
+    all_values = group.all_gather(values.reshape(-1), f"{name} (rows)")
+    index = torch.cat([i.view(indices.shape)[:, :c] for i, c in zip(all_indices, counts, strict=True)], dim=1)
+    value = torch.cat([v.view(values.shape)[:c] for v, c in zip(all_values, counts, strict=True)])
+    return torch.sparse_coo_tensor(index, value, total.shape).coalesce().to(total.dtype)
+
+
+def gather_over_workers(worker: Worker, local: Sequence[torch.Tensor], axis: int, name: str) -> torch.Tensor:
+    """Concatenates the local replicas' values, then those of all workers, along ``axis`` in replica order.
+
+    Raises:
+        InvalidArgumentError: ranks differ, or sizes differ in another dimension than ``axis``.
+    """
+    _check_gatherable([list(v.shape) for v in local], axis)
+    device = local[0].device
+    mine = torch.cat([v.to(device) for v in local], dim=axis)
+    group = worker.group
+    if group.size == 1:
+        return mine
+    shapes = group.gather_objects([list(mine.shape), str(mine.dtype)], f"{name} (shapes)")
+    _check_gatherable([s[0] for s in shapes], axis)
+    most = max(_numel(s[0]) for s in shapes)
+    flat = torch.zeros(most, dtype=mine.dtype, device=device)
+    flat[: mine.numel()] = mine.reshape(-1)
+    parts = group.all_gather(flat, name)
+    return torch.cat([p[: _numel(s[0])].view(s[0]) for p, s in zip(parts, shapes, strict=True)], dim=axis)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _check_gatherable(shapes: Sequence[list[int]], axis: int) -> None:
+    first = shapes[0]
+    if not 0 <= axis < len(first):
+        raise InvalidArgumentError(
+            f"gather along axis {axis}: the value has rank {len(first)} and shape {first}; use an axis from 0 to "
+            f"{len(first) - 1}. A scalar has no axis: give it one with value.reshape(1)."
+        )
+    for replica, shape in enumerate(shapes):
+        if len(shape) != len(first) or any(a != b for d, (a, b) in enumerate(zip(shape, first, strict=True)) if d != axis):
+            raise InvalidArgumentError(
+                f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions and rank "
+                "may differ along that axis only."
+            )

@@ -1,0 +1,17 @@
+"""``tf.distribute.experimental``."""
+
+from tfstyle_dist.comm.options import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from tfstyle_dist.values import ValueContext
+
+__all__ = [
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "ValueContext",
+]

@@ -1,0 +1,203 @@
+"""Several replicas in one process: they meet at the end of backward, and each sums a share of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
+from tfstyle_dist.gradients.plan import Bucket
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+from tfstyle_dist.ops import aggregate
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.rendezvous import ThreadedRun
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.store import ParameterStore
+
+
+class MeetingReducer(GradientReducer):
+    """Reduces over the local replicas, then over the workers if there are several.
+
+    Gradients are per replica, the weights are not: after the pass every replica's ``.grad`` holds the same numbers in a
+    tensor of its own, so that in-place changes such as ``clip_grad_norm_`` in each replica do not add up.
+    """
+
+    def __init__(
+        self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
+    ) -> None:
+        super().__init__(worker, store, bytes_per_pack, method)
+        self._runs: list[ThreadedRun | None] = [None] * worker.num_local_replicas
+        self._touched: list[dict[int, Record]] = [{} for _ in range(worker.num_local_replicas)]
+
+    def attach(self, record: Record) -> None:
+        """Watches the copies, and the user's own object: a custom autograd Function leaves its gradient there."""
+        super().attach(record)
+        tensor = record.tensor
+        if tensor is None or id(record) not in self.slots:
+            return
+        with raw():
+            frozen = not tensor.requires_grad
+            tensor.requires_grad_(True)
+            torch.Tensor.register_post_accumulate_grad_hook(tensor, lambda p: self._move_base_gradient(p, record))
+            tensor.requires_grad_(not frozen)
+
+    def _move_base_gradient(self, base: torch.Tensor, record: Record) -> None:
+        """A gradient that bypassed ``__torch_function__`` belongs to the replica whose backward made it."""
+        with raw(), torch.no_grad():
+            grad, base.grad = base.grad, None
+            index = record.index()
+            if index is None:
+                if len(self._active_replicas()) > 0:
+                    raise RuntimeError(
+                        f"A custom autograd.Function made a gradient of {record.describe()!r} in a thread that belongs to no "
+                        "replica. Pass the parameter through a torch operation first, e.g. Function.apply(x, p * 1)."
+                    )
+                index = 0
+            component = record.components[index]
+            component.grad = grad if component.grad is None or grad is None else component.grad + grad
+        self.on_gradient(component, self.slot(record, index))
+
+    def _active_replicas(self) -> list[int]:
+        return [r for r, run in enumerate(self._runs) if run is not None]
+
+    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+        """Notes the gradient; the first one of a pass asks to be called at its end."""
+        if self.keeps_local(slot):
+            return
+        run = self.worker.executor.active_run
+        if run is None:
+            self._outside_run(slot)
+            return
+        slot.ready = True
+        replica = slot.replica
+        if self._runs[replica] is not run:
+            self._runs[replica] = run
+            self._touched[replica] = {}
+            frame = current_frame()
+            queue_end_of_backward(lambda: self._finish(replica, run, frame is not None))
+        self._touched[replica][id(slot.record)] = slot.record
+
+    def _outside_run(self, slot: Slot) -> None:
+        """A backward in cross-replica context counts once, for all local replicas."""
+        if self.worker.group.size > 1:
+            raise RuntimeError(
+                f"backward() of {slot.record.describe()!r} outside strategy.run, with several workers of several replicas "
+                "each. Call it inside strategy.run."
+            )
+
+    # ---- the pass ---------------------------------------------------------------------------------------------
+
+    def _finish(self, replica: int, run: ThreadedRun, _: bool) -> None:
+        touched, self._touched[replica] = self._touched[replica], {}
+        self._runs[replica] = None
+        count = self.worker.num_local_replicas
+
+        def share_out(all_touched: list[dict[int, Record]]) -> list[list[Record]]:
+            union = {key: record for part in all_touched for key, record in part.items()}
+            for record in self.store.records():
+                slots = self.slots.get(id(record))
+                if slots is not None and any(s.dirty for s in slots):
+                    union.setdefault(id(record), record)
+            partial = [r for key, r in union.items() if any(key not in part for part in all_touched)]
+            self.say_unused(partial)
+            return _balanced(list(union.values()), count)
+
+        share = run.meet(replica, "gradient reduction", touched, share_out)
+        if self.worker.group.size > 1:
+            run.meet(replica, "gradient reduction over the workers", None, lambda _: self._over_workers())
+            return
+        with torch.no_grad():
+            for record in share:
+                self._reduce_locally(record)
+        run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads)
+
+    def _parts(self, record: Record) -> list[torch.Tensor]:
+        slots = self.slots[id(record)]
+        device = record.components[0].device
+        return [c.detach().to(device) for s in slots if (c := self.contribution(s)) is not None]
+
+    def _reduce_locally(self, record: Record) -> None:
+        parts = self._parts(record)
+        if not parts:
+            return
+        first = record.components[0].grad
+        divisor = self.divisor(record)
+        out = None
+        if first is not None and not first.is_sparse and not first.requires_grad and parts[0].data_ptr() == first.data_ptr():
+            out = first if all(not p.is_sparse for p in parts) else None
+        self._store(record, aggregate(parts, self.method, out=out, divisor=divisor))
+
+    def _store(self, record: Record, total: torch.Tensor) -> None:
+        """Gives every replica its own copy of the result."""
+        slots = self.slots[id(record)]
+        if slots[0].watches_before and (before := next((s.before for s in slots if s.before is not None), None)) is not None:
+            total = total + before.to(total.device)
+        for slot, component in zip(slots, record.components, strict=True):
+            grad = component.grad
+            if total.is_sparse:
+                component.grad = total.to(component.device, component.dtype) if slot.replica == 0 else total.clone()
+            elif grad is None or grad.is_sparse or grad.requires_grad:
+                component.grad = total.to(component.device, component.dtype, copy=True)
+            elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:
+                grad.copy_(total)
+            self.settle(slot)
+
+    # ---- several workers of several replicas ------------------------------------------------------------------
+
+    def _over_workers(self) -> list[None]:
+        """The first replica sends the local sums, all buckets in order, and stores the results."""
+        plan, group = self.plan(), self.worker.group
+        with torch.no_grad():
+            for bucket in plan.buckets:
+                buffer = self._packed(bucket)
+                group.all_reduce(buffer, f"gradients[{bucket.index}]")
+                used = buffer[bucket.numel :].tolist()
+                for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+                    if used[place] == 0:
+                        continue
+                    shape = record.components[0].shape
+                    total = buffer[offset : offset + record.components[0].numel()].view(shape)
+                    divisor = self.divisor(record)
+                    self._store(record, total if divisor is None else total / divisor)
+            for record in plan.sparse:
+                self._sparse_over_workers(record)
+        return [None] * self.worker.num_local_replicas
+
+    def _packed(self, bucket: Bucket) -> torch.Tensor:
+        buffer = bucket.new_buffer()
+        for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+            parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
+            if parts:
+                view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
+                aggregate(parts, self.method, out=view)
+            if any(s.ready or s.dirty for s in self.slots[id(record)]):
+                buffer[bucket.numel + place] = 1.0
+        return buffer
+
+    def _sparse_over_workers(self, record: Record) -> None:
+        first = record.components[0]
+        parts = [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
+        if parts:
+            local = aggregate(parts, self.method)
+        else:
+            local = torch.sparse_coo_tensor(
+                torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *first.shape[1:]), dtype=first.dtype), first.shape
+            )
+        total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
+        divisor = self.divisor(record)
+        if total._nnz() > 0:
+            self._store(record, total if divisor is None else total / divisor)
+
+
+def _balanced(records: Sequence[Record], count: int) -> list[list[Record]]:
+    """Shares of about equal size, largest parameters dealt first."""
+    shares: list[list[Record]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for record in sorted(records, key=lambda r: -r.components[0].numel()):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(record)
+        loads[lightest] += record.components[0].numel()
+    return shares

@@ -1,0 +1,102 @@
+"""Which gradients travel together: a fixed function of the parameters, equal on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.variables.record import Record
+
+DEFAULT_BYTES_PER_PACK = 25 * 1024 * 1024
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients share one flat buffer.
+
+    The buffer holds the gradients one after the other and then one number per parameter: 1 where this replica has a
+    gradient, 0 where not. Their sums tell whether anybody used the parameter, without another message.
+
+    Attributes:
+        index: number of the bucket.
+        records: its parameters.
+        offsets: where each gradient begins.
+        numel: elements of the gradients together; the flags follow.
+        dtype: element type of the buffer; float32 for half precision parameters.
+        device: where the buffer lives.
+    """
+
+    index: int
+    records: tuple[Record, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def new_buffer(self) -> torch.Tensor:
+        """A buffer for the gradients and flags."""
+        return torch.zeros(self.numel + len(self.records), dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """The buckets of one strategy, in the order in which they are sent.
+
+    Attributes:
+        buckets: dense gradients, last parameters first, as backward makes them.
+        sparse: parameters whose gradients are rows (``nn.Embedding(sparse=True)``).
+        method: how contributions are summed.
+    """
+
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[Record, ...]
+    method: int
+
+    @classmethod
+    def build(
+        cls,
+        records: Sequence[Record],
+        bytes_per_pack: int = 0,
+        method: int = AggregationMethod.DEFAULT,
+    ) -> ReductionPlan:
+        """Packs ``records`` (in the order of adoption) into buckets.
+
+        Args:
+            records: parameters that take gradients.
+            bytes_per_pack: about how many bytes a bucket holds; 0: 25 MiB.
+            method: an ``AggregationMethod``.
+        """
+        limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
+        dense = [r for r in records if not wants_sparse_gradient(r)]
+        open_buckets: dict[tuple[torch.dtype, torch.device], list[Record]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        groups: list[tuple[tuple[torch.dtype, torch.device], list[Record]]] = []
+        for record in reversed(dense):
+            first = record.components[0]
+            dtype = torch.float32 if first.dtype in _HALF else first.dtype
+            key = (dtype, first.device)
+            if key not in open_buckets:
+                open_buckets[key], sizes[key] = [], 0
+                groups.append((key, open_buckets[key]))
+            open_buckets[key].append(record)
+            sizes[key] += first.numel() * dtype.itemsize
+            if sizes[key] >= limit:
+                del open_buckets[key]
+        buckets = []
+        for index, ((dtype, device), members) in enumerate(groups):
+            offsets, total = [], 0
+            for record in members:
+                offsets.append(total)
+                total += record.components[0].numel()
+            buckets.append(Bucket(index, tuple(members), tuple(offsets), total, dtype, device))
+        return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
+
+
+def wants_sparse_gradient(record: Record) -> bool:
+    """Whether the parameter's module says that its gradients are sparse; the same on every worker."""
+    module = record.module() if record.module is not None else None
+    return bool(getattr(module, "sparse", False)) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)

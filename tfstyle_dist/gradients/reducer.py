@@ -1,0 +1,188 @@
+"""What both ways of reducing gradients share: hooks, accumulation, and the SUM of the new part alone."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.gradients.plan import ReductionPlan
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.store import ParameterStore
+
+
+class Slot:
+    """State of one copy of one parameter during training.
+
+    Attributes:
+        record: the parameter.
+        replica: local number of the replica.
+        ready: a gradient came in this backward pass.
+        dirty: holds gradients that were accumulated without reduction.
+        before: the gradient as it was before this backward pass; only kept for SUM.
+    """
+
+    __slots__ = ("before", "dirty", "ready", "record", "replica", "watches_before")
+
+    def __init__(self, record: Record, replica: int) -> None:
+        self.record, self.replica = record, replica
+        self.ready = self.dirty = self.watches_before = False
+        self.before: torch.Tensor | None = None
+
+
+class GradientReducer(abc.ABC):
+    """Reduces the gradients of adopted parameters by the end of ``backward()``.
+
+    Args:
+        worker: replicas and group.
+        store: the parameters.
+        bytes_per_pack: size of a bucket; 0 chooses.
+        method: an ``AggregationMethod``.
+    """
+
+    def __init__(
+        self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
+    ) -> None:
+        self.worker, self.store, self.bytes_per_pack = worker, store, bytes_per_pack
+        self.method = AggregationMethod.validate(method)
+        self.slots: dict[int, list[Slot]] = {}
+        self.accumulating = False
+        self._plan: ReductionPlan | None = None
+        self._plan_version = -1
+
+    # ---- hooks ------------------------------------------------------------------------------------------------
+
+    def attach(self, record: Record) -> None:
+        """Watches the gradients of a newly adopted parameter. Frozen ones are watched too: they may thaw."""
+        slots = []
+        for replica, component in enumerate(record.components):
+            if not (component.is_floating_point() or component.is_complex()):
+                return
+            slot = Slot(record, replica)
+            slots.append(slot)
+            _hook(component, lambda p, slot=slot: self.on_gradient(p, slot))
+        self.slots[id(record)] = slots
+        if record.policy is not None and record.policy.scale is ReduceOp.SUM:
+            self.watch_before(record)
+
+    def watch_before(self, record: Record) -> None:
+        """For SUM: remembers the gradient before each backward pass, so that only the new part is summed."""
+        for slot in self.slots.get(id(record), ()):
+            if slot.watches_before:
+                continue
+            slot.watches_before = True
+
+            def remember(_: torch.Tensor, slot: Slot = slot) -> None:
+                grad = slot.record.components[slot.replica].grad
+                if not slot.dirty:
+                    slot.before = None if grad is None else grad.detach().clone()
+
+            component = record.components[slot.replica]
+            frozen = not component.requires_grad
+            component.requires_grad_(True)
+            component.register_hook(remember)
+            component.requires_grad_(not frozen)
+
+    def slot(self, record: Record, replica: int) -> Slot:
+        """The state of one copy."""
+        return self.slots[id(record)][replica]
+
+    @abc.abstractmethod
+    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+        """Called by autograd after a gradient was accumulated into ``parameter.grad``."""
+
+    # ---- accumulation -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, gradients stay local; the first backward after it reduces the whole."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    def keeps_local(self, slot: Slot) -> bool:
+        """Whether this gradient is not to be reduced now; remembers it if so."""
+        policy = slot.record.policy
+        if policy is None or policy.reduce_at != "backward":
+            return True
+        if self.accumulating:
+            slot.dirty = True
+            return True
+        return False
+
+    def check_reduced(self, records: Sequence[Record], replica: int) -> None:
+        """Raises RuntimeError when an optimizer is about to apply gradients that were never reduced."""
+        for record in records:
+            slots = self.slots.get(id(record))
+            if slots is None or not slots[replica].dirty:
+                continue
+            if record.components[replica].grad is None:  # zero_grad() dropped them
+                slots[replica].dirty = False
+                continue
+            raise RuntimeError(
+                f"optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never reduced "
+                f"(parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() of the step "
+                "outside accumulate()."
+            )
+
+    # ---- helpers ----------------------------------------------------------------------------------------------
+
+    def plan(self) -> ReductionPlan:
+        """The current plan; built anew after parameters were adopted."""
+        if self._plan is None or self._plan_version != self.store.version:
+            self._plan_version = self.store.version
+            records = [r for r in self.store.records() if id(r) in self.slots]
+            self._plan = ReductionPlan.build(records, self.bytes_per_pack, self.method)
+        return self._plan
+
+    def contribution(self, slot: Slot) -> torch.Tensor | None:
+        """What one copy adds to the sum: for MEAN its whole gradient, for SUM only the part that is new.
+
+        The mean of gradients that all hold the same old part plus different new ones is the old part plus the mean of
+        the new ones, so MEAN needs no memory of the old part.
+        """
+        grad = slot.record.components[slot.replica].grad
+        if grad is None or slot.record.policy is None or slot.record.policy.scale is ReduceOp.MEAN:
+            return grad
+        if not slot.ready and not slot.dirty:
+            return None
+        return grad if slot.before is None else grad - slot.before
+
+    def divisor(self, record: Record) -> int | None:
+        """By what the sum is divided."""
+        mean = record.policy is None or record.policy.scale is ReduceOp.MEAN
+        return self.worker.num_replicas if mean else None
+
+    def settle(self, slot: Slot) -> None:
+        """Forgets the pass: the copy's gradient is now the reduced one."""
+        slot.ready = slot.dirty = False
+        slot.before = None
+
+    def say_unused(self, records: Sequence[Record]) -> None:
+        """Names, once, parameters that only some replicas used."""
+        if records:
+            warn_once(
+                f"unused {id(self)}",
+                f"Parameters without a gradient on some replica count as zero there: {self.store.names_of(records)}.",
+            )
+
+
+def _hook(component: torch.Tensor, function: object) -> None:
+    """Registers a post-accumulate hook; on a frozen parameter too, in case it thaws."""
+    frozen = not component.requires_grad
+    component.requires_grad_(True)
+    component.register_post_accumulate_grad_hook(function)  # type: ignore[arg-type]
+    if frozen:
+        component.requires_grad_(False)
+
+
+def queue_end_of_backward(function: object) -> None:
+    """Calls ``function`` when the backward pass under way is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

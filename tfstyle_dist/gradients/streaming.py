@@ -1,0 +1,190 @@
+"""One replica per process: buckets are sent while backward still runs, as DDP does."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tfstyle_dist.comm.group import Pending
+from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
+from tfstyle_dist.gradients.plan import Bucket
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+
+
+class _Lane:
+    """A bucket's buffer and what has happened to it in this pass."""
+
+    __slots__ = ("bucket", "buffer", "flags", "missing", "pending", "slots", "views")
+
+    def __init__(self, bucket: Bucket, slots: list[Slot]) -> None:
+        self.bucket, self.slots = bucket, slots
+        self.buffer = bucket.new_buffer()
+        self.flags = self.buffer[bucket.numel :]
+        self.views = [
+            self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
+            for o, r in zip(bucket.offsets, bucket.records, strict=True)
+        ]
+        self.missing = len(slots)
+        self.pending: Pending | None = None
+
+
+class StreamingReducer(GradientReducer):
+    """Reduces over the workers, bucket by bucket, overlapped with backward.
+
+    Every worker sends all buckets in the same order in every backward pass, whatever parameters it used, so workers
+    whose control flow differs still meet.
+    """
+
+    _pass = 0
+    _active = False
+    _task = -1
+
+    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+        """Copies the gradient into its bucket; sends what is complete."""
+        if self.keeps_local(slot):
+            return
+        task = torch._C._current_graph_task_id()
+        if not self._active or (task != self._task and not _nested_backward()):
+            self._begin(task)
+        lane, place = self._places.get(id(slot), (None, 0))
+        slot.ready = True
+        if lane is None:  # sparse: handled at the end
+            return
+        if lane.pending is not None:
+            raise RuntimeError(
+                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time after it was "
+                "sent. Use torch.utils.checkpoint with use_reentrant=False."
+            )
+        with torch.no_grad():
+            self._fill(lane, place, slot)
+        lane.missing -= 1
+        if lane.missing == 0:
+            self._send_complete()
+
+    # ---- one pass ---------------------------------------------------------------------------------------------
+
+    def _begin(self, task: int) -> None:
+        if self._active:  # the last backward raised before its end
+            self._finish_sending()
+        if self._plan_version != self.store.version:
+            self._build()
+        for lane in self._lanes:
+            lane.missing = len(lane.slots)
+            lane.pending = None
+            lane.flags.fill_(1.0)
+            for slot in lane.slots:
+                slot.ready = False
+        self._next = 0
+        self._active, self._task = True, task
+        self._pass += 1
+        number = self._pass
+        queue_end_of_backward(lambda: self._finish(number))
+
+    def _build(self) -> None:
+        plan = self.plan()
+        self._lanes = [_Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
+        self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
+        self._sparse = [self.slot(r, 0) for r in plan.sparse]
+
+    def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
+        part = self.contribution(slot)
+        if part is None:
+            lane.views[place].zero_()
+        else:
+            lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
+
+    def _send(self, lane: _Lane) -> None:
+        lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]")
+
+    def _send_complete(self) -> None:
+        while self._next < len(self._lanes) and self._lanes[self._next].missing == 0:
+            self._send(self._lanes[self._next])
+            self._next += 1
+
+    def _finish_sending(self) -> None:
+        with torch.no_grad():
+            for lane in self._lanes[self._next :]:
+                for place, slot in enumerate(lane.slots):
+                    if not slot.ready:
+                        self._fill(lane, place, slot)
+                        if not slot.dirty:
+                            lane.flags[place] = 0.0
+                self._send(lane)
+        self._next = len(self._lanes)
+        for lane in self._lanes:
+            assert lane.pending is not None
+            lane.pending.wait()
+        self._active = False
+
+    def _finish(self, number: int) -> None:
+        if number != self._pass or not self._active:
+            return  # a nested backward has sent everything already
+        self._finish_sending()
+        with torch.no_grad():
+            unused = [s.record for lane in self._lanes for s in self._take(lane)]
+            for slot in self._sparse:
+                self._reduce_sparse(slot)
+        self.say_unused(unused)
+
+    def _take(self, lane: _Lane) -> list[Slot]:
+        """Puts the reduced gradients into ``.grad``; returns the slots that only other workers used."""
+        some_unused = not all(s.ready or s.dirty for s in lane.slots)
+        used = lane.flags.tolist() if some_unused else None
+        elsewhere = []
+        for place, slot in enumerate(lane.slots):
+            mine = slot.ready or slot.dirty
+            if not mine:
+                assert used is not None
+                if used[place] == 0:
+                    continue  # nobody used it: the gradient stays what it was
+                elsewhere.append(slot)
+            self._store(slot, lane.views[place])
+            self.settle(slot)
+        return elsewhere
+
+    def _store(self, slot: Slot, total: torch.Tensor) -> None:
+        parameter = slot.record.components[0]
+        grad, divisor = parameter.grad, self.divisor(slot.record)
+        if grad is None or grad.is_sparse or grad.requires_grad:
+            parameter.grad = grad = torch.empty_like(parameter, requires_grad=False)
+        if slot.before is not None:
+            total = total + slot.before
+        elif divisor is None and not (slot.ready or slot.dirty) and parameter.grad is not None and slot.watches_before:
+            total = total + grad
+        if divisor is None:
+            grad.copy_(total)
+        elif grad.dtype == total.dtype:
+            torch.div(total, divisor, out=grad)
+        else:
+            grad.copy_(total / divisor)
+
+    def _reduce_sparse(self, slot: Slot) -> None:
+        parameter = slot.record.components[0]
+        part = self.contribution(slot)
+        if part is None:
+            part = torch.sparse_coo_tensor(
+                torch.zeros((1, 0), dtype=torch.int64, device=parameter.device),
+                torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
+                parameter.shape,
+            )
+        elif not part.is_sparse:
+            part = part.to_sparse(1)
+        total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
+        divisor = self.divisor(slot.record)
+        total = total if divisor is None else total / divisor
+        if slot.before is not None:
+            total = (total + slot.before).coalesce()
+        if total._nnz() > 0 or parameter.grad is not None:
+            parameter.grad = total
+        self.settle(slot)
+
+
+def _nested_backward() -> bool:
+    """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            depth += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1

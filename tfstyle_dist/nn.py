@@ -1,0 +1,91 @@
+"""Loss helpers of ``tf.nn`` that know the number of replicas."""
+
+from __future__ import annotations
+
+import torch
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.strategies.contexts import get_strategy, has_strategy, in_cross_replica_context
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(
+    per_example_loss: torch.Tensor,
+    sample_weight: torch.Tensor | float | None = None,
+    global_batch_size: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The loss of this replica's examples, scaled so that the SUM over the replicas is the average over the global batch.
+
+    Args:
+        per_example_loss: losses of this replica's examples, at least one dimension, first the batch.
+        sample_weight: a weight for each example, or one for all.
+        global_batch_size: examples of all replicas together; default: this replica's number times the number of
+            replicas, which is right only for even batches.
+
+    Returns:
+        A scalar: ``sum(per_example_loss * sample_weight) / global_batch_size``; 0 when that size is 0.
+
+    Raises:
+        ValueError: ``per_example_loss`` is a scalar.
+        TypeError: ``global_batch_size`` is no whole number.
+        InvalidArgumentError: ``global_batch_size`` is negative.
+        RuntimeError: no ``global_batch_size`` in cross-replica context.
+
+    Example:
+        >>> compute_average_loss(torch.tensor([1.0, 3.0]), global_batch_size=4)
+        tensor(1.)
+
+    Source: ``tf.nn.compute_average_loss``.
+    """
+    loss = torch.as_tensor(per_example_loss)
+    if loss.dim() == 0:
+        raise ValueError(
+            "Invalid value passed for `per_example_loss`: a scalar (rank 0). Give one loss per example, e.g. "
+            "cross_entropy(..., reduction='none')."
+        )
+    weighted = loss if sample_weight is None else loss * torch.as_tensor(sample_weight, dtype=loss.dtype, device=loss.device)
+    if global_batch_size is None:
+        if has_strategy() and in_cross_replica_context():
+            raise RuntimeError(
+                "compute_average_loss without global_batch_size must be called in replica context: the number of examples of "
+                "the other replicas is not known in cross-replica context. Pass global_batch_size."
+            )
+        size = loss.shape[0] * get_strategy().num_replicas_in_sync
+    else:
+        size = _whole(global_batch_size)
+    if size < 0:
+        raise InvalidArgumentError(f"global_batch_size must be non-negative, got {size}.")
+    total = weighted.sum()
+    return total / size if size else total * 0.0
+
+
+def _whole(size: int | torch.Tensor) -> int:
+    if isinstance(size, torch.Tensor):
+        if size.dim() > 0:
+            raise ValueError(f"`global_batch_size` must be a scalar, got a tensor of shape {tuple(size.shape)}.")
+        if size.is_floating_point() or size.is_complex():
+            raise TypeError(f"`global_batch_size` must be an integer, got a tensor of {size.dtype}.")
+        return int(size)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"`global_batch_size` must be an integer, got {type(size).__name__}: {size!r}.")
+    return size
+
+
+def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor:
+    """The sum of ``regularization_loss`` divided by the number of replicas, because the replicas' losses are summed.
+
+    Args:
+        regularization_loss: a tensor of any shape, the same on all replicas.
+
+    Raises:
+        RuntimeError: called in cross-replica context.
+
+    Source: ``tf.nn.scale_regularization_loss``.
+    """
+    if has_strategy() and in_cross_replica_context():
+        raise RuntimeError(
+            "You are calling scale_regularization_loss in cross-replica context, while it was expected to be called in replica "
+            "context (inside strategy.run)."
+        )
+    return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync

@@ -1,0 +1,28 @@
+"""Layer 4: the strategies; each is a small specialisation of W workers times L replicas."""
+
+from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.strategies.contexts import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.mirrored import MirroredStrategy
+from tfstyle_dist.strategies.one_device import OneDeviceStrategy
+from tfstyle_dist.strategies.replica_context import ReplicaContext
+
+__all__ = [
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]

@@ -1,0 +1,420 @@
+"""``tf.distribute.Strategy``: one hierarchy; each strategy says where variables live and how values are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.gradients import update_runner as update_hooks
+from tfstyle_dist.gradients.meeting import MeetingReducer
+from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.gradients.streaming import StreamingReducer
+from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
+from tfstyle_dist.runtime.rendezvous import ThreadedRun
+from tfstyle_dist.strategies import buffers, reductions
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
+from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_replica
+from tfstyle_dist.variables import ParameterStore, Variable, find_record
+from tfstyle_dist.variables.adoption import adopt_module
+from tfstyle_dist.variables.variable import VariableSpec
+
+
+class RunOptions:
+    """Options of ``strategy.run`` (``tf.distribute.RunOptions``); they matter on TPUs only.
+
+    Args:
+        experimental_enable_dynamic_batch_size: whether batches may vary in size.
+        experimental_bucketizing_dynamic_shape: whether shapes are rounded up to buckets.
+        experimental_xla_options: options for the XLA compiler.
+    """
+
+    def __init__(
+        self,
+        experimental_enable_dynamic_batch_size: bool = True,
+        experimental_bucketizing_dynamic_shape: bool = False,
+        experimental_xla_options: Any = None,
+    ) -> None:
+        self.experimental_enable_dynamic_batch_size = experimental_enable_dynamic_batch_size
+        self.experimental_bucketizing_dynamic_shape = experimental_bucketizing_dynamic_shape
+        self.experimental_xla_options = experimental_xla_options
+
+
+class Strategy:
+    """State and policy of one way to distribute training (``tf.distribute.Strategy``).
+
+    Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.
+
+    Args:
+        extended: the facade made by the subclass; it carries the worker and the cross-device ops.
+
+    Attributes:
+        worker: local replicas and the group of workers.
+        parameter_store: the parameters, buffers and variables it owns.
+        first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
+    """
+
+    first_replica_is_global = True
+
+    def __init__(
+        self, extended: StrategyExtended, *, communication_options: CommunicationOptions | None = None
+    ) -> None:
+        self._extended = extended
+        self.worker = extended.worker
+        self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
+        self.communication_options = communication_options or CommunicationOptions()
+        self.parameter_store = ParameterStore(self, self.worker)
+        self.gradient_reducer: GradientReducer | None = None
+        self.update_runner: UpdateRunner | None = None
+        self._closed = False
+        extended.bind(self)
+        if self.worker.num_replicas > 1:
+            reducer = MeetingReducer if self.worker.num_local_replicas > 1 else StreamingReducer
+            self.gradient_reducer = reducer(
+                self.worker, self.parameter_store, self.communication_options.bytes_per_pack
+            )
+            self.parameter_store.on_adopt = self.gradient_reducer.attach
+            self.update_runner = UpdateRunner(self)
+            update_hooks.install()
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The seldom needed rest of the interface."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers that work in step."""
+        return self.worker.num_replicas
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver the strategy was made with; ``None`` here."""
+        return None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the worker, and in replica context the replica, that prints and writes files."""
+        frame = current_frame()
+        replica = frame.replica if frame is not None and frame.strategy is self else None
+        return self.worker.group.rank == 0 and (replica is None or replica.local_replica_id == 0)
+
+    def print(self, *values: Any, **kwargs: Any) -> None:
+        """``print`` once: on the chief alone. Takes the arguments of the built-in ``print``."""
+        if self.is_chief:
+            print(*values, **kwargs)
+
+    # ---- contexts ---------------------------------------------------------------------------------------------
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """A context manager that puts this strategy in force, in cross-replica context.
+
+        Parameters and buffers of modules, and ``Variable`` objects, built inside belong to the strategy.
+
+        Raises:
+            RuntimeError: called in replica context, or while another strategy is in force.
+
+        Example:
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(2, 1)
+        """
+        frame = current_frame()
+        if frame is not None and frame.replica is not None:
+            if frame.strategy is not self:
+                raise mixing_error(self, frame.strategy, "scope()")
+            raise scope_in_replica_context(self)
+        return Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls ``fn`` once on each replica.
+
+        With one local replica the result comes back bare; with several, leaves that are not the same object on all
+        replicas come back as ``PerReplica``.
+
+        Args:
+            fn: the function; in it ``get_replica_context()`` is the replica's context.
+            args: positional arguments, a list or tuple; ``PerReplica`` leaves are unpacked for each replica, all else
+                is passed as it is.
+            kwargs: keyword arguments, likewise.
+            options: accepted for TF's signature.
+
+        Returns:
+            The nest that ``fn`` returns, regrouped over the local replicas.
+
+        Raises:
+            RuntimeError: called in replica context or with another strategy in force; or the replicas made different calls.
+            ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
+            Exception: whatever a replica raises, the same object.
+        """
+        frame = current_frame()
+        if frame is not None:
+            if frame.strategy is not self:
+                raise mixing_error(self, frame.strategy, "run")
+            if frame.replica is not None:
+                raise WrongContextError(
+                    f"{self!r}.run was called in replica context (inside another run). Call it outside, or inside merge_call."
+                )
+        arguments, keywords = self._run_arguments(fn, args, kwargs)
+        self.parameter_store.ensure_equal()
+        if self.worker.num_local_replicas == 1:
+            return self._run_alone(fn, arguments, keywords)
+        functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
+        return regroup(self.worker.executor.run(functions))
+
+    def _run_arguments(
+        self, fn: Any, args: Any, kwargs: dict[str, Any] | None
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        if not callable(fn):
+            raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
+        if not isinstance(args, list | tuple):
+            raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}.")
+        return args, kwargs or {}
+
+    def _run_alone(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        context = ReplicaContext(self, self.worker.group.rank)
+        if self.worker.group.size == 1:
+            with entered(Frame(self, context)):
+                return fn(*select_replica(0, args), **(select_replica(0, kwargs) if kwargs else {}))
+        try:
+            with entered(Frame(self, context)):
+                return fn(*select_replica(0, args), **(select_replica(0, kwargs) if kwargs else {}))
+        except BaseException as error:
+            self.worker.group.report_failure(f"{type(error).__name__}: {error}")
+            error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {self.num_replicas_in_sync}")
+            raise
+
+    def _replica_function(
+        self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Callable[[ThreadedRun], Any]:
+        def call(run: ThreadedRun) -> Any:
+            context = ReplicaContext(self, self.worker.replica_id(replica), local_replica_id=replica, run=run)
+            with entered(Frame(self, context)):
+                return fn(*select_replica(replica, args), **select_replica(replica, kwargs))
+
+        return call
+
+    def require_cross_replica_context(self, what: str, instead: str) -> None:
+        """Raises RuntimeError when this thread is in this strategy's replica context.
+
+        Args:
+            what: the call that was made.
+            instead: what to call in replica context.
+        """
+        frame = current_frame()
+        if frame is not None and frame.replica is not None:
+            raise WrongContextError(
+                f"{what} must be called in cross-replica context, not in replica context (inside strategy.run). Use {instead}."
+            )
+
+    # ---- values -----------------------------------------------------------------------------------------------
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+        """Reduces per-replica values over all replicas of all workers to one value.
+
+        Args:
+            reduce_op: SUM or MEAN, or the name in any case.
+            value: a nest of ``PerReplica`` (what ``run`` returned) or, with one local replica, of tensors.
+            axis: ``None`` combines the replicas element by element. A number reduces over that dimension inside each
+                replica first; MEAN then divides by the total size, so uneven batches are weighted by their examples.
+
+        Returns:
+            A nest of tensors, the same on all workers.
+
+        Raises:
+            RuntimeError: called in replica context.
+            ValueError: an unknown op, an axis out of range, or a value that is the same on all replicas (SUM).
+            InvalidArgumentError: shapes differ between replicas.
+
+        Example:
+            >>> float(strategy.reduce("MEAN", per_replica_losses, axis=None))
+            0.5
+        """
+        self.require_cross_replica_context("Strategy.reduce", "merge_call, or ReplicaContext.all_reduce")
+        op = ReduceOp.from_any(reduce_op)
+        return nest.map_structure(lambda leaf: reductions.reduce_value(self, op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates per-replica tensors of all workers along ``axis`` in replica order.
+
+        Args:
+            value: a nest of ``PerReplica`` or, with one local replica, of tensors; sizes may differ along ``axis`` only.
+            axis: a dimension, not negative.
+
+        Raises:
+            RuntimeError: called in replica context.
+            InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
+        """
+        self.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
+        return nest.map_structure(lambda leaf: reductions.gather_value(self, leaf, axis), value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
+        return local_results(value, self.worker.num_local_replicas)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Builds a ``PerReplica`` from a function of the replica's number.
+
+        Args:
+            value_fn: called once for each local replica, in order, with a ``ValueContext``.
+
+        Returns:
+            A nest of ``PerReplica``; the bare value when there is one replica in all.
+        """
+        count = self.worker.num_local_replicas
+        nests = []
+        for replica in range(count):
+            context = ValueContext(self.worker.replica_id(replica), self.num_replicas_in_sync)
+            nests.append(value_fn(context))
+        if self.num_replicas_in_sync == 1:
+            return nests[0]
+        leaves, spec = nest.assert_same_structure(nests, "values")
+        return nest.unflatten([PerReplica(entries) for entries in zip(*leaves, strict=True)], spec)
+
+    # ---- variables, parameters, gradients ---------------------------------------------------------------------
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """Makes the variable that ``Variable(...)`` asks for under this strategy."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it makes variables")
+
+    def experimental_adopt(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Takes over a module that was built outside the scope, or that lost its adoption; in place.
+
+        Args:
+            module: its parameters and buffers become the strategy's; the first worker's values count.
+
+        Returns:
+            The same module.
+        """
+        if self.num_replicas_in_sync > 1:
+            adopt_module(self.parameter_store, module)
+            self.parameter_store.ensure_equal()
+        return module
+
+    def sync_buffers(self) -> None:
+        """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
+
+        Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
+        """
+        self.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
+        buffers.synchronize(self.worker, self.parameter_store)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
+
+        Enter it on every worker alike, around ``run`` or inside the replica function.
+        """
+        if self.gradient_reducer is None:
+            from contextlib import nullcontext
+
+            return nullcontext()
+        return self.gradient_reducer.accumulate()
+
+    def set_gradient_policy(
+        self,
+        parameters: Iterable[torch.Tensor] | None = None,
+        *,
+        scale: ReduceOp | str | None = None,
+        reduce_at: str | None = None,
+    ) -> None:
+        """Says how gradients of plain ``torch.optim`` training are reduced; alike on every worker.
+
+        Args:
+            parameters: which; ``None``: all that the strategy owns now.
+            scale: MEAN (the default) or SUM over the replicas.
+            reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
+
+        Raises:
+            ValueError: a parameter that this strategy does not own.
+        """
+        records = list(self.parameter_store.records()) if parameters is None else [self._own(p) for p in parameters]
+        for record in records:
+            if record.policy is None:
+                continue
+            if scale is not None:
+                record.policy.scale = ReduceOp.from_any(scale)
+                if record.policy.scale is ReduceOp.SUM and self.gradient_reducer is not None:
+                    self.gradient_reducer.watch_before(record)
+            if reduce_at is not None:
+                record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
+
+    def _own(self, parameter: Any) -> Any:
+        record = find_record(parameter)
+        if record is None or record.store is not self.parameter_store:
+            raise ValueError(
+                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in scope() or "
+                "call experimental_adopt(module)."
+            )
+        return record
+
+    def seed_replicas(self, seed: int) -> None:
+        """Gives every replica its own stream of random numbers, reproducible from ``seed``.
+
+        With one replica per process the process is seeded. With several, ``run_replicas="serial"`` is needed: threads
+        share torch's generator.
+
+        Args:
+            seed: the same on all workers.
+
+        Raises:
+            RuntimeError: several replicas in threads.
+        """
+        first = self.worker.replica_id(0)
+        if self.worker.num_local_replicas == 1:
+            torch.manual_seed(seed + first)
+            return
+        self.worker.executor.seed([seed + first + r for r in range(self.worker.num_local_replicas)])
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the replica threads and leaves the group; running again afterwards raises."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.update_runner is not None:
+            update_hooks.uninstall()
+        self.worker.close()
+
+    def __enter__(self) -> Strategy:
+        """Returns the strategy; ``with`` closes it at the end (it does not enter the scope)."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def __copy__(self) -> Strategy:
+        """A strategy is one thing: a copy is the same object."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        """See ``__copy__``."""
+        return self
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(d) for d in self.worker.devices)
+        workers = f", worker {self.worker.group.rank} of {self.worker.group.size}" if self.worker.group.size > 1 else ""
+        return f"<{type(self).__name__} on [{devices}]{workers}>"

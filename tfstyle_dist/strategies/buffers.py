@@ -1,0 +1,34 @@
+"""Making buffers (BatchNorm statistics and the like) equal over all replicas, when the user asks for it."""
+
+from __future__ import annotations
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
+from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables import ParameterStore, Record
+from tfstyle_dist.variables.record import raw
+
+
+def synchronize(worker: Worker, store: ParameterStore) -> None:
+    """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per dtype."""
+    if worker.num_replicas == 1:
+        return
+    groups: dict[tuple[torch.dtype, VariableAggregation], list[Record]] = {}
+    for record in store.records("buffer"):
+        groups.setdefault((record.components[0].dtype, record.aggregation), []).append(record)
+    with torch.no_grad(), raw():
+        for (dtype, aggregation), records in groups.items():
+            if aggregation is VariableAggregation.MEAN:
+                flat = torch.cat([local_sum([c.detach() for c in r.components]).reshape(-1) for r in records])
+                flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")
+            else:
+                flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])
+                worker.group.broadcast(flat, 0, f"buffers ({dtype})")
+            offset = 0
+            for record in records:
+                count = record.components[0].numel()
+                for component in record.components:
+                    component.copy_(flat[offset : offset + count].view(component.shape))
+                offset += count

@@ -1,0 +1,79 @@
+"""The module functions of ``tf.distribute`` about the context in force."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tfstyle_dist.runtime.context import Frame, current_frame, set_global_strategy
+from tfstyle_dist.strategies.default import default_strategy
+from tfstyle_dist.variables import adoption
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
+    from tfstyle_dist.strategies.replica_context import ReplicaContext
+
+_global: Any = None
+
+
+def get_strategy() -> Strategy:
+    """The strategy in force: the innermost scope's or run's, else the global one, else the default strategy.
+
+    Source: ``tf.distribute.get_strategy``.
+
+    Example:
+        >>> get_strategy().num_replicas_in_sync
+        1
+    """
+    frame = current_frame()
+    return default_strategy() if frame is None else frame.strategy
+
+
+def has_strategy() -> bool:
+    """Whether another strategy than the default one is in force (``tf.distribute.has_strategy``)."""
+    frame = current_frame()
+    return frame is not None and frame.strategy is not default_strategy()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica context of this thread; ``None`` in cross-replica context.
+
+    Outside every strategy it is the default strategy's context. Source: ``tf.distribute.get_replica_context``.
+    """
+    frame = current_frame()
+    if frame is None:
+        return default_strategy().replica_context
+    return frame.replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this thread is in cross-replica context (``tf.distribute.in_cross_replica_context``)."""
+    frame = current_frame()
+    return frame is not None and frame.replica is None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes ``strategy`` the one in force wherever no scope is entered, until changed; ``None`` clears it.
+
+    Args:
+        strategy: a strategy, or ``None``.
+
+    Raises:
+        RuntimeError: called in replica context.
+
+    Source: ``tf.distribute.experimental_set_strategy``.
+    """
+    global _global
+    frame: Frame | None = current_frame()
+    if frame is not None and frame.replica is not None:
+        raise RuntimeError(
+            "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy is fixed. "
+            "Must not be called inside a replica context; call it before run."
+        )
+    if _global is not None:
+        _global.parameter_store.ensure_equal()
+        if _global.num_replicas_in_sync > 1:
+            adoption.uninstall()
+    _global = strategy
+    set_global_strategy(strategy)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        adoption.install()

@@ -1,0 +1,217 @@
+"""``tf.distribute.StrategyExtended``: the seldom needed rest of the interface, over the same object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.cross_device_ops.base import check_pairs, place
+from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies import reductions
+from tfstyle_dist.values import DistributedValues, regroup, select_replica
+from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
+
+
+class StrategyExtended:
+    """Additional methods of a strategy, for library writers (``tf.distribute.StrategyExtended``).
+
+    Args:
+        worker: the local replicas and the group.
+        cross_device_ops: how local values are summed.
+    """
+
+    def __init__(self, worker: Worker, cross_device_ops: CrossDeviceOps | None = None) -> None:
+        self.worker, self.cross_device_ops = worker, cross_device_ops
+        self._strategy: Strategy | None = None
+
+    def bind(self, strategy: Strategy) -> None:
+        """Ties the facade to its strategy; called once, by ``Strategy.__init__``."""
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        assert self._strategy is not None
+        return self._strategy
+
+    # ---- devices ----------------------------------------------------------------------------------------------
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this worker's replicas.
+
+        Raises:
+            RuntimeError: the default strategy has none.
+        """
+        return self._devices()
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices on which variables live."""
+        return self._devices()
+
+    def _devices(self) -> tuple[str, ...]:
+        if not self.worker.devices:
+            raise RuntimeError("worker_devices is unsupported by the default strategy: it has no devices of its own.")
+        return tuple(str(d) for d in self.worker.devices)
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether all batches must have one shape (TPUs): no."""
+        return False
+
+    def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
+        """Where an optimizer's state that belongs to no variable lives."""
+        return self._devices()
+
+    # ---- reducing ---------------------------------------------------------------------------------------------
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduces ``value`` over all replicas and puts copies where ``destinations`` says.
+
+        Args:
+            reduce_op: SUM or MEAN, or the name in any case.
+            value: a ``PerReplica``; with MEAN also a value that is the same everywhere.
+            destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
+            options: accepted for TF's signature.
+
+        Raises:
+            RuntimeError: called in replica context.
+            ValueError: an unknown op, or a value that cannot be reduced.
+        """
+        self.strategy.require_cross_replica_context("extended.reduce_to", "merge_call, or ReplicaContext.all_reduce")
+        op = ReduceOp.from_any(reduce_op)
+        total = reductions.reduce_leaf(self.strategy, op, value)
+        if self.strategy.num_replicas_in_sync == 1 or not isinstance(total, torch.Tensor | int | float):
+            return total
+        return place(torch.as_tensor(total), destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """``reduce_to`` for several pairs of value and destinations; one result each.
+
+        Raises:
+            ValueError: ``value_destination_pairs`` is empty or not a list or tuple of pairs.
+        """
+        self.strategy.require_cross_replica_context("extended.batch_reduce_to", "merge_call")
+        check_pairs(value_destination_pairs)
+        if not value_destination_pairs:
+            raise ValueError("batch_reduce_to got no pairs; give at least one (value, destinations).")
+        return [self.reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
+
+    def broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Any:
+        """Copies of one worker's tensor where ``destinations`` says."""
+        self.strategy.require_cross_replica_context("extended.broadcast_to", "merge_call")
+        return place(torch.as_tensor(tensor), destinations)
+
+    # ---- variables --------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn`` on every copy of a variable: ``fn(component, *args, **kwargs)``.
+
+        Args:
+            var: a variable or parameter of this strategy.
+            fn: gets one copy; ``PerReplica`` arguments arrive as that replica's own entry.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            group: regroup the results into one value; else a tuple with one result per copy.
+
+        Raises:
+            AssertionError: ``var`` is no variable of this strategy.
+        """
+        record = self._own(var, "extended.update")
+        record.store.ensure_equal()
+        if len(record.components) > 1:
+            record.separate()
+        results = []
+        for replica, component in enumerate(record.components):
+            with entered(Frame(self.strategy, component=replica)):
+                results.append(
+                    fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {}))
+                )
+        if record.kind == "parameter":
+            self.strategy.parameter_store.after_update([record])
+        return regroup(results, "results of update") if group else tuple(results)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(*args, **kwargs)`` once for each local replica, in update context."""
+        results = []
+        for replica in range(self.worker.num_local_replicas):
+            with entered(Frame(self.strategy, component=replica)):
+                results.append(fn(*select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {})))
+        return regroup(results, "results of update_non_slot") if group else tuple(results)
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that a component belongs to; anything else comes back as it is."""
+        if isinstance(value, DistributedValues):
+            return value
+        record = find_record(value)
+        if record is None or record.tensor is None:
+            return value
+        return record.tensor
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether variable ``v`` was created while this strategy was in force."""
+        if not isinstance(v, torch.Tensor):
+            raise AttributeError(f"variable_created_in_scope takes a variable, got {type(v).__name__}.")
+        record = find_record(v)
+        if record is None:
+            return not self.worker.devices and isinstance(v, torch.nn.Parameter)
+        return record.store is self.strategy.parameter_store
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Variables created inside live where ``colocate_with_variable`` does.
+
+        Raises:
+            ValueError: the variable was not created in this strategy's scope.
+        """
+        record = find_record(colocate_with_variable)
+        if record is None or record.store is not self.strategy.parameter_store:
+            raise ValueError(
+                f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; `colocate_with_variable` "
+                "belongs to another strategy or to none."
+            )
+        yield
+
+    def _own(self, var: Any, what: str) -> Record:
+        record = find_record(var) if isinstance(var, Variable | torch.nn.Parameter) else None
+        if record is None or record.store is not self.strategy.parameter_store:
+            raise AssertionError(
+                f"{what} takes a variable or parameter of {self.strategy!r}, got {type(var).__name__}"
+                + (" of another strategy" if record is not None else "")
+                + ". Create it inside strategy.scope()."
+            )
+        if isinstance(var, VariableComponent):
+            raise AssertionError(f"{what} takes the variable, not one of its copies; use extended.value_container(copy).")
+        return record

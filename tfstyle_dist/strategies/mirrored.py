@@ -1,0 +1,108 @@
+"""``tf.distribute.MirroredStrategy``: equal copies on all replicas, updated alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core import devices as device_names
+from tfstyle_dist.core import env
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.variables import DistributedVariable, Variable
+from tfstyle_dist.variables.variable import VariableSpec, build_variable
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on several replicas of one host (``tf.distribute.MirroredStrategy``).
+
+    Started by torchrun, every process is one replica (its GPU ``LOCAL_RANK``, else the CPU). Started by hand, one
+    process runs one replica in a thread for each device.
+
+    Args:
+        devices: the local replicas' devices, e.g. ``["cpu:0", "cpu:1"]`` (two logical replicas on the CPU),
+            ``["/gpu:0", "/gpu:1"]``, ``["cuda:0#0", "cuda:0#1"]`` (two on one GPU); default: all GPUs, else the CPU.
+        cross_device_ops: how local values are summed; default: ADD_N on the first replica's device.
+        communication_options: bucket size, timeout and implementation of the communication.
+        run_replicas: ``"threads"``, or ``"serial"``: local replicas run one after the other, which makes dropout
+            reproducible.
+
+    Raises:
+        ValueError: a device twice, CPU and GPU mixed, a device that is absent, or disagreeing world sizes.
+        TypeError: ``cross_device_ops`` is no ``CrossDeviceOps``.
+        DeadlineExceededError: a worker process did not start in time.
+
+    Example:
+        >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.run(lambda: get_replica_context().replica_id_in_sync_group).values
+        (0, 1)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        run_replicas: str = "threads",
+    ) -> None:
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise TypeError(
+                f"cross_device_ops must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice(), got {cross_device_ops!r}."
+            )
+        options = communication_options or CommunicationOptions()
+        places = device_names.parse_replica_devices(devices) if devices is not None else _devices_of_this_process()
+        group = make_group(places[0].torch_device, options)
+        worker = Worker(places, group, effective_timeout(options), run_replicas)
+        super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """A variable with a copy on every replica."""
+        if spec.synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                "VariableSynchronization.NONE is not supported by MirroredStrategy: its variables have a copy on every replica. "
+                "Use AUTO, ON_WRITE or ON_READ."
+            )
+        if spec.synchronization is VariableSynchronization.AUTO:
+            spec.synchronization = VariableSynchronization.ON_WRITE
+        frame = current_frame()
+        if frame is not None and frame.replica is not None and frame.strategy is self:
+            # All replicas take part; the first one's value counts and all get the same object.
+            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
+            variable: Variable = frame.replica.meet("variable creation", spec, build)
+            self.parameter_store.ensure_equal()
+            return variable
+        return self._build(spec)
+
+    def _build(self, spec: VariableSpec) -> Variable:
+        tensor = spec.initial_tensor()
+        if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for {spec.name or 'Variable'!r}. "
+                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
+            )
+        return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
+
+
+def _devices_of_this_process() -> tuple[ReplicaDevice, ...]:
+    """Under a launcher the rank's own device, else all that are found."""
+    found = device_names.find_local_devices()
+    launch = env.launch()
+    if launch is None or launch.world_size == 1:
+        return found
+    if found[0].type == "cpu":
+        return found
+    if launch.local_rank >= len(found):
+        raise ValueError(
+            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at most one process "
+            "per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
+        )
+    return (found[launch.local_rank],)

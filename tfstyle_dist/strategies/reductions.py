@@ -1,0 +1,231 @@
+"""Reducing and gathering, in replica context (differentiable) and in cross-replica context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.cross_device_ops.collective import gather_over_workers, reduce_over_workers, sparse_sum_over_workers
+from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables import Variable
+from tfstyle_dist.variables.replicated import Replicated
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
+    from tfstyle_dist.strategies.replica_context import ReplicaContext
+
+
+def as_reducible(leaf: Any, what: str) -> torch.Tensor:
+    """The tensor of one leaf.
+
+    Raises:
+        ValueError: the leaf is no tensor.
+    """
+    if isinstance(leaf, Replicated):
+        return leaf._tfstyle_value()
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    raise ValueError(
+        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and Python "
+        "numbers have no per-replica value. Pass torch.tensor(...)."
+    )
+
+
+# ---- replica context ----------------------------------------------------------------------------------------------
+
+
+def all_reduce(context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The reduced tensors, differentiable where an input is."""
+    if not tensors:
+        return []
+    return list(_AllReduce.apply(context, op, *tensors))  # type: ignore[no-untyped-call]
+
+
+def all_gather(context: ReplicaContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The concatenation over the replicas, differentiable where the input is."""
+    return _AllGather.apply(context, axis, tensor)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: ReplicaContext, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.context, ctx.op = context, op
+        return tuple(_meet_and_reduce(context, op, tensors, "all_reduce"))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, *_meet_and_reduce(ctx.context, ctx.op, grads, "gradient of all_reduce"))
+
+
+def _meet_and_reduce(
+    context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Tensor], what: str
+) -> list[torch.Tensor]:
+    strategy = context.strategy
+
+    def reduce_all(payloads: list[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if len({len(p) for p in payloads}) > 1:
+            raise InvalidArgumentError(
+                f"{what}: the replicas gave different numbers of tensors: {[len(p) for p in payloads]}."
+            )
+        columns = [list(column) for column in zip(*payloads, strict=True)]
+        totals = reduce_columns(strategy, op, columns, what)
+        devices = [strategy.worker.torch_device(r) if strategy.worker.devices else None for r in range(len(payloads))]
+        return [
+            [t.to(d if d is not None else t.device, copy=replica > 0) for t in totals] for replica, d in enumerate(devices)
+        ]
+
+    return context.meet(what, tensors, reduce_all)  # type: ignore[no-any-return]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, context: ReplicaContext, axis: int, tensor: torch.Tensor) -> torch.Tensor:
+        strategy, worker = context.strategy, context.strategy.worker
+        _check_axis(tensor, axis)
+
+        def gather(payloads: list[torch.Tensor]) -> list[Any]:
+            total = gather_over_workers(worker, [p.detach() for p in payloads], axis, "all_gather")
+            sizes = torch.tensor([p.shape[axis] for p in payloads])
+            before = torch.cat(worker.group.all_gather(sizes, "all_gather (sizes)")) if worker.group.size > 1 else sizes
+            return [(total.to(worker.torch_device(r), copy=r > 0), before) for r in range(len(payloads))]
+
+        result, sizes = context.meet("all_gather", tensor, gather)
+        ctx.context, ctx.axis, ctx.strategy = context, axis, strategy
+        ctx.start, ctx.size = int(sizes[: context.replica_id].sum()), tensor.shape[axis]
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (total,) = _meet_and_reduce(ctx.context, ReduceOp.SUM, [grad], "gradient of all_gather")
+        return None, None, total.narrow(ctx.axis, ctx.start, ctx.size).contiguous()
+
+
+def _check_axis(tensor: torch.Tensor, axis: Any) -> None:
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
+    if not 0 <= axis < tensor.dim():
+        raise InvalidArgumentError(
+            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension from 0 "
+            f"to {tensor.dim() - 1}; negative axes are not accepted, and a scalar needs value.reshape(1) first."
+        )
+
+
+# ---- over all replicas --------------------------------------------------------------------------------------------
+
+
+def reduce_columns(
+    strategy: Strategy, op: ReduceOp, columns: Sequence[Sequence[torch.Tensor]], name: str
+) -> list[torch.Tensor]:
+    """Reduces several values over the local replicas and the workers; dense ones of a dtype in one message.
+
+    Args:
+        strategy: gives the worker and the cross-device ops.
+        op: SUM or MEAN.
+        columns: for each value its tensors on the local replicas.
+        name: for messages.
+    """
+    worker, ops = strategy.worker, strategy.cross_device_ops
+    with torch.no_grad():
+        sums = [ops.sum_values([v.detach() for v in column]) for column in columns]
+        if worker.group.size == 1:
+            return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
+        worker.group.agree(f"{name} {op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}", name)
+        results: dict[int, torch.Tensor] = {}
+        dense: dict[torch.dtype, list[int]] = {}
+        for place, total in enumerate(sums):
+            if total.is_sparse:
+                total = sparse_sum_over_workers(worker, total, name)
+                results[place] = total / worker.num_replicas if op is ReduceOp.MEAN else total
+            else:
+                dense.setdefault(total.dtype, []).append(place)
+        for places in dense.values():
+            flat = torch.cat([sums[p].reshape(-1) for p in places])
+            flat = reduce_over_workers(worker, op, flat, name)
+            offset = 0
+            for place in places:
+                count = sums[place].numel()
+                results[place] = flat[offset : offset + count].view(sums[place].shape).clone()
+                offset += count
+    return [results[place] for place in range(len(sums))]
+
+
+def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    """``Strategy.reduce`` of one leaf.
+
+    Raises:
+        ValueError: not a distributed value (SUM), or an axis out of range.
+    """
+    count = strategy.worker.num_local_replicas
+    if axis is None:
+        return reduce_leaf(strategy, op, value)
+    values = per_replica_tensors(value, count)
+    for v in values:
+        if not -v.dim() <= axis < v.dim():
+            raise ValueError(
+                f"axis {axis} is out of range for a per-replica value of rank {v.dim()}: `axis` = {axis} not in "
+                f"[{-v.dim()}, {v.dim()})."
+            )
+    with torch.no_grad():
+        # A sum of zero rows is 0 whatever the dtype; the counts weight each replica by its examples.
+        sums = [v.detach().sum(dim=axis, dtype=None if v.is_floating_point() or v.is_complex() else v.dtype) for v in values]
+        total = reduce_columns(strategy, ReduceOp.SUM, [sums], "reduce")[0]
+        if op is ReduceOp.SUM:
+            return total
+        counts = [torch.tensor(float(v.shape[axis]), dtype=torch.float64) for v in values]
+        number = reduce_columns(strategy, ReduceOp.SUM, [counts], "reduce (sizes)")[0]
+        return total / number.to(total.device, total.dtype if total.is_floating_point() else torch.float32)
+
+
+def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
+    """Reduces one value over the replicas; one replica's value comes back untouched."""
+    if strategy.num_replicas_in_sync == 1:
+        entries = value.values if isinstance(value, PerReplica) else (value,)
+        return entries[0]
+    if isinstance(value, Variable):
+        record = value._tfstyle_record
+        if record.synchronization.name == "ON_READ" and record.store is strategy.parameter_store:
+            return reduce_columns(strategy, op, [[c.detach() for c in record.components]], "reduce")[0]
+        if op is ReduceOp.MEAN:
+            return value
+        raise AssertionError(
+            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not meant. Reduce a "
+            "value computed in strategy.run, or multiply by num_replicas_in_sync."
+        )
+    if isinstance(value, PerReplica):
+        tensors = [as_reducible(v, "reduce") for v in value.values]
+        return reduce_columns(strategy, op, [tensors], "reduce")[0]
+    if isinstance(value, torch.Tensor) and strategy.worker.num_local_replicas == 1:
+        return reduce_columns(strategy, op, [[value]], "reduce")[0]
+    if op is ReduceOp.MEAN and value is not None:
+        return value
+    raise ValueError(
+        f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the {strategy.num_replicas_in_sync} "
+        "replicas holds the same one. Return a tensor from strategy.run and reduce that; use MEAN for a value that is equal "
+        "everywhere."
+    )
+
+
+def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:
+    """One tensor for each local replica; a plain tensor counts as identical on all."""
+    if isinstance(value, PerReplica):
+        return [as_reducible(v, "reduce") for v in value.values]
+    if isinstance(value, Variable):
+        return [c.detach() for c in value._tfstyle_record.components]
+    return [as_reducible(value, "reduce")] * count
+
+
+def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
+    """``Strategy.gather`` of one leaf."""
+    if strategy.num_replicas_in_sync == 1:
+        return value.values[0] if isinstance(value, PerReplica) else value
+    if not isinstance(value, PerReplica | torch.Tensor):
+        raise ValueError(f"gather takes per-replica tensors, got {type(value).__name__}: {value!r}.")
+    tensors = per_replica_tensors(value, strategy.worker.num_local_replicas)
+    for tensor in tensors:
+        _check_axis(tensor, axis)
+    with torch.no_grad():
+        return gather_over_workers(strategy.worker, [t.detach() for t in tensors], axis, "gather")

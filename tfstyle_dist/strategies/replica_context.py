@@ -1,0 +1,191 @@
+"""``tf.distribute.ReplicaContext``: what a function inside ``strategy.run`` can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.runtime.rendezvous import Action, InlineRun, ReplicaRun
+from tfstyle_dist.strategies import reductions
+from tfstyle_dist.values import regroup, select_replica
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
+
+
+class ReplicaContext:
+    """The view of one replica (``tf.distribute.ReplicaContext``); get it with ``get_replica_context()``.
+
+    Args:
+        strategy: the strategy that runs.
+        replica_id_in_sync_group: this replica's number among all replicas.
+
+    Attributes:
+        local_replica_id: this replica's number on this worker.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id_in_sync_group: int,
+        *,
+        local_replica_id: int = 0,
+        run: ReplicaRun | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self.local_replica_id = local_replica_id
+        self._run: ReplicaRun = run if run is not None else InlineRun()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that runs."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number, 0 to ``num_replicas_in_sync - 1``."""
+        return self._replica_id
+
+    @property
+    def replica_id(self) -> int:
+        """The same number; the short name."""
+        return self._replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The one device of this replica, as a string."""
+        devices = self._strategy.worker.devices
+        return (str(devices[self.local_replica_id]),) if devices else ("cpu:0",)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this replica's tensors live."""
+        return self._strategy.worker.torch_device(self.local_replica_id)
+
+    def meet(self, kind: str, payload: Any, action: Action) -> Any:
+        """Joint work of the local replicas; see ``ReplicaRun.meet``."""
+        return self._run.meet(self.local_replica_id, kind, payload, action)
+
+    # ---- collective calls -------------------------------------------------------------------------------------
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Joins all local replicas and calls ``merge_fn`` once, in cross-replica context.
+
+        Args:
+            merge_fn: called as ``merge_fn(strategy, *args, **kwargs)``; values that differ from replica to replica, and
+                tensors, arrive as ``PerReplica``. If the replicas give different functions, the first replica's is used.
+            args: positional arguments of this replica.
+            kwargs: keyword arguments of this replica.
+
+        Returns:
+            What ``merge_fn`` returned, ``PerReplica`` leaves unpacked for this replica.
+
+        Raises:
+            RuntimeError: this context is stale, or the replicas made different calls.
+
+        Example:
+            >>> get_replica_context().merge_call(lambda strategy, x: x + 1, args=(3,))
+            4
+        """
+        self._require_current("merge_call")
+        strategy = self._strategy
+
+        def merge(payloads: list[tuple[Sequence[Any], dict[str, Any]]]) -> list[Any]:
+            merged_args = regroup([tuple(a) for a, _ in payloads], "merge_call arguments")
+            merged_kwargs = regroup([k for _, k in payloads], "merge_call keyword arguments")
+            with entered(Frame(strategy)):
+                result = merge_fn(strategy, *merged_args, **merged_kwargs)
+            return [result] if len(payloads) == 1 else [select_replica(r, result) for r in range(len(payloads))]
+
+        result = self.meet("merge_call", (args, kwargs or {}), merge)
+        return select_replica(0, result) if strategy.worker.num_local_replicas == 1 else result
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduces ``value`` over all replicas of all workers; every replica gets the result.
+
+        Differentiable: the gradient of a SUM is the sum over the replicas of the incoming gradients, of a MEAN their
+        mean; its backward is collective too.
+
+        Args:
+            reduce_op: SUM or MEAN, or the name in any case.
+            value: a nest of tensors, of equal shapes on all replicas.
+            options: accepted for TF's signature.
+
+        Returns:
+            The same nest of new tensors on this replica's device.
+
+        Raises:
+            ValueError: an unknown ``reduce_op``, or a leaf that is no tensor (n > 1).
+            InvalidArgumentError: shapes differ between replicas.
+            RuntimeError: called inside ``merge_call`` or with a stale context.
+        """
+        self._require_current("all_reduce")
+        op = ReduceOp.from_any(reduce_op)
+        leaves, spec = nest.flatten(value)
+        if self.num_replicas_in_sync == 1:
+            return value
+        tensors = [reductions.as_reducible(leaf, "all_reduce") for leaf in leaves]
+        return nest.unflatten(reductions.all_reduce(self, op, tensors), spec)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenates ``value`` of all replicas along ``axis`` in replica order; every replica gets the result.
+
+        Differentiable: the gradient is this replica's slice of the sum of the incoming gradients.
+
+        Args:
+            value: a nest of tensors; sizes may differ along ``axis`` only.
+            axis: a dimension, not negative.
+            options: accepted for TF's signature.
+
+        Raises:
+            InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
+            RuntimeError: called inside ``merge_call`` or with a stale context.
+        """
+        self._require_current("all_gather")
+        if self.num_replicas_in_sync == 1:
+            return value
+        leaves, spec = nest.flatten(value)
+        tensors = [reductions.as_reducible(leaf, "all_gather") for leaf in leaves]
+        return nest.unflatten([reductions.all_gather(self, t, axis) for t in tensors], spec)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A random generator of this replica's own, on its device.
+
+        Args:
+            seed: the same on all replicas; the replica's number is mixed in.
+        """
+        return torch.Generator(device=self.device).manual_seed((seed * 1_000_003 + self._replica_id) % (1 << 63))
+
+    def _require_current(self, what: str) -> None:
+        frame = current_frame()
+        if (None if frame is None else frame.replica) is self or (frame is None and not self._strategy.worker.devices):
+            return
+        if frame is not None and frame.strategy is self._strategy and frame.replica is None:
+            raise RuntimeError(
+                f"{what} needs replica context, but this is cross-replica context (inside merge_call or scope()). "
+                f"Mismatching ReplicaContext: call strategy.reduce or strategy.gather here."
+            )
+        raise RuntimeError(
+            f"Mismatching ReplicaContext: {what} was called on the context of replica {self._replica_id} of {self._strategy!r}, "
+            "which is not the one in force (its run has ended, or this is another thread). Call get_replica_context() anew "
+            "inside strategy.run."
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext replica {self._replica_id} of {self.num_replicas_in_sync} on {self.devices[0]}>"

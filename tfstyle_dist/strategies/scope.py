@@ -1,0 +1,60 @@
+"""``with strategy.scope():``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
+from tfstyle_dist.variables import adoption
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
+
+
+class Scope:
+    """Puts a strategy in force for a block, in cross-replica context; modules built in it are adopted.
+
+    Args:
+        strategy: the strategy; entering its scope again inside itself is fine.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[tuple[entered, bool]] = []
+
+    def __enter__(self) -> Strategy:
+        """Enters; returns the strategy."""
+        strategy, frame = self._strategy, current_frame()
+        if frame is not None and frame.strategy is not strategy:
+            raise mixing_error(strategy, frame.strategy, "scope()")
+        if frame is not None and frame.replica is not None:
+            raise scope_in_replica_context(strategy)
+        block = entered(Frame(strategy))
+        block.__enter__()
+        adopting = strategy.num_replicas_in_sync > 1
+        if adopting:
+            adoption.install()
+        self._entered.append((block, adopting))
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves; fresh parameters are made equal on all replicas when the outermost scope ends well."""
+        block, adopting = self._entered.pop()
+        try:
+            if adopting:
+                adoption.uninstall()
+        finally:
+            block.__exit__(kind, error, trace)
+        if kind is None and current_frame() is None:
+            self._strategy.parameter_store.ensure_equal()
+
+
+def scope_in_replica_context(strategy: Strategy) -> RuntimeError:
+    """The error of ``scope()`` inside ``run``."""
+    return RuntimeError(
+        f"{strategy!r}.scope() was entered in replica context (inside strategy.run). The strategy is in force there already; "
+        "use merge_call to get to cross-replica context."
+    )

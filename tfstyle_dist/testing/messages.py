@@ -1,0 +1,96 @@
+"""The messages between a pytest session and its rank processes.
+
+They travel pickled over a private pipe between processes of the same user and the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RANK_PLUGIN_NAME = "tfstyle_dist_rank"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to a rank: how to build its own pytest session.
+
+    Attributes:
+        options: The values of the parent's command line options.
+        args: Plugins to load early and the parent's positional arguments; the latter decide which initial
+            conftest files are loaded.
+    """
+
+    options: Mapping[str, Any]
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Asks a rank to collect one test file, so that slow imports do not eat into the test's own time."""
+
+    path: str
+    nodeid: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Asks a rank to run one test that it has collected.
+
+    Attributes:
+        nodeid: The test.
+        rank: The rank that this process plays.
+        env: Variables to set, or with None to remove, during the test.
+        pids: The process ids of all ranks, in the order of the ranks.
+        shared_dir: A directory of this test that is the same on all ranks.
+        devices: How many CUDA devices the test needs.
+    """
+
+    nodeid: str
+    rank: int
+    env: Mapping[str, str | None]
+    pids: tuple[int, ...]
+    shared_dir: str
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Asks a rank to undo what the last test left behind."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Asks a rank to end its pytest session and leave."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank's answer to Start, Collect and Reset.
+
+    Attributes:
+        problem: Why the rank could not do what it was asked, or None.
+    """
+
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rank's answer to Run.
+
+    Attributes:
+        reports: The serialised pytest reports of setup, call and teardown.
+        crash: A traceback, where the test ended the rank's pytest session, else None.
+    """
+
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    crash: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpectDeath:
+    """A rank says that the death of a rank belongs to the test."""
+
+    rank: int

@@ -1,0 +1,179 @@
+"""One rank process, as its parent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from tfstyle_dist.testing import processes
+
+# A test must not depend on the cluster that the shell happens to be in.
+_CLUSTER_VARIABLES = ("TF_CONFIG", "RANK", "WORLD_SIZE")
+_CLUSTER_PREFIXES = ("MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+_MAX_OUTPUT_BYTES = 100_000
+_STACK_PATIENCE = 3.0
+POOL_VARIABLE = "TFSTYLE_TESTING_POOL"
+
+
+class RankProcess:
+    """A process that runs the test bodies of one rank.
+
+    Args:
+        rank: The rank that it plays in every test.
+        directory: An existing directory for its output, which may be used by one process only.
+        token: The value of `TFSTYLE_TESTING_POOL` in its environment and in that of all its descendants.
+        cwd: Its working directory.
+
+    Raises:
+        OSError: If the process cannot be started.
+    """
+
+    def __init__(self, rank: int, directory: Path, token: str, cwd: Path) -> None:
+        self.rank = rank
+        self.directory = directory
+        # Whether the process has closed its end of the pipe; it may live on.
+        self.hung_up = False
+        self._marks = {"stdout": 0, "stderr": 0, "stacks": 0}
+        for name in self._marks:
+            self._file(name).touch()
+        self.connection, theirs = Pipe(duplex=True)
+        try:
+            with self._file("stdout").open("ab") as stdout, self._file("stderr").open("ab") as stderr:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", self._program(theirs)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=cwd,
+                    env=_environment(rank, token),
+                    pass_fds=[theirs.fileno()],
+                    # So that it can be killed with its children and without this session.
+                    start_new_session=True,
+                )
+        finally:
+            theirs.close()
+
+    def _program(self, connection: Connection[Any, Any]) -> str:
+        stacks = str(self._file("stacks"))
+        # The parent's import path, because `-c` puts the working directory first and a plain pytest does not.
+        return (
+            f"import sys; sys.path[:] = {sys.path!r}; from tfstyle_dist.testing.rank_main import main; "
+            f"main({connection.fileno()}, {os.getpid()}, {stacks!r})"
+        )
+
+    def _file(self, name: str) -> Path:
+        return self.directory / f"{name}.txt"
+
+    @property
+    def pid(self) -> int:
+        """The process id, valid until `kill` has returned."""
+        return self._process.pid
+
+    def exited(self) -> str | None:
+        """Says how the process ended, or returns None while it lives.
+
+        The process stays a zombie, so that its id and its process group cannot be given to somebody else.
+        """
+        if self._process.returncode is None:
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is None:
+                return None
+            if result.si_code == os.CLD_EXITED:
+                return f"exit code {result.si_status}"
+            return f"signal {signal.Signals(result.si_status).name}"
+        code = self._process.returncode
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def send(self, message: object) -> None:
+        """Sends a message; a process that is gone is noticed by whoever waits for the answer."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def received(self) -> list[object]:
+        """Returns the messages that have come in."""
+        messages: list[object] = []
+        try:
+            while self.connection.poll():
+                messages.append(self.connection.recv())
+        except (EOFError, OSError):
+            self.hung_up = True
+        return messages
+
+    def mark_output(self) -> None:
+        """Makes `new_output` start here."""
+        for name in self._marks:
+            self._marks[name] = self._file(name).stat().st_size
+
+    def new_output(self, name: str) -> str:
+        """Returns what came since `mark_output`, of a very long output the end.
+
+        Args:
+            name: `stdout`, `stderr` or `stacks`.
+        """
+        path = self._file(name)
+        start = max(self._marks[name], path.stat().st_size - _MAX_OUTPUT_BYTES)
+        with path.open("rb") as stream:
+            stream.seek(start)
+            text = stream.read().decode(errors="replace")
+        return text if start == self._marks[name] else "[the beginning was cut off]\n" + text
+
+    def request_stacks(self) -> None:
+        """Makes the process write the Python stacks of all its threads, even if it is stopped."""
+        # In this order, so that a stopped process answers from where it was stopped.
+        processes.send([self.pid], signal.SIGUSR1)
+        processes.send([self.pid], signal.SIGCONT)
+
+    def wait_for_stacks(self) -> str:
+        """Returns the stacks that `request_stacks` asked for, or says that none came."""
+        end = time.monotonic() + _STACK_PATIENCE
+        previous = ""
+        while time.monotonic() < end and self.exited() is None:
+            time.sleep(0.1)
+            text = self.new_output("stacks")
+            if text and text == previous:
+                break
+            previous = text
+        return previous or "(the rank did not answer the request for its stacks)\n"
+
+    def wait(self, patience: float) -> bool:
+        """Waits for the end of the process without taking its exit status; returns whether it has ended."""
+        end = time.monotonic() + patience
+        while self.exited() is None:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def kill(self) -> None:
+        """Kills the process and its process group; does nothing if that was done."""
+        if self._process.returncode is None:
+            processes.kill_group(self.pid)
+            self._process.wait()
+        self.connection.close()
+
+
+def _environment(rank: int, token: str) -> Mapping[str, str]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _CLUSTER_VARIABLES and not name.startswith(_CLUSTER_PREFIXES)
+    }
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    environment.update(
+        {
+            POOL_VARIABLE: token,
+            "TFSTYLE_TESTING_RANK": str(rank),
+            # Thread pools are sized when torch is imported; the ranks of a test share the machine.
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+    )
+    return environment

@@ -1,0 +1,171 @@
+"""A rank's own pytest session over one test file."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from tfstyle_dist.testing import messages
+from tfstyle_dist.testing.ranks import Ranks
+from tfstyle_dist.testing.reset import RankState
+
+
+class RankSession:
+    """The pytest plugin that turns a session into a server of the single tests of one file.
+
+    A file is collected once, and its tests run in one session; another file gets a new session in the same
+    process, because pytest connects a conftest's fixtures to what it collects only once per session.
+
+    Args:
+        connection: The pipe to the parent.
+        request: The request that made the session necessary.
+
+    Attributes:
+        began: Whether the file was collected, with or without success.
+        next_message: What the parent sent that is not for this session.
+        assignment: The running test, or None.
+    """
+
+    def __init__(self, connection: Connection[Any, Any], request: messages.Collect) -> None:
+        self.began = False
+        self.next_message: messages.Collect | messages.Exit | None = None
+        self.assignment: messages.Run | None = None
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._request = request
+        self._items: dict[str, pytest.Item] = {}
+        self._collect_problems: list[str] = []
+        self._reports: list[dict[str, Any]] = []
+        self._state: RankState | None = None
+        self._config: pytest.Config | None = None
+
+    def run(self, options: Mapping[str, Any], args: Sequence[str]) -> None:
+        """Runs the session until the parent wants something else.
+
+        Args:
+            options: The values of the command line options.
+            args: The plugins to load early and the positional arguments of the parent.
+        """
+        config = pytest.Config.fromdictargs(dict(options), list(args))
+        config.pluginmanager.register(self, messages.RANK_PLUGIN_NAME)
+        config.hook.pytest_cmdline_main(config=config)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The handle with which the running test reaches its ranks' processes."""
+        assert self.assignment is not None, "only a running test has ranks"
+        return Ranks(self.assignment.pids, self.assignment.rank, self._send)
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Drops the plugins that would write the parent's cache."""
+        self._config = config
+        for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+            if config.pluginmanager.has_plugin(name):
+                config.pluginmanager.unregister(name=name)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """Collects the requested file instead of what the parent's command line names."""
+        session.config.args[:] = [self._request.path]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Remembers why the file could not be collected."""
+        if report.failed:
+            self._collect_problems.append(str(report.longrepr))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skips a test that needs more devices than there are."""
+        needed = self.assignment.devices if self.assignment is not None else None
+        if needed is None:
+            return
+        import torch
+
+        present = torch.cuda.device_count()
+        if present < needed:
+            pytest.skip(f"needs {needed} CUDA devices, this machine has {present}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Answers the parent's messages as long as they are about this file."""
+        self._items = {item.nodeid: item for item in session.items}
+        self.began = True
+        message: object = self._request
+        while True:
+            if isinstance(message, messages.Collect) and message.path == self._request.path:
+                self._send(messages.Ready(self._collection_problem(message)))
+            elif isinstance(message, messages.Run):
+                self._send(self._run(session.config, message))
+            elif isinstance(message, messages.Reset):
+                self._send(messages.Ready(self._reset(session)))
+            else:
+                assert isinstance(message, (messages.Collect, messages.Exit)), message
+                self.next_message = message
+                return True
+            message = self._connection.recv()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps a report for the parent."""
+        assert self._config is not None
+        hook = self._config.hook
+        self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def _send(self, message: object) -> None:
+        with self._lock:
+            try:
+                self._connection.send(message)
+            except OSError:
+                # The parent is gone, and with it everybody who wants to know.
+                os._exit(1)
+
+    def _collection_problem(self, message: messages.Collect) -> str | None:
+        if self._collect_problems:
+            return "\n".join(self._collect_problems)
+        if message.nodeid in self._items:
+            return None
+        return (
+            f"the rank process did not find {message.nodeid} in {message.path}, although the session did; "
+            "the names of tests and the ids of their parameters must be the same in every process"
+        )
+
+    def _run(self, config: pytest.Config, message: messages.Run) -> messages.Finished:
+        self._reports = []
+        self.assignment = message
+        self._state = RankState.now()
+        for name, value in message.env.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        item = self._items[message.nodeid]
+        # Without a next item every fixture is torn down, so that no test sees the world of another.
+        crash = problem_of(lambda: config.hook.pytest_runtest_protocol(item=item, nextitem=None))
+        if any(report["outcome"] == "failed" for report in self._reports):
+            # Lets peers that wait for this rank in a collective see a closed connection instead of a timeout.
+            crash = problem_of(self._state.close_groups) or crash
+        return messages.Finished(self._reports, crash)
+
+    def _reset(self, session: pytest.Session) -> str | None:
+        assert self._state is not None, "a reset follows a run"
+        self.assignment = None
+        session.shouldstop = session.shouldfail = False
+        state, self._state = self._state, None
+        problems: list[str] = []
+        crash = problem_of(lambda: problems.extend(state.restore()))
+        return crash or ("; ".join(problems) or None)
+
+
+def problem_of(action: Callable[[], object]) -> str | None:
+    """Returns the traceback of anything that escapes, `pytest.exit` and Ctrl-C included."""
+    try:
+        action()
+    except BaseException:
+        return traceback.format_exc()
+    return None

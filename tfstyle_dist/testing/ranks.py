@@ -1,0 +1,90 @@
+"""Fault injection: a running test's handle on the processes of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from tfstyle_dist.testing import messages
+
+
+class Ranks:
+    """The processes of the running test's ranks; the fixture `ranks` is one.
+
+    Args:
+        pids: Their process ids in the order of the ranks.
+        rank: The caller's own rank.
+        send: Sends a message to the parent process.
+
+    Example:
+        >>> @pytest.mark.distributed(workers=3, may_die=(2,))
+        ... def test_two_survive(rank, ranks):
+        ...     if rank == 2:
+        ...         ranks.kill(2)
+    """
+
+    def __init__(self, pids: Sequence[int], rank: int, send: Callable[[object], None]) -> None:
+        self._pids = tuple(pids)
+        self._rank = rank
+        self._send = send
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids in the order of the ranks."""
+        return self._pids
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank with SIGKILL, as an out-of-memory killer or a lost machine would.
+
+        Args:
+            rank: The rank, which may be the caller's own; then this does not return.
+
+        Raises:
+            ValueError: If there is no such rank.
+            ProcessLookupError: If the rank is already gone.
+        """
+        os.kill(self._pid(rank), signal.SIGKILL)
+
+    def stop(self, rank: int) -> None:
+        """Freezes a rank with SIGSTOP, as a hang of the whole machine would.
+
+        Args:
+            rank: The rank; if it is the caller's own, this returns when another rank resumes it.
+
+        Raises:
+            ValueError: If there is no such rank.
+            ProcessLookupError: If the rank is already gone.
+        """
+        os.kill(self._pid(rank), signal.SIGSTOP)
+
+    def resume(self, rank: int) -> None:
+        """Lets a stopped rank go on.
+
+        Args:
+            rank: The rank.
+
+        Raises:
+            ValueError: If there is no such rank.
+            ProcessLookupError: If the rank is already gone.
+        """
+        os.kill(self._pid(rank), signal.SIGCONT)
+
+    def expect_death(self, rank: int) -> None:
+        """Says that a rank's death or silence belongs to the test, so that its missing report is no failure.
+
+        Args:
+            rank: The rank. If it reports after all, its report counts.
+
+        Raises:
+            ValueError: If there is no such rank.
+        """
+        self._pid(rank)
+        self._send(messages.ExpectDeath(rank))
+
+    def _pid(self, rank: int) -> int:
+        if not 0 <= rank < len(self._pids):
+            raise ValueError(
+                f"rank {rank} does not exist; this test has the ranks 0 to {len(self._pids) - 1}"
+            )
+        return self._pids[rank]

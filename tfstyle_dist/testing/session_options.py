@@ -1,0 +1,78 @@
+"""Which options of the parent's pytest session a rank's own session takes over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfstyle_dist.testing.messages import Start
+
+# What would make a rank select, stop, debug, write or distribute instead of running what it is told.
+_RANK_VALUES: Mapping[str, Any] = {
+    "cacheclear": False,
+    "capture": "no",
+    "collectonly": False,
+    "deselect": None,
+    "dist": "no",
+    "durations": None,
+    "failedfirst": False,
+    "keyword": "",
+    "lf": False,
+    "log_file": os.devnull,
+    "looponfail": False,
+    "markexpr": "",
+    "maxfail": 0,
+    "maxprocesses": None,
+    "newfirst": False,
+    "no_cov": True,
+    "numprocesses": None,
+    "pastebin": None,
+    "setuponly": False,
+    "setupplan": False,
+    "setupshow": False,
+    "stepwise": False,
+    "stepwise_skip": False,
+    "timeout": 0,
+    "trace": False,
+    "tx": [],
+    "usepdb": False,
+    "xmlpath": None,
+}
+
+
+def start_message(config: pytest.Config, basetemp: Path) -> Start:
+    """Builds the message from which a rank builds a pytest session like the parent's.
+
+    Args:
+        config: The parent's configuration.
+        basetemp: The rank's own base directory for `tmp_path`.
+
+    Returns:
+        The message.
+    """
+    options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
+    options.update({name: value for name, value in _RANK_VALUES.items() if name in options})
+    options.update(
+        basetemp=str(basetemp),
+        # A rank's terminal output is read by nobody.
+        plugins=["no:terminal"],
+        rootdir=str(config.rootpath),
+        inifilename=None if config.inipath is None else str(config.inipath),
+    )
+    # The arguments say it already.
+    options.pop("file_or_dir", None)
+    plugins = [argument for name in config.option.plugins for argument in ("-p", name)]
+    return Start(options=options, args=(*plugins, *map(str, config.args)))
+
+
+def _is_plain(value: object) -> bool:
+    """Returns whether a value means the same in a process that has not yet loaded any plugin."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, Path)

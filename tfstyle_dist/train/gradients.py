@@ -1,0 +1,146 @@
+"""``tf.gradients``: derivatives, and the variables a loss depends on."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.ops import aggregate
+from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.record import raw
+from tfstyle_dist.variables.replicated import MirroredParameter, Replicated
+
+
+class UnconnectedGradients(enum.Enum):
+    """What the gradient of something unconnected is (``tf.UnconnectedGradients``): ``None`` or zeros."""
+
+    NONE = "none"
+    ZERO = "zero"
+
+
+def gradients(
+    ys: Any,
+    xs: Any,
+    grad_ys: Any = None,
+    name: str = "gradients",
+    aggregation_method: int | None = None,
+    unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+) -> list[torch.Tensor | None]:
+    """The derivatives of ``sum(ys)`` with respect to each of ``xs``, local to the calling replica.
+
+    Args:
+        ys: a tensor or list of tensors.
+        xs: a tensor, parameter or variable, or a list of them.
+        grad_ys: weights of the entries of ``ys``, of their shapes; ``None`` means ones.
+        name: accepted for TF's signature.
+        aggregation_method: how the parts that come from several ``ys`` are summed, an ``AggregationMethod``.
+        unconnected_gradients: ``"none"`` gives ``None`` where ``ys`` do not depend on an ``x``, ``"zero"`` zeros.
+
+    Returns:
+        One entry for each of ``xs``.
+
+    Raises:
+        ValueError: ``grad_ys`` has another length than ``ys``, or an unknown method.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> gradients(x * x, x)
+        [tensor(6.)]
+
+    Source: ``tf.gradients``.
+    """
+    method = AggregationMethod.validate(aggregation_method)
+    unconnected = UnconnectedGradients(unconnected_gradients)
+    outputs, inputs = _as_list(ys), _as_list(xs)
+    weights = [None] * len(outputs) if grad_ys is None else _as_list(grad_ys)
+    if len(weights) != len(outputs):
+        raise ValueError(f"Passed {len(weights)} grad_ys for {len(outputs)} ys; grad_ys needs one entry (or None) for each y.")
+    outputs = [y._tfstyle_value() if isinstance(y, Replicated) else y for y in outputs]
+    weights = [torch.ones_like(y) if w is None else torch.as_tensor(w, dtype=y.dtype) for y, w in zip(outputs, weights, strict=True)]
+    if len(outputs) > 1 and method != AggregationMethod.DEFAULT:
+        parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, weights, strict=True)]
+        found = [_aggregate([p[i] for p in parts], method) for i in range(len(inputs))]
+    else:
+        found = _grad(outputs, inputs, weights, keep=True)
+    if unconnected is UnconnectedGradients.ZERO:
+        return [torch.zeros_like(_leaf(x)[0]) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    return found
+
+
+def _aggregate(parts: Sequence[torch.Tensor | None], method: int) -> torch.Tensor | None:
+    there = [p for p in parts if p is not None]
+    return aggregate(there, method) if there else None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _leaf(x: Any) -> list[torch.Tensor]:
+    """The tensors of the graph that stand for ``x``: the replica's copy, and the object itself where an op bypassed it."""
+    if isinstance(x, Replicated):
+        value = x._tfstyle_value()
+        return [value, x] if isinstance(x, MirroredParameter) else [value]
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"gradients with respect to a {type(x).__name__}: xs must be tensors, parameters or variables.")
+    return [x]
+
+
+def _grad(
+    ys: Sequence[torch.Tensor], xs: Sequence[Any], weights: Sequence[torch.Tensor], keep: bool
+) -> list[torch.Tensor | None]:
+    leaves = [_leaf(x) for x in xs]
+    wanted = [t for group in leaves for t in group if _differentiable(t)]
+    used = [(y, w) for y, w in zip(ys, weights, strict=True) if y.requires_grad]
+    if not used or not wanted:
+        return [None] * len(xs)
+    with raw():
+        got = torch.autograd.grad(
+            [y for y, _ in used], wanted, [w for _, w in used], retain_graph=keep or None, allow_unused=True
+        )
+    by_id = {id(t): g for t, g in zip(wanted, got, strict=True)}
+    return [_aggregate([by_id.get(id(t)) for t in group], AggregationMethod.DEFAULT) for group in leaves]
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    with raw():
+        return tensor.requires_grad
+
+
+def trainable_variables_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters and variables that ``loss`` was computed from, in the order of their creation where known.
+
+    Args:
+        loss: a tensor with a graph behind it.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    stack = [loss.grad_fn] if loss.grad_fn is not None else []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            record = find_record(leaf)
+            owner = record.tensor if record is not None and record.tensor is not None else leaf
+            found.setdefault(id(owner), owner)
+        stack.extend(child for child, _ in node.next_functions)
+    order: dict[int, int] = {}
+    for tensor in found.values():
+        record = find_record(tensor)
+        if record is not None:
+            for place, known in enumerate(record.store.records()):
+                order.setdefault(id(known), place)
+    last = len(order)
+
+    def rank(tensor: torch.Tensor) -> int:
+        record = find_record(tensor)
+        return last if record is None else order[id(record)]
+
+    return sorted(found.values(), key=rank)

@@ -1,0 +1,412 @@
+"""The TF-style optimizer interface: gradients are SUMMED over the replicas in ``apply_gradients``."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
+from tfstyle_dist.ops import aggregate
+from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.contexts import get_strategy
+from tfstyle_dist.train.gradients import gradients, trainable_variables_of
+from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables import Record, find_record
+from tfstyle_dist.variables.replicated import Replicated
+
+GradsAndVars = Sequence[tuple[Any, Any]]
+
+
+class TFOptimizer(abc.ABC):
+    """Base of the optimizers of ``tf.compat.v1.train``.
+
+    In replica context ``apply_gradients`` sums the gradients over all replicas and updates once, so scale the loss by the
+    global batch (``nn.compute_average_loss``). Parameters it has seen are no longer reduced by ``backward()``.
+
+    Example:
+        >>> optimizer = GradientDescentOptimizer(learning_rate=0.1)
+        >>> optimizer.minimize(loss, var_list=[w])
+    """
+
+    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._slots: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def get_name(self) -> str:
+        """The name given at construction."""
+        return self._name
+
+    # ---- gradients --------------------------------------------------------------------------------------------
+
+    def compute_gradients(
+        self,
+        loss: torch.Tensor | Callable[[], torch.Tensor],
+        var_list: Iterable[torch.Tensor] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: torch.Tensor | None = None,
+    ) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+        """The gradients of ``loss``, local to the calling replica.
+
+        Args:
+            loss: a tensor, a list of tensors, or a function returning one.
+            var_list: parameters or variables; default: the trainable ones that the loss depends on.
+            gate_gradients: accepted for TF's signature.
+            aggregation_method: how the parts of several losses are summed, an ``AggregationMethod``.
+            colocate_gradients_with_ops: accepted for TF's signature.
+            grad_loss: weight of the loss, of its shape.
+
+        Returns:
+            Pairs of gradient (``None`` where unconnected) and variable.
+
+        Raises:
+            ValueError: an unknown method, or a loss that depends on nothing trainable.
+        """
+        value = loss() if callable(loss) and not isinstance(loss, torch.Tensor) else loss
+        losses = list(value) if isinstance(value, list | tuple) else [value]
+        variables = list(var_list) if var_list is not None else _union(trainable_variables_of(y) for y in losses)
+        if not variables:
+            raise ValueError(
+                "compute_gradients found no trainable variable that the loss depends on. Compute the loss from parameters "
+                "that require gradients, or give var_list."
+            )
+        self._claim(variables, ())
+        found = gradients(
+            losses, variables, None if grad_loss is None else [grad_loss] * len(losses), aggregation_method=aggregation_method
+        )
+        return list(zip(found, variables, strict=True))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: Any = None,
+        name: str | None = None,
+        *,
+        aggregation_method: int | None = None,
+    ) -> None:
+        """Sums the gradients over all replicas and updates the variables.
+
+        Args:
+            grads_and_vars: pairs as ``compute_gradients`` gives them; every replica must list the same variables.
+            global_step: a variable that is increased by one, if given.
+            name: accepted for TF's signature.
+            aggregation_method: how the replicas' contributions are summed, an ``AggregationMethod``.
+
+        Raises:
+            ValueError: no pairs, no gradient at all, or an unknown method.
+            RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
+        """
+        method = AggregationMethod.validate(aggregation_method)
+        pairs = [tuple(p) for p in grads_and_vars]
+        if not pairs:
+            raise ValueError("No gradients provided: grads_and_vars is empty. Give [(gradient, variable), ...].")
+        frame = current_frame()
+        strategy = get_strategy()
+        replica = None if frame is None else frame.replica
+        self._check(strategy, [v for _, v in pairs])
+        self._claim([v for _, v in pairs], [g for g, _ in pairs])
+        if replica is None or strategy.num_replicas_in_sync == 1:
+            self._apply_in_cross_replica_context(strategy, pairs, method)
+        else:
+
+            def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
+                with entered(Frame(strategy)):
+                    self._reduce_and_update(strategy, payloads, method)
+                return [None] * len(payloads)
+
+            replica.meet(f"{self._name}.apply_gradients", pairs, joint)
+        if global_step is not None:
+            _advance(global_step, replica)
+
+    def minimize(
+        self,
+        loss: torch.Tensor | Callable[[], torch.Tensor],
+        global_step: Any = None,
+        var_list: Iterable[torch.Tensor] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: int | None = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: torch.Tensor | None = None,
+    ) -> None:
+        """``compute_gradients`` and ``apply_gradients`` in one call; arguments as there."""
+        pairs = self.compute_gradients(
+            loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
+        )
+        self.apply_gradients(pairs, global_step, name, aggregation_method=aggregation_method)
+
+    # ---- joint work -------------------------------------------------------------------------------------------
+
+    def _apply_in_cross_replica_context(self, strategy: Strategy, pairs: list[tuple[Any, Any]], method: int) -> None:
+        count = strategy.worker.num_local_replicas
+        if any(isinstance(g, PerReplica) for g, _ in pairs):
+            columns = [[(g.values[r] if isinstance(g, PerReplica) else g, v) for g, v in pairs] for r in range(count)]
+            self._reduce_and_update(strategy, columns, method)
+            return
+        self._update([(g, v) for g, v in pairs if g is not None])
+
+    def _reduce_and_update(self, strategy: Strategy, payloads: list[list[tuple[Any, Any]]], method: int) -> None:
+        variables = [v for _, v in payloads[0]]
+        for replica, other in enumerate(payloads):
+            if [id(v) for _, v in other] != [id(v) for v in variables]:
+                raise RuntimeError(
+                    f"apply_gradients: replica {replica} lists other variables, or another order, than replica 0. Give the same "
+                    "list on every replica; a missing gradient is None."
+                )
+        columns = [[_value(p[i][0]) for p in payloads] for i in range(len(variables))]
+        self._update(self._reduced(strategy, variables, columns, method))
+
+    def _reduced(
+        self, strategy: Strategy, variables: list[Any], columns: list[list[torch.Tensor | None]], method: int
+    ) -> list[tuple[torch.Tensor, Any]]:
+        """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
+        group = strategy.worker.group
+        with torch.no_grad():
+            sums = [aggregate(column, method) if any(g is not None for g in column) else None for column in columns]
+            if group.size == 1:
+                return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
+            described = [(tuple(v.shape), str(v.dtype)) for v in variables]
+            group.agree(f"{self._name}.apply_gradients of {described}", "apply_gradients")
+            result: list[tuple[torch.Tensor, Any]] = []
+            places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+            for place, variable in enumerate(variables):
+                places.setdefault((variable.dtype, _value(variable).device), []).append(place)
+            reduced: dict[int, torch.Tensor] = {}
+            for (dtype, device), members in places.items():
+                parts = [_flat(sums[p], variables[p]) for p in members]
+                flags = torch.tensor([float(sums[p] is not None) for p in members], dtype=dtype, device=device)
+                flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, torch.cat([*parts, flags]), "apply_gradients")
+                used = flat[-len(members) :].tolist()
+                offset = 0
+                for k, place in enumerate(members):
+                    count = parts[k].numel()
+                    if used[k]:
+                        reduced[place] = flat[offset : offset + count].view(variables[place].shape)
+                    offset += count
+            result = [(reduced[p], v) for p, v in enumerate(variables) if p in reduced]
+        return result
+
+    def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        if not pairs:
+            raise ValueError("No gradients provided for any variable: all are None. Does the loss depend on the variables?")
+        self.begin_step()
+        with torch.no_grad():
+            for grad, variable in pairs:
+                self._update_one(grad, variable)
+
+    def _update_one(self, grad: torch.Tensor, variable: Any) -> None:
+        record = find_record(variable)
+        target = _value(variable) if record is None else record.components[0]
+        target = target.detach()
+        slots = self._slots_of(variable)
+        grad = grad.to(target.device, target.dtype)
+        others = [] if record is None or not record.separated else record.components[1:]
+        before = target.clone() if others else target
+        if grad.is_sparse and self.row_wise:
+            self._update_rows(target, grad.coalesce(), slots)
+        else:
+            self.update(target, grad.to_dense() if grad.is_sparse else grad, slots)
+        if others:
+            for other in others:
+                other.copy_(other + (target - before).to(other.device))
+        elif record is not None and len(record.components) > 1:
+            record.fan_out()
+
+    def _update_rows(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Applies the rule to the rows that have a gradient, as TF's sparse updates do."""
+        rows = grad.indices()[0]
+        part = target[rows]
+        row_slots = {k: s[rows] if isinstance(s, torch.Tensor) and s.shape == target.shape else s for k, s in slots.items()}
+        self.update(part, grad.values(), row_slots)
+        target[rows] = part
+        for key, slot in row_slots.items():
+            if isinstance(slots[key], torch.Tensor) and slots[key].shape == target.shape:
+                slots[key][rows] = slot
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    row_wise = True
+    """Whether a sparse gradient touches its rows alone."""
+
+    def begin_step(self) -> None:
+        """Called once before the variables of a step are updated."""
+
+    @abc.abstractmethod
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """The fresh state of one variable, by slot name."""
+
+    @abc.abstractmethod
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Changes ``value`` and ``slots`` in place by the rule of this optimizer."""
+
+    def _slots_of(self, variable: Any) -> dict[str, Any]:
+        key = id(variable)
+        if key not in self._slots:
+            self._slots[key] = (variable, self.make_slots(_value(variable).detach()))
+        return self._slots[key][1]
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the state tensors."""
+        return sorted({name for _, slots in self._slots.values() for name in slots})
+
+    def get_slot(self, var: torch.Tensor, name: str) -> Any:
+        """One state tensor of ``var``; ``None`` when there is none yet."""
+        entry = self._slots.get(id(var))
+        return None if entry is None else entry[1].get(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state, variables numbered in the order in which they were first updated."""
+        return {"slots": [dict(slots) for _, slots in self._slots.values()], "common": self.common_state()}
+
+    def load_state_dict(self, state: dict[str, Any], variables: Sequence[torch.Tensor]) -> None:
+        """Restores what ``state_dict`` gave.
+
+        Args:
+            state: the saved state.
+            variables: the variables in the order in which they were first updated.
+        """
+        if len(variables) != len(state["slots"]):
+            raise ValueError(f"The state has {len(state['slots'])} variables, but {len(variables)} were given.")
+        self.load_common_state(state["common"])
+        for variable, saved in zip(variables, state["slots"], strict=True):
+            slots = self._slots_of(variable)
+            for name, value in saved.items():
+                if isinstance(value, torch.Tensor) and isinstance(slots.get(name), torch.Tensor):
+                    slots[name].copy_(value)
+                else:
+                    slots[name] = value
+
+    def common_state(self) -> dict[str, Any]:
+        """State that belongs to no variable."""
+        return {}
+
+    def load_common_state(self, state: dict[str, Any]) -> None:
+        """Restores ``common_state``."""
+
+    # ---- ownership --------------------------------------------------------------------------------------------
+
+    def _check(self, strategy: Strategy, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            record = find_record(variable)
+            owner = None if record is None else record.store.strategy
+            if owner is not None and owner is not strategy and owner.num_replicas_in_sync > 1:
+                raise RuntimeError(
+                    f"Mixing different tf.distribute strategies: apply_gradients updates a variable of {owner!r} while "
+                    f"{strategy!r} is in force. Call it inside the run (or scope) of the variable's own strategy."
+                )
+
+    def _claim(self, variables: Sequence[Any], grads: Sequence[Any]) -> None:
+        """From now on this optimizer reduces these gradients, not ``backward()``."""
+        for place, variable in enumerate(variables):
+            record = find_record(variable)
+            if record is None or record.policy is None or record.policy.reduce_at != "backward":
+                continue
+            if grads and grads[place] is not None and _is_own_grad(record, grads[place]):
+                raise RuntimeError(
+                    f"apply_gradients was given the .grad of {record.describe()!r}, which backward() has already reduced over the "
+                    "replicas; summing it again would scale it wrongly. Use compute_gradients(loss), or call "
+                    "strategy.set_gradient_policy(parameters, reduce_at='apply') before the first backward()."
+                )
+            record.policy.reduce_at = "apply"
+
+
+def _is_own_grad(record: Record, grad: Any) -> bool:
+    if record.store.worker.num_replicas == 1:
+        return False
+    return any(c.grad is not None and c.grad is grad for c in record.components)
+
+
+def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return list({id(v): v for part in lists for v in part}.values())
+
+
+def _value(variable: Any) -> Any:
+    return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
+
+
+def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
+    if total is None:
+        return torch.zeros(variable.numel(), dtype=variable.dtype, device=_value(variable).device)
+    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(variable.dtype)
+
+
+def _advance(step: Any, replica: Any) -> None:
+    """Adds one to the step counter, once for all replicas."""
+    one = torch.ones_like(_value(step).detach())
+    if replica is None or replica.num_replicas_in_sync == 1:
+        step.assign_add(one)
+        return
+
+    def add(payloads: list[Any]) -> list[None]:
+        with entered(Frame(replica.strategy)):
+            step.assign_add(one)
+        return [None] * len(payloads)
+
+    replica.meet("global_step", None, add)
+
+
+class Optimizer(TFOptimizer):
+    """Any ``torch.optim`` optimizer behind the TF-style interface: gradients are summed in ``apply_gradients``.
+
+    Args:
+        torch_optimizer: an optimizer built over the model's parameters; it is claimed, so ``backward()`` no longer
+            reduces its parameters' gradients.
+        name: for messages.
+
+    Raises:
+        TypeError: no ``torch.optim.Optimizer``.
+
+    Example:
+        >>> optimizer = Optimizer(torch.optim.AdamW(model.parameters()))
+        >>> optimizer.minimize(loss)
+    """
+
+    def __init__(self, torch_optimizer: torch.optim.Optimizer, name: str = "Optimizer") -> None:
+        if not isinstance(torch_optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"train.Optimizer takes a torch.optim optimizer object, got {torch_optimizer!r}; write "
+                "train.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))."
+            )
+        super().__init__(name)
+        self.torch_optimizer = torch_optimizer
+        self._claim([p for g in torch_optimizer.param_groups for p in g["params"]], ())
+
+    def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """Puts the sums into ``.grad`` and steps once."""
+        given = {id(v): g for g, v in pairs}
+        unknown = set(given) - {id(p) for g in self.torch_optimizer.param_groups for p in g["params"]}
+        if unknown:
+            raise ValueError(f"{len(unknown)} variable(s) given to apply_gradients are not in the torch optimizer's groups.")
+        kept = []
+        for group in self.torch_optimizer.param_groups:
+            for parameter in group["params"]:
+                kept.append((parameter, parameter.grad))
+                grad = given.get(id(parameter))
+                parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        self.torch_optimizer.step()
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """The torch optimizer keeps the state."""
+        return {}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Not used: the torch optimizer updates all at once."""
+        raise AssertionError("the torch optimizer updates all variables at once")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's own state."""
+        return self.torch_optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], variables: Sequence[torch.Tensor] = ()) -> None:
+        """Restores the torch optimizer's own state."""
+        self.torch_optimizer.load_state_dict(state)

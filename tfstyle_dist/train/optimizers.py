@@ -1,0 +1,279 @@
+"""The optimizers of ``tf.compat.v1.train``, with TensorFlow's own update rules and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.train.optimizer import TFOptimizer
+
+Rate = float | torch.Tensor | Callable[[], float]
+
+
+def _number(value: Rate) -> float:
+    return float(value() if callable(value) and not isinstance(value, torch.Tensor) else value)
+
+
+class GradientDescentOptimizer(TFOptimizer):
+    """``value -= learning_rate * grad`` (``tf.compat.v1.train.GradientDescentOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        use_locking: accepted for TF's signature.
+        name: for messages.
+    """
+
+    def __init__(self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent") -> None:
+        super().__init__(name)
+        self.learning_rate = learning_rate
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        value.sub_(grad * _number(self.learning_rate))
+
+
+class MomentumOptimizer(TFOptimizer):
+    """``m = momentum * m + grad; value -= learning_rate * m`` (``tf.compat.v1.train.MomentumOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        momentum: likewise.
+        use_locking: accepted for TF's signature.
+        name: for messages.
+        use_nesterov: look-ahead form: ``value -= learning_rate * (grad + momentum * m)``.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        momentum: Rate,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.learning_rate, self.momentum, self.use_nesterov = learning_rate, momentum, use_nesterov
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``momentum``, zeros."""
+        return {"momentum": torch.zeros_like(value)}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        rate, momentum, m = _number(self.learning_rate), _number(self.momentum), slots["momentum"]
+        m.mul_(momentum).add_(grad)
+        value.sub_((grad + m * momentum if self.use_nesterov else m) * rate)
+
+
+class AdamOptimizer(TFOptimizer):
+    """Adam with the bias correction folded into the rate (``tf.compat.v1.train.AdamOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: added to the root of the second moment ("epsilon hat" of the paper).
+        use_locking: accepted for TF's signature.
+        name: for messages.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", section 2.1, last paragraph.
+    """
+
+    row_wise = False  # TF decays the moments of all rows
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        beta1: Rate = 0.9,
+        beta2: Rate = 0.999,
+        epsilon: Rate = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ) -> None:
+        super().__init__(name)
+        self.learning_rate, self.beta1, self.beta2, self.epsilon = learning_rate, beta1, beta2, epsilon
+        self._steps = 0
+
+    def begin_step(self) -> None:
+        """Counts the step."""
+        self._steps += 1
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``m`` and ``v``, zeros."""
+        return {"m": torch.zeros_like(value), "v": torch.zeros_like(value)}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        b1, b2, m, v = _number(self.beta1), _number(self.beta2), slots["m"], slots["v"]
+        rate = _number(self.learning_rate) * (1 - b2**self._steps) ** 0.5 / (1 - b1**self._steps)
+        m.add_((grad - m) * (1 - b1))
+        v.add_((grad * grad - v) * (1 - b2))
+        value.sub_(m * rate / (v.sqrt() + _number(self.epsilon)))
+
+    def common_state(self) -> dict[str, Any]:
+        """The number of steps."""
+        return {"steps": self._steps}
+
+    def load_common_state(self, state: dict[str, Any]) -> None:
+        """The number of steps."""
+        self._steps = state["steps"]
+
+
+class AdagradOptimizer(TFOptimizer):
+    """``a += grad^2; value -= learning_rate * grad / sqrt(a)`` (``tf.compat.v1.train.AdagradOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        initial_accumulator_value: first value of ``a``.
+        use_locking: accepted for TF's signature.
+        name: for messages.
+
+    Raises:
+        ValueError: ``initial_accumulator_value`` is not positive.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        initial_accumulator_value: float = 0.1,
+        use_locking: bool = False,
+        name: str = "Adagrad",
+    ) -> None:
+        if initial_accumulator_value <= 0.0:
+            raise ValueError(f"initial_accumulator_value must be positive: {initial_accumulator_value}")
+        super().__init__(name)
+        self.learning_rate, self.initial_accumulator_value = learning_rate, initial_accumulator_value
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``accumulator``."""
+        return {"accumulator": torch.full_like(value, self.initial_accumulator_value)}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        accumulator = slots["accumulator"]
+        accumulator.add_(grad * grad)
+        value.sub_(grad * _number(self.learning_rate) / accumulator.sqrt())
+
+
+class RMSPropOptimizer(TFOptimizer):
+    """RMSProp, plain or centered, with momentum (``tf.compat.v1.train.RMSPropOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        decay: of the mean square.
+        momentum: of the step.
+        epsilon: added under the root.
+        use_locking: accepted for TF's signature.
+        centered: divide by the estimated variance instead of the second moment.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        decay: float = 0.9,
+        momentum: Rate = 0.0,
+        epsilon: Rate = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        name: str = "RMSProp",
+    ) -> None:
+        super().__init__(name)
+        self.learning_rate, self.decay, self.momentum, self.epsilon = learning_rate, decay, momentum, epsilon
+        self.centered = centered
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``rms`` (ones), ``momentum``, and ``mg`` when centered."""
+        slots = {"rms": torch.ones_like(value), "momentum": torch.zeros_like(value)}
+        if self.centered:
+            slots["mg"] = torch.zeros_like(value)
+        return slots
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        rms, m, decay = slots["rms"], slots["momentum"], _number(self.decay)
+        rms.add_((grad * grad - rms) * (1 - decay))
+        spread = rms
+        if self.centered:
+            slots["mg"].add_((grad - slots["mg"]) * (1 - decay))
+            spread = rms - slots["mg"] ** 2
+        m.mul_(_number(self.momentum)).add_(grad * _number(self.learning_rate) / (spread + _number(self.epsilon)).sqrt())
+        value.sub_(m)
+
+
+class FtrlOptimizer(TFOptimizer):
+    """Follow the regularised leader (``tf.compat.v1.train.FtrlOptimizer``).
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number.
+        learning_rate_power: at most 0; how fast the rate falls.
+        initial_accumulator_value: first value of the squared-gradient sum.
+        l1_regularization_strength: at least 0.
+        l2_regularization_strength: at least 0.
+        use_locking: accepted for TF's signature.
+        name: for messages.
+        accum_name: accepted for TF's signature.
+        linear_name: accepted for TF's signature.
+        l2_shrinkage_regularization_strength: at least 0; a penalty on the magnitude.
+        beta: added to the rate's denominator.
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches".
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        use_locking: bool = False,
+        name: str = "Ftrl",
+        accum_name: str | None = None,
+        linear_name: str | None = None,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float | None = None,
+    ) -> None:
+        for label, strength in (
+            ("initial_accumulator_value", initial_accumulator_value),
+            ("l1_regularization_strength", l1_regularization_strength),
+            ("l2_regularization_strength", l2_regularization_strength),
+            ("l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength),
+        ):
+            if strength < 0.0:
+                raise ValueError(f"{label} {strength} needs to be positive or zero")
+        if learning_rate_power > 0.0:
+            raise ValueError(f"learning_rate_power {learning_rate_power} needs to be negative or zero")
+        super().__init__(name)
+        self.learning_rate, self.power = learning_rate, learning_rate_power
+        self.initial_accumulator_value = initial_accumulator_value
+        self.l1, self.l2, self.shrinkage = (
+            l1_regularization_strength,
+            l2_regularization_strength,
+            l2_shrinkage_regularization_strength,
+        )
+        self.beta = beta or 0.0
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``accum`` and ``linear``."""
+        return {"accum": torch.full_like(value, self.initial_accumulator_value), "linear": torch.zeros_like(value)}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        rate, accum, linear = _number(self.learning_rate), slots["accum"], slots["linear"]
+        l2 = self.l2 + self.beta / (2.0 * rate)
+        shrunk = grad + 2.0 * self.shrinkage * value
+        grown = accum + grad * grad
+        linear.add_(shrunk - (grown ** (-self.power) - accum ** (-self.power)) / rate * value)
+        quadratic = grown ** (-self.power) / rate + 2.0 * l2
+        value.copy_(torch.where(linear.abs() > self.l1, (linear.sign() * self.l1 - linear) / quadratic, 0.0))
+        accum.copy_(grown)

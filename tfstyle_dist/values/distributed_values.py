@@ -1,0 +1,146 @@
+"""PerReplica and Mirrored: one object that stands for one value on each local replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tfstyle_dist.core import nest
+
+
+class DistributedValues:
+    """Base of everything that holds one value for each local replica (``tf.distribute.DistributedValues``).
+
+    ``strategy.run`` returns one when several replicas run in this process, and unpacks one given as an argument.
+
+    Example:
+        >>> value = PerReplica((1, 2))
+        >>> value.values
+        (1, 2)
+    """
+
+    _values: tuple[Any, ...] = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of this worker's replicas, in replica order."""
+        return self._values
+
+
+class PerReplica(DistributedValues):
+    """Values that may differ from replica to replica.
+
+    Args:
+        values: one value for each local replica.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+
+    def __repr__(self) -> str:
+        inner = ",\n".join(f"  {i}: {v!r}" for i, v in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{inner}\n}}"
+
+    def __len__(self) -> int:
+        raise TypeError("A PerReplica has no length; use strategy.experimental_local_results(value).")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("A PerReplica is not iterable; use strategy.experimental_local_results(value).")
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "A PerReplica has no truth value: it holds one value for each replica. Use "
+            "strategy.experimental_local_results(value) or strategy.reduce(...)."
+        )
+
+
+class Mirrored(PerReplica):
+    """Equal values, one on each replica's device: what ``extended.reduce_to`` gives for a variable."""
+
+
+class ValueContext:
+    """Where a value is made (``tf.distribute.experimental.ValueContext``).
+
+    Args:
+        replica_id_in_sync_group: number of the replica the value is for.
+        num_replicas_in_sync: number of replicas.
+    """
+
+    def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Number of the replica the value is for."""
+        return self._replica_id_in_sync_group
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas in sync."""
+        return self._num_replicas_in_sync
+
+    def __repr__(self) -> str:
+        return f"ValueContext(replica {self._replica_id_in_sync_group} of {self._num_replicas_in_sync})"
+
+
+def component_values(value: Any) -> tuple[Any, ...] | None:
+    """The per-replica components of a distributed value or variable; ``None`` for anything else."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    return None
+
+
+def regroup(per_replica: Sequence[Any], what: str = "return values") -> Any:
+    """One nest whose leaves hold the leaves of all replicas.
+
+    Leaves that are the same object on all replicas stay that object; all others become ``PerReplica``. One replica
+    gives its nest back untouched.
+
+    Args:
+        per_replica: one nest for each local replica.
+        what: names the nests in an error.
+
+    Raises:
+        AssertionError: the nests have different structures.
+    """
+    if len(per_replica) == 1:
+        return per_replica[0]
+    leaves, spec = nest.assert_same_structure(per_replica, what)
+    grouped = []
+    for entries in zip(*leaves, strict=True):
+        first = entries[0]
+        grouped.append(first if all(e is first for e in entries[1:]) else PerReplica(entries))
+    return nest.unflatten(grouped, spec)
+
+
+def select_replica(local_replica_id: int, structure: Any) -> Any:
+    """``structure`` as one replica sees it: ``PerReplica`` leaves unpacked, everything else (variables too) as it is."""
+
+    def pick(leaf: Any) -> Any:
+        return leaf.values[local_replica_id] if isinstance(leaf, PerReplica) else leaf
+
+    return nest.map_structure(pick, structure)
+
+
+def local_results(value: Any, num_local_replicas: int) -> tuple[Any, ...]:
+    """The values of this worker's replicas (``Strategy.experimental_local_results``).
+
+    Args:
+        value: a distributed value, a variable, a nest of such, or anything else.
+        num_local_replicas: how many replicas this worker has.
+
+    Returns:
+        One entry for each local replica; a 1-tuple for a plain value.
+    """
+    components = component_values(value)
+    if components is not None:
+        return components
+    if not isinstance(value, tuple | list | dict):
+        return (value,)
+
+    def part(leaf: Any, index: int) -> Any:
+        entries = component_values(leaf)
+        return leaf if entries is None else entries[index]
+
+    return tuple(nest.map_structure(lambda leaf, i=i: part(leaf, i), value) for i in range(num_local_replicas))

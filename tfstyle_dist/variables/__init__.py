@@ -1,0 +1,18 @@
+"""Layer 3: variables, adopted parameters and buffers, and the store that knows them."""
+
+from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
+from tfstyle_dist.variables.store import ParameterStore, find_record
+from tfstyle_dist.variables.variable import DistributedVariable, Variable, VariableComponent
+
+__all__ = [
+    "DistributedVariable",
+    "MirroredBuffer",
+    "MirroredParameter",
+    "ParameterStore",
+    "Placement",
+    "Record",
+    "Variable",
+    "VariableComponent",
+    "find_record",
+]

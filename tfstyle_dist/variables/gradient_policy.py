@@ -1,0 +1,28 @@
+"""When and how much: the two questions about every gradient, asked per parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tfstyle_dist.core.enums import ReduceOp
+
+REDUCE_AT = ("backward", "apply", "push")
+
+
+@dataclass
+class GradientPolicy:
+    """How one parameter's gradient becomes the same on all replicas.
+
+    Attributes:
+        reduce_at: ``"backward"``: by the end of ``loss.backward()`` (plain ``torch.optim``); ``"apply"``: by
+            ``apply_gradients`` (TF-style optimizers); ``"push"``: by a parameter server.
+        scale: ``MEAN`` divides the sum by the number of replicas, ``SUM`` does not.
+    """
+
+    reduce_at: str = "backward"
+    scale: ReduceOp = ReduceOp.MEAN
+
+    def __post_init__(self) -> None:
+        if self.reduce_at not in REDUCE_AT:
+            raise ValueError(f"reduce_at must be one of {REDUCE_AT}, got {self.reduce_at!r}.")
+        self.scale = ReduceOp.from_any(self.scale)

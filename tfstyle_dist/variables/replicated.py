@@ -1,0 +1,214 @@
+"""Tensors that stand for one copy on each local replica: PyTorch code uses them as if there were one.
+
+``__torch_function__`` hands every operation the copy of the calling replica. The class of an existing parameter is
+changed in place (as ``torch.nn.LazyModule`` does), so ties, aliases and a framework's own references survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.variables.record import Record, raw
+
+_Tensor = torch.Tensor
+_IN_PLACE_DUNDERS = frozenset(
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+) | {"__setitem__"}
+_NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
+_mutating: dict[Any, bool] = {}
+
+
+def _writes(func: Any) -> bool:
+    """Whether ``func`` changes its first argument in place, by torch's naming rule."""
+    known = _mutating.get(func)
+    if known is None:
+        name = getattr(func, "__name__", "")
+        known = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES)
+        _mutating[func] = known
+    return known
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Runs ``func`` on the copies of the calling replica."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **(kwargs or {}))
+    if func in _METADATA and isinstance(args[0], Replicated):
+        return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
+    written: list[Record] = []
+    if (args and _writes(func)) or (kwargs and kwargs.get("out") is not None):
+        target = kwargs["out"] if kwargs and kwargs.get("out") is not None else args[0]
+        for tensor in target if isinstance(target, list | tuple) else (target,):
+            record = getattr(tensor, "_tfstyle_record", None)
+            if record is not None:
+                written.append(record)
+                _before_write(record)
+    new_args = [_resolve(a) for a in args]
+    with raw():
+        result = func(*new_args, **{k: _resolve(v) for k, v in kwargs.items()}) if kwargs else func(*new_args)
+    for record in written:
+        if record.index() is None:
+            record.fan_out()
+    if len(written) == 1 and args and result is new_args[0]:
+        return args[0]  # p += 1 must leave p what it is
+    return result
+
+
+def _resolve(value: Any) -> Any:
+    kind = type(value)
+    if kind is _Tensor or kind is int or kind is float:
+        return value
+    if isinstance(value, Replicated):
+        return value._tfstyle_value()
+    if kind is list or kind is tuple:
+        return kind(_resolve(v) for v in value)
+    return value
+
+
+def _before_write(record: Record) -> None:
+    """A replica that writes outside an update gets a storage of its own first, or the write would count L times."""
+    if not record.separated and record.index() is not None and record.updating() is None:
+        record.separate()
+
+
+class Replicated:
+    """Mixin of tensors with one copy for each local replica."""
+
+    _tfstyle_record: Record
+
+    def _tfstyle_value(self) -> torch.Tensor:
+        """The copy that the calling thread means."""
+        record = self._tfstyle_record
+        record.store.ensure_equal()
+        return record.component()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch operation comes through here."""
+        return dispatch(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain parameter or tensor with the same values: a copy belongs to no strategy."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        memo[id(self)] = copy = _plain(self, clone=True)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the plain parameter or tensor."""
+        return _plain(self, clone=False).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        record = self._tfstyle_record
+        return f"{type(self).__name__} with {len(record.components)} copies, here: {self._tfstyle_value()!r}"
+
+
+def _plain(tensor: Any, clone: bool) -> torch.Tensor:
+    value = tensor._tfstyle_value().detach()
+    value = value.clone() if clone else value
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return value
+
+
+class MirroredParameter(Replicated, torch.nn.Parameter):
+    """A parameter of a module built in the scope of a strategy with several local replicas."""
+
+
+class MirroredBuffer(Replicated, torch.Tensor):
+    """A buffer of such a module: each replica has its own values."""
+
+
+# ---- operations that are about the object, not about its values ---------------------------------------------------
+
+
+def _get_grad(tensor: Any) -> torch.Tensor | None:
+    return tensor._tfstyle_record.get_grad()  # type: ignore[no-any-return]
+
+
+def _set_grad(tensor: Any, value: torch.Tensor | None) -> None:
+    tensor._tfstyle_record.set_grad(value)
+
+
+def _del_grad(tensor: Any) -> None:
+    tensor._tfstyle_record.set_grad(None)
+
+
+def _get_data(tensor: Any) -> torch.Tensor:
+    """The alias may be written to, and nobody would see it: a replica gets its own storage first."""
+    _before_write(tensor._tfstyle_record)
+    return tensor._tfstyle_value().data  # type: ignore[no-any-return]
+
+
+def _detach(tensor: Any) -> torch.Tensor:
+    _before_write(tensor._tfstyle_record)
+    return tensor._tfstyle_value().detach()  # type: ignore[no-any-return]
+
+
+def _set_data(tensor: Any, value: torch.Tensor) -> None:
+    record: Record = tensor._tfstyle_record
+    value = value._tfstyle_value() if isinstance(value, Replicated) else value
+    if record.index() is not None and record.updating() is None:
+        record.separate()
+        record.components[record.index() or 0].data = value
+        return
+    record.set_data(value.detach())
+
+
+def _set_requires_grad(tensor: Any, value: bool) -> None:
+    _requires_grad_(tensor, value)
+
+
+def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
+    with raw():
+        tensor.requires_grad = requires_grad
+    for component in tensor._tfstyle_record.components:
+        component.requires_grad_(requires_grad)
+    return tensor
+
+
+def _share_memory_(tensor: Any) -> Any:
+    raise WrongContextError(
+        "share_memory_() on a parameter of a strategy: its copies already share memory inside the process. Move the "
+        "module to shared memory before building the strategy's scope."
+    )
+
+
+def _shallow_type(tensor: Any, other: Any) -> bool:
+    with raw():
+        return bool(torch._has_compatible_shallow_copy_type(tensor, _resolve(other)))
+
+
+def _data_ptr(tensor: Any) -> int:
+    return int(tensor._tfstyle_record.component().data_ptr())
+
+
+# Asking for a shape must not aggregate an ON_READ variable over the replicas.
+_METADATA = frozenset(
+    [
+        getattr(_Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_sparse", "is_cuda", "is_meta")
+    ]
+    + [getattr(_Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")]
+)
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
+    _Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    _Tensor.grad.__delete__: _del_grad,  # type: ignore[attr-defined]
+    _Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    _Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _Tensor.detach: _detach,
+    _Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _Tensor.requires_grad_: _requires_grad_,
+    _Tensor.share_memory_: _share_memory_,
+    torch._has_compatible_shallow_copy_type: _shallow_type,
+    _Tensor.data_ptr: _data_ptr,
+}

@@ -1,0 +1,285 @@
+"""The parameters, buffers and variables of one strategy: who owns what, and making fresh copies equal."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
+
+_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_records_lock = threading.Lock()
+
+
+def find_record(tensor: Any) -> Record | None:
+    """The record of any tensor a strategy owns: replicated, variable, component or plain adopted parameter."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    record: Record | None = getattr(tensor, "_tfstyle_record", None)
+    if record is None:
+        entry = _records.get(tensor)
+        record = entry() if isinstance(entry, weakref.ref) else entry
+    return record
+
+
+class ParameterStore:
+    """Adopts tensors for a strategy and knows them afterwards; weak: it keeps no module alive.
+
+    Args:
+        strategy: the owner.
+        worker: its local replicas and group.
+
+    Attributes:
+        version: counts adoptions; whoever derives a plan from the parameters compares it.
+    """
+
+    def __init__(self, strategy: Any, worker: Worker) -> None:
+        self._strategy = weakref.ref(strategy)
+        self.worker = worker
+        self.version = 0
+        self._all: list[weakref.ref[Record]] = []
+        self._pending: list[Record] = []
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._separated: weakref.WeakSet[Record] = weakref.WeakSet()
+        self._equalizing = False
+        self.on_adopt: Callable[[Record], None] | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The owning strategy."""
+        return self._strategy()
+
+    def device(self, replica: int, like: torch.device) -> torch.device:
+        """Where replica's copy of a tensor that the user put on ``like`` belongs."""
+        if self.worker.one_device() or like.type != self.worker.torch_device(replica).type:
+            return like
+        return self.worker.torch_device(replica)
+
+    # ---- adoption ---------------------------------------------------------------------------------------------
+
+    def adopt_parameter(self, parameter: torch.nn.Parameter, module: torch.nn.Module | None, name: str) -> Record:
+        """Takes a parameter over; with one local replica it stays a plain ``nn.Parameter``."""
+        known = find_record(parameter)
+        if known is not None:
+            self._check_owner(known, name)
+            return known
+        count = self.worker.num_local_replicas
+        components: list[torch.Tensor] = [parameter]
+        if count > 1:
+            components = []
+            for replica in range(count):
+                data = parameter.detach()
+                component = torch.nn.Parameter(data.to(self.device(replica, data.device)), parameter.requires_grad)
+                components.append(component)
+            if type(parameter) is not torch.nn.Parameter:
+                raise TypeError(
+                    f"Parameter {name!r} has the class {type(parameter).__name__}; only torch.nn.Parameter can be "
+                    "replicated inside one process. Build lazy modules by a dry run in the scope first, or run one "
+                    "replica per process (torchrun)."
+                )
+            parameter.__class__ = MirroredParameter
+        record = Record(self, parameter, components, "parameter", policy=GradientPolicy())
+        if count > 1:
+            parameter._tfstyle_record = record  # type: ignore[attr-defined]
+            _register_components(record)
+        else:
+            # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
+            record.components = _WeakComponents(record)
+        self._add(record, module, name)
+        return record
+
+    def adopt_buffer(self, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> Record:
+        """Takes a buffer over: floating ones ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
+        known = find_record(buffer)
+        if known is not None:
+            self._check_owner(known, name)
+            return known
+        mean = buffer.is_floating_point() or buffer.is_complex()
+        aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
+        count = self.worker.num_local_replicas
+        components: list[torch.Tensor] = [buffer]
+        if count > 1:
+            components = []
+            for replica in range(count):
+                copy = buffer.detach().to(self.device(replica, buffer.device))
+                components.append(copy.clone() if replica else copy)
+            if type(buffer) is torch.Tensor:
+                buffer.__class__ = MirroredBuffer
+        record = Record(self, buffer, components, "buffer", VariableSynchronization.ON_READ, aggregation)
+        if count > 1:
+            buffer._tfstyle_record = record  # type: ignore[attr-defined]
+        else:
+            record.components = _WeakComponents(record)
+        self._add(record, module, name)
+        return record
+
+    def add_variable(self, record: Record) -> None:
+        """Registers a ``Variable`` that was made with a record of this store."""
+        _register_components(record)
+        self._add(record, None, record.local_name)
+
+    def _add(self, record: Record, module: torch.nn.Module | None, name: str) -> None:
+        record.local_name = name
+        if module is not None:
+            record.module = weakref.ref(module)
+            self._modules.add(module)
+        self._all.append(weakref.ref(record))
+        keep = record.tensor
+        if keep is not None:
+            # The record lives as long as the user's tensor.
+            with _records_lock:
+                _records[keep] = record
+        self._pending.append(record)
+        self.version += 1
+        if self.on_adopt is not None and record.policy is not None:
+            self.on_adopt(record)
+
+    def _check_owner(self, record: Record, name: str) -> None:
+        if record.store is not self:
+            raise RuntimeError(
+                f"Mixing different tf.distribute strategies: {name!r} already belongs to {record.store.strategy!r}; it "
+                f"cannot be adopted by {self.strategy!r} as well. Build a module of its own for each strategy."
+            )
+
+    # ---- looking up -------------------------------------------------------------------------------------------
+
+    def records(self, kind: str | None = None) -> Iterator[Record]:
+        """The living records in the order of adoption."""
+        for reference in self._all:
+            record = reference()
+            if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
+                yield record
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether ``tensor`` belongs to this store."""
+        record = find_record(tensor)
+        return record is not None and record.store is self
+
+    def name_of(self, record: Record) -> str:
+        """The qualified name of a parameter as ``named_parameters()`` of its outermost module gives it."""
+        tensor = record.tensor
+        children = {id(child) for module in self._modules for child in module.children()}
+        for root in self._modules:
+            if id(root) in children:
+                continue
+            for name, entry in (*root.named_parameters(), *root.named_buffers()):
+                if entry is tensor:
+                    return name
+        return record.local_name or "unnamed"
+
+    def names_of(self, records: Sequence[Record], most: int = 8) -> str:
+        """The names of some records for a message."""
+        names = [self.name_of(r) for r in records[:most]]
+        return ", ".join(names) + (f", ... ({len(records)} in all)" if len(records) > most else "")
+
+    # ---- equal copies -----------------------------------------------------------------------------------------
+
+    def note_separated(self, record: Record) -> None:
+        """Remembers that a record's copies have storages of their own until the next update."""
+        self._separated.add(record)
+
+    def after_update(self, records: Iterable[Record]) -> None:
+        """Carries the first replica's new values to the other copies after an optimizer step."""
+        if self.worker.one_device():
+            if self._separated:
+                for record in list(self._separated):
+                    record.fan_out()
+                self._separated.clear()
+            return
+        for record in records:
+            record.fan_out()
+
+    def ensure_equal(self) -> None:
+        """Gives fresh parameters the first worker's values, once: one flat broadcast per dtype.
+
+        Modules fill their weights after they register them, so this runs at the scope's exit or at the first use.
+
+        Raises:
+            CollectiveMismatchError: the workers built different structures; the message says where they differ.
+        """
+        if not self._pending or self._equalizing:
+            return
+        self._equalizing = True
+        try:
+            pending, self._pending = [r for r in self._pending if r.tensor is not None], []
+            if self.worker.group.size > 1:
+                self._check_same_structure(pending)
+                self._broadcast(pending)
+            for record in pending:
+                if len(record.components) > 1 and not self.worker.one_device():
+                    record.fan_out()
+        finally:
+            self._equalizing = False
+
+    def _check_same_structure(self, pending: Sequence[Record]) -> None:
+        mine = [[r.kind, r.local_name, list(r.components[0].shape), str(r.components[0].dtype)] for r in pending]
+        group = self.worker.group
+        try:
+            group.agree(json.dumps(mine), "model structure")
+        except CollectiveMismatchError:
+            everyone = group.gather_objects(mine, "model structures")
+            first = everyone[0]
+            for rank, other in enumerate(everyone):
+                for place, (a, b) in enumerate(zip(first + [None] * len(other), other + [None] * len(first), strict=False)):
+                    if a != b:
+                        raise CollectiveMismatchError(
+                            f"The workers built different models: entry {place} in the order of creation is {a} on worker 0 "
+                            f"but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build the same model "
+                            "on every worker."
+                        ) from None
+            raise
+
+    def _broadcast(self, pending: Sequence[Record]) -> None:
+        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for record in pending:
+            first = record.components[0]
+            by_type.setdefault((first.dtype, first.device), []).append(first)
+        with torch.no_grad(), raw():
+            for (dtype, _), tensors in by_type.items():
+                flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+                self.worker.group.broadcast(flat, 0, f"initial values ({dtype})")
+                offset = 0
+                for tensor in tensors:
+                    tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+                    offset += tensor.numel()
+            for record in pending:
+                if record.separated and len(record.components) > 1:
+                    for component in record.components[1:]:
+                        component.copy_(record.components[0])
+
+
+class _WeakComponents(list[torch.Tensor]):
+    """The one-entry component list of a plain parameter, without a strong reference to it."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__([torch.empty(0)])
+        self._record = weakref.ref(record)
+
+    def __getitem__(self, index: Any) -> Any:
+        record = self._record()
+        tensor = None if record is None else record.tensor
+        if tensor is None:
+            raise ReferenceError("the parameter of this record is gone")
+        return [tensor][index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([self[0]])
+
+
+def _register_components(record: Record) -> None:
+    """Lets a component be traced to its record; weakly, because the record holds the component."""
+    reference = weakref.ref(record)
+    with _records_lock:
+        for tensor in record.components:
+            _records[tensor] = reference
