@@ -7,29 +7,38 @@ Glossary:
     replica context: inside ``strategy.run``; cross-replica context: inside ``strategy.scope()`` or ``merge_call``.
 """
 
-from tfstyle_dist import experimental, nn, train
-from tfstyle_dist.core.enums import AggregationMethod, ReduceOp, VariableAggregation, VariableSynchronization
-from tfstyle_dist.cross_device_ops import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from tfstyle_dist.strategies import (
-    MirroredStrategy,
-    OneDeviceStrategy,
-    ReplicaContext,
-    RunOptions,
-    Strategy,
-    StrategyExtended,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from tfstyle_dist.values import DistributedValues
-from tfstyle_dist.variables import Variable
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfstyle_dist.api import (
+        AggregationMethod as AggregationMethod,
+        CrossDeviceOps as CrossDeviceOps,
+        DistributedValues as DistributedValues,
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+        InputReplicationMode as InputReplicationMode,
+        MirroredStrategy as MirroredStrategy,
+        NcclAllReduce as NcclAllReduce,
+        OneDeviceStrategy as OneDeviceStrategy,
+        ReduceOp as ReduceOp,
+        ReductionToOneDevice as ReductionToOneDevice,
+        ReplicaContext as ReplicaContext,
+        RunOptions as RunOptions,
+        Strategy as Strategy,
+        StrategyExtended as StrategyExtended,
+        Variable as Variable,
+        VariableAggregation as VariableAggregation,
+        VariableSynchronization as VariableSynchronization,
+        experimental as experimental,
+        experimental_set_strategy as experimental_set_strategy,
+        get_replica_context as get_replica_context,
+        get_strategy as get_strategy,
+        has_strategy as has_strategy,
+        in_cross_replica_context as in_cross_replica_context,
+        nn as nn,
+        train as train,
+    )
 
 __version__ = "0.1.0"
 
@@ -38,6 +47,7 @@ __all__ = [
     "CrossDeviceOps",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "InputReplicationMode",
     "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -59,3 +69,18 @@ __all__ = [
     "nn",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the public names on first use: torch is not imported by tools that only look at the package."""
+    if name in __all__:
+        from tfstyle_dist import api
+
+        globals().update({n: getattr(api, n) for n in __all__})
+        return globals()[name]
+    raise AttributeError(f"module 'tfstyle_dist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__, "__version__"]

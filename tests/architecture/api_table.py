@@ -37,6 +37,7 @@ CHECKPOINT = planned("checkpoint")
 GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
 ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
+WRAPS_TORCH = not_applicable("the base class wraps a torch.optim.Optimizer")
 
 STRATEGY: Final = {
     "__init__": IN,
@@ -73,9 +74,9 @@ CROSS_DEVICE_OPS: Final = {
 }
 
 OPTIMIZER: Final = {
-    "GATE_GRAPH": GRAPH,
-    "GATE_NONE": GRAPH,
-    "GATE_OP": GRAPH,
+    "GATE_GRAPH": IN,
+    "GATE_NONE": IN,
+    "GATE_OP": IN,
     "__init__": IN,
     "apply_gradients": IN,
     "compute_gradients": IN,
@@ -83,7 +84,7 @@ OPTIMIZER: Final = {
     "get_slot": IN,
     "get_slot_names": IN,
     "minimize": IN,
-    "variables": IN,
+    "variables": CORE,
 }
 
 VARIABLE: Final = {
@@ -127,10 +128,10 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.compat.v1.train.AdadeltaOptimizer": CORE,
     "tf.compat.v1.train.AdagradOptimizer": OPTIMIZER,
     "tf.compat.v1.train.AdamOptimizer": OPTIMIZER,
-    "tf.compat.v1.train.FtrlOptimizer": CORE,
+    "tf.compat.v1.train.FtrlOptimizer": OPTIMIZER,
     "tf.compat.v1.train.GradientDescentOptimizer": OPTIMIZER,
     "tf.compat.v1.train.MomentumOptimizer": OPTIMIZER,
-    "tf.compat.v1.train.Optimizer": OPTIMIZER,
+    "tf.compat.v1.train.Optimizer": {**OPTIMIZER, "__init__": WRAPS_TORCH},
     "tf.compat.v1.train.RMSPropOptimizer": OPTIMIZER,
     "tf.data.experimental.AutoShardPolicy": INPUT,
     "tf.distribute.CrossDeviceOps": CROSS_DEVICE_OPS,
@@ -243,9 +244,8 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "shape": GRAPH,
         "experimental_enable_variable_lifting": GRAPH,
     },
-    "tf.compat.v1.train.*.compute_gradients": {"gate_gradients": GRAPH, "colocate_gradients_with_ops": GRAPH},
-    "tf.compat.v1.train.*.minimize": {"gate_gradients": GRAPH, "colocate_gradients_with_ops": GRAPH},
-    "tf.gradients": {"gate_gradients": GRAPH},
+    "tf.compat.v1.train.*.apply_gradients": {"skip_gradients_aggregation": CORE},
+    "tf.gradients": {"gate_gradients": GRAPH, "stop_gradients": CORE},
 }
 
 # Where the package keeps what TensorFlow has elsewhere; the first prefix that fits counts.

@@ -63,6 +63,17 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
+class InputReplicationMode(enum.Enum):
+    """How many input pipelines there are (``tf.distribute.InputReplicationMode``).
+
+    * ``PER_WORKER``: one for each worker; its batches are dealt out to the worker's replicas.
+    * ``PER_REPLICA``: one for each replica.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
 class AggregationMethod:
     """How contributions to one gradient are summed (``tf.AggregationMethod``; plain ints as there).
 

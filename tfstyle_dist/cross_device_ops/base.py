@@ -87,12 +87,13 @@ class CrossDeviceOps:
 
 
 def check_pairs(pairs: Any) -> None:
-    """Raises ValueError unless ``pairs`` is a list or tuple of (value, destinations) pairs."""
-    if not isinstance(pairs, list | tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
-        raise ValueError(
-            "value_destination_pairs should be a tuple or list of (value, destinations) tuples, got "
-            f"{type(pairs).__name__}: write [(value, variable), ...]."
-        )
+    """Raises TypeError unless ``pairs`` is a list or tuple, ValueError unless all its entries are pairs."""
+    message = "value_destination_pairs should be a tuple or list of (value, destinations) tuples: [(value, variable), ...]"
+    if not isinstance(pairs, list | tuple):
+        raise TypeError(f"{message}, got {type(pairs).__name__}.")
+    for place, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"{message}, but entry {place} is {pair!r}.")
 
 
 def place(value: torch.Tensor, destinations: Any) -> Any:

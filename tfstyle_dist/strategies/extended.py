@@ -15,7 +15,7 @@ from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import reductions
-from tfstyle_dist.values import DistributedValues, regroup, select_replica
+from tfstyle_dist.values import DistributedValues, Mirrored, regroup, select_replica
 from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
 
 if TYPE_CHECKING:
@@ -142,6 +142,10 @@ class StrategyExtended:
         Raises:
             AssertionError: ``var`` is no variable of this strategy.
         """
+        if self.strategy.num_replicas_in_sync == 1 and not isinstance(var, DistributedValues):
+            with entered(Frame(self.strategy, component=0)):
+                result = fn(var, *select_replica(0, tuple(args)), **select_replica(0, kwargs or {}))
+            return result if group else (result,)
         record = self._own(var, "extended.update")
         record.store.ensure_equal()
         if len(record.components) > 1:
@@ -154,7 +158,7 @@ class StrategyExtended:
                 )
         if record.kind == "parameter":
             self.strategy.parameter_store.after_update([record])
-        return regroup(results, "results of update") if group else tuple(results)
+        return regroup(results, "results of update", Mirrored) if group else tuple(results)
 
     def update_non_slot(
         self,

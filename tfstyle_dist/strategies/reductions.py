@@ -222,8 +222,9 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
     """``Strategy.gather`` of one leaf."""
     if strategy.num_replicas_in_sync == 1:
         return value.values[0] if isinstance(value, PerReplica) else value
-    if not isinstance(value, PerReplica | torch.Tensor):
-        raise ValueError(f"gather takes per-replica tensors, got {type(value).__name__}: {value!r}.")
+    local = strategy.worker.num_local_replicas
+    if not isinstance(value, PerReplica | Variable) and (local > 1 or not isinstance(value, torch.Tensor)):
+        return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
     tensors = per_replica_tensors(value, strategy.worker.num_local_replicas)
     for tensor in tensors:
         _check_axis(tensor, axis)

@@ -139,6 +139,8 @@ class ReplicaContext:
         op = ReduceOp.from_any(reduce_op)
         leaves, spec = nest.flatten(value)
         if self.num_replicas_in_sync == 1:
+            if any(leaf is None for leaf in leaves):
+                raise ValueError("all_reduce of None: None values have no type; pass a tensor.")
             return value
         tensors = [reductions.as_reducible(leaf, "all_reduce") for leaf in leaves]
         return nest.unflatten(reductions.all_reduce(self, op, tensors), spec)

@@ -43,6 +43,10 @@ _RANK_VALUES: Mapping[str, Any] = {
     "xmlpath": None,
 }
 
+# The plugin's own package is imported in a rank before pytest could rewrite its assertions; that is no problem of the
+# session, whose filters may turn warnings into errors.
+_NO_REWRITE_WARNING = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+
 
 def start_message(config: pytest.Config, basetemp: Path) -> Start:
     """Builds the message from which a rank builds a pytest session like the parent's.
@@ -66,7 +70,7 @@ def start_message(config: pytest.Config, basetemp: Path) -> Start:
     # The arguments say it already.
     options.pop("file_or_dir", None)
     plugins = [argument for name in config.option.plugins for argument in ("-p", name)]
-    return Start(options=options, args=(*plugins, *map(str, config.args)))
+    return Start(options=options, args=(*_NO_REWRITE_WARNING, *plugins, *map(str, config.args)))
 
 
 def _is_plain(value: object) -> bool:

@@ -91,7 +91,7 @@ def component_values(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def regroup(per_replica: Sequence[Any], what: str = "return values") -> Any:
+def regroup(per_replica: Sequence[Any], what: str = "return values", wrap: type[PerReplica] = PerReplica) -> Any:
     """One nest whose leaves hold the leaves of all replicas.
 
     Leaves that are the same object on all replicas stay that object; all others become ``PerReplica``. One replica
@@ -100,6 +100,7 @@ def regroup(per_replica: Sequence[Any], what: str = "return values") -> Any:
     Args:
         per_replica: one nest for each local replica.
         what: names the nests in an error.
+        wrap: ``PerReplica``, or ``Mirrored`` for values that are equal by construction.
 
     Raises:
         AssertionError: the nests have different structures.
@@ -110,7 +111,7 @@ def regroup(per_replica: Sequence[Any], what: str = "return values") -> Any:
     grouped = []
     for entries in zip(*leaves, strict=True):
         first = entries[0]
-        grouped.append(first if all(e is first for e in entries[1:]) else PerReplica(entries))
+        grouped.append(first if all(e is first for e in entries[1:]) else wrap(entries))
     return nest.unflatten(grouped, spec)
 
 

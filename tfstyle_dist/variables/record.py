@@ -6,6 +6,7 @@ Copies on one device share one storage until a replica writes its own: one copy 
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from tfstyle_dist.runtime.context import Frame, current_frame
 if TYPE_CHECKING:
     from tfstyle_dist.variables.gradient_policy import GradientPolicy
     from tfstyle_dist.variables.store import ParameterStore
+
+_separation_lock = threading.Lock()
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Context manager under which a replicated tensor is just its own storage."""
@@ -109,11 +112,13 @@ class Record:
         """Gives each replica a storage of its own."""
         if self.separated or len(self.components) == 1:
             return
-        with torch.no_grad():
+        with _separation_lock, torch.no_grad():
+            if self.separated:  # by another replica's thread, meanwhile
+                return
             for component in self.components[1:]:
                 if component.data_ptr() == self.components[0].data_ptr():
                     component.data = component.detach().clone()
-        self.separated = True
+            self.separated = True
         self.store.note_separated(self)
 
     def fan_out(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
@@ -16,6 +16,8 @@ from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
+
+_write_lock = threading.Lock()
 
 _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "assign": lambda old, value: value,
@@ -308,7 +310,7 @@ class VariableSpec:
                 if isinstance(value, torch.Tensor):
                     tensor = value.detach().clone()
                     return tensor if self.dtype is None else tensor.to(self.dtype)
-                return torch.tensor(np.asarray(value).tolist() if isinstance(value, np.ndarray) else value, dtype=self.dtype)
+                return torch.tensor(value, dtype=self.dtype)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"initial_value {value!r} is not a number, list, array or tensor: {error}") from error
 
@@ -408,8 +410,8 @@ def per_component(value: Any, count: int) -> list[Any]:
 
 
 def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
-    """Applies one write to one copy."""
-    with torch.no_grad():
+    """Applies one write to one copy; replica threads that write the same copy take turns."""
+    with _write_lock, torch.no_grad():
         component.copy_(_APPLY[op](component, value))
 
 

@@ -1,0 +1,195 @@
+"""The facade of the recorded programs on tfstyle_dist; see README.md for what each member must do."""
+
+from __future__ import annotations
+
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
+
+_DTYPES = {
+    "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
+}  # fmt: skip
+_NAMES = {v: k for k, v in _DTYPES.items()}
+
+
+class _Absent:
+    """Stands for a public name that a later part of the package brings: using it fails the program that needs it."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, member):
+        raise NotImplementedError(f"{self._name}.{member} is not there yet (docs/status.md)")
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(f"{self._name} is not there yet (docs/status.md)")
+
+
+class _Namespace:
+    """``tf.distribute`` as the programs see it."""
+
+    def __init__(self, module, name):
+        self._module, self._name = module, name
+
+    def __getattr__(self, member):
+        if member == "experimental":
+            return _Namespace(self._module.experimental, self._name + ".experimental")
+        found = getattr(self._module, member, None)
+        return _Absent(f"{self._name}.{member}") if found is None else found
+
+
+class Facade:
+    """tfstyle_dist behind the members that the programs use."""
+
+    dist = _Namespace(td, "tfstyle_dist")
+    VariableSynchronization = td.VariableSynchronization
+    VariableAggregation = td.VariableAggregation
+    AggregationMethod = td.AggregationMethod
+    AutoShardPolicy = _Absent("AutoShardPolicy")
+    ClusterSpec = _Absent("ClusterSpec")
+
+    # ---- strategies ----
+
+    def device(self, i):
+        return f"CPU:{i}"
+
+    def strategy(self, kind="mirrored", n=1, **kw):
+        if kind == "mirrored":
+            return td.MirroredStrategy([self.device(i) for i in range(n)], **kw)
+        if kind == "one_device":
+            return td.OneDeviceStrategy(self.device(0), **kw)
+        if kind == "default":
+            return td.get_strategy()
+        raise NotImplementedError(f"strategy kind {kind!r} is not there yet (docs/status.md)")
+
+    def get_replica_id(self):
+        return td.get_replica_context().replica_id_in_sync_group
+
+    def fresh(self):
+        pass
+
+    # ---- tensors and variables ----
+
+    def dtype(self, name):
+        return _DTYPES[name]
+
+    def dtype_name(self, t):
+        return _NAMES[t.dtype]
+
+    def constant(self, value, dtype="float32"):
+        return torch.tensor(value, dtype=_DTYPES[dtype])
+
+    def Variable(
+        self,
+        init,
+        trainable=None,
+        synchronization=td.VariableSynchronization.AUTO,
+        aggregation=td.VariableAggregation.NONE,
+        dtype="float32",
+        name=None,
+    ):
+        if callable(init) and not isinstance(init, torch.Tensor):
+            function = init
+            value = lambda: torch.tensor(function(), dtype=_DTYPES[dtype])  # noqa: E731
+        elif isinstance(init, torch.Tensor):
+            value = init
+        else:
+            value = torch.tensor(init, dtype=_DTYPES[dtype])
+        return td.Variable(
+            value, trainable=trainable, name=name, synchronization=synchronization, aggregation=aggregation
+        )
+
+    def to_list(self, t):
+        if hasattr(t, "read_value"):
+            t = t.read_value()
+        return t.detach().tolist() if isinstance(t, torch.Tensor) else t
+
+    def read(self, v):
+        return v * 1 if isinstance(v, torch.Tensor) else torch.as_tensor(v)
+
+    def type_tag(self, v):
+        if isinstance(v, td.Variable) or hasattr(v, "read_value"):
+            return "variable"
+        if isinstance(v, Mirrored):
+            return "Mirrored"
+        if isinstance(v, PerReplica | DistributedValues):
+            return "PerReplica"
+        if isinstance(v, torch.Tensor):
+            return "slices" if v.is_sparse else "tensor"
+        return "python"
+
+    def shape(self, t):
+        return list(t.shape)
+
+    def sum(self, t, axis=None):
+        return torch.sum(t) if axis is None else torch.sum(t, dim=axis)
+
+    def mean(self, t, axis=None):
+        return torch.mean(t) if axis is None else torch.mean(t, dim=axis)
+
+    def square(self, t):
+        return torch.square(t)
+
+    def sqrt(self, t):
+        return torch.sqrt(t)
+
+    def matmul(self, a, b):
+        return torch.matmul(a, b)
+
+    def gather_rows(self, t, indices):
+        return t[torch.tensor(indices)]
+
+    def identity(self, t):
+        return t * 1
+
+    def stop_gradient(self, t):
+        return t.detach()
+
+    # ---- autodiff and training ----
+
+    def value_and_grad(self, loss_fn, variables):
+        loss = loss_fn()
+        return loss.detach(), td.train.gradients(loss, list(variables))
+
+    def gradients(self, build, inputs, dtype="float32", grad_ys=None, **kw):
+        tensors = [torch.tensor(i, dtype=_DTYPES[dtype], requires_grad=True) for i in inputs]
+        ys, xs = build(tensors)
+        if grad_ys is not None:
+            grad_ys = [None if g is None else torch.tensor(g, dtype=_DTYPES[dtype]) for g in grad_ys]
+        found = td.train.gradients(ys, xs, grad_ys=grad_ys, **kw)
+        return [None if g is None else g.tolist() for g in found]
+
+    def compute_average_loss(self, per_example_loss, sample_weight=None, global_batch_size=None):
+        return td.nn.compute_average_loss(per_example_loss, sample_weight, global_batch_size)
+
+    def scale_regularization_loss(self, loss):
+        return td.nn.scale_regularization_loss(loss)
+
+    def optimizer(self, kind, **hp):
+        rate = hp.pop("lr")
+        makers = {
+            "v1_sgd": td.train.GradientDescentOptimizer,
+            "v1_momentum": td.train.MomentumOptimizer,
+            "v1_adam": td.train.AdamOptimizer,
+        }
+        return makers[kind](rate, **hp)
+
+    # ---- misc ----
+
+    def function(self, fn):
+        return fn
+
+    def check(self, condition, message):
+        if not bool(condition):
+            raise InvalidArgumentError(message)
+
+    def next_of(self, iterator):
+        return next(iterator)
+
+
+def make():
+    torch.set_num_threads(1)  # a child forked after a parallel op hangs on its own next one
+    return Facade()

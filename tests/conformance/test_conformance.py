@@ -1,0 +1,57 @@
+"""The programs recorded on real TensorFlow agree here, in one process with 1, 2 and 3 replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from results import differences, golden, record
+from waiting import CATEGORIES, WAITING
+
+WAITS_FOR = {case: area for area, cases in WAITING.items() for case in cases}
+CASES = [(category, case) for category in CATEGORIES for case in sorted(golden()[category])]
+STATUS = Path(__file__).parents[2] / "docs" / "status.md"
+
+
+@pytest.fixture(scope="session")
+def recorded() -> Mapping[str, Any]:
+    """Our results of all six categories."""
+    return record(CATEGORIES)
+
+
+def parameters() -> list[Any]:
+    """One test for each recorded program; those that wait must still disagree, or the list is stale."""
+    return [
+        pytest.param(
+            category,
+            case,
+            id=f"{category}.{case}",
+            marks=[pytest.mark.xfail(reason=f"waits for {area}", strict=True)]
+            if (area := WAITS_FOR.get(f"{category}.{case}"))
+            else [],
+        )
+        for category, case in CASES
+    ]
+
+
+@pytest.mark.parametrize(("category", "case"), parameters())
+def test_agrees_with_tensorflow(category: str, case: str, recorded: Mapping[str, Any]) -> None:
+    wrong = differences(category, case, recorded[category][case])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_waiting_program_exists_and_is_explained() -> None:
+    text = STATUS.read_text()
+    unknown = [case for case in WAITS_FOR if case.partition(".")[2] not in golden()[case.partition(".")[0]]]
+    assert not unknown
+    unexplained = [case for case in WAITS_FOR if f"`{case}`" not in text]
+    assert not unexplained, "name these, with the reason, in docs/status.md"
+
+
+def test_a_wrong_result_is_noticed() -> None:
+    case = golden()["reduce"]["case_grid_vector_n2"]
+    assert not differences("reduce", "case_grid_vector_n2", case)
+    broken = {**case, "SUM/None": {"t": [4.0, 7.001]}}
+    assert differences("reduce", "case_grid_vector_n2", broken)

@@ -1,0 +1,53 @@
+"""The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
+
+from tfstyle_dist import experimental, nn, train
+from tfstyle_dist.core.enums import AggregationMethod, InputReplicationMode, ReduceOp, VariableAggregation, VariableSynchronization
+from tfstyle_dist.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from tfstyle_dist.strategies import (
+    MirroredStrategy,
+    OneDeviceStrategy,
+    ReplicaContext,
+    RunOptions,
+    Strategy,
+    StrategyExtended,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from tfstyle_dist.values import DistributedValues
+from tfstyle_dist.variables import Variable
+
+__all__ = [
+    "AggregationMethod",
+    "CrossDeviceOps",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "InputReplicationMode",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "experimental",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nn",
+    "train",
+]
