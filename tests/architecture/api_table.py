@@ -141,7 +141,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.HierarchicalCopyAllReduce": CROSS_DEVICE_OPS,
     "tf.distribute.InputContext": INPUT,
     "tf.distribute.InputOptions": INPUT,
-    "tf.distribute.InputReplicationMode": INPUT,
+    "tf.distribute.InputReplicationMode": IN,
     "tf.distribute.MirroredStrategy": STRATEGY,
     "tf.distribute.MultiWorkerMirroredStrategy": MULTI_WORKER,
     "tf.distribute.NcclAllReduce": CROSS_DEVICE_OPS,

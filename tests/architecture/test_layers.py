@@ -39,7 +39,7 @@ WITHIN_LAYER = {
     ("variables", "cross_device_ops"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
-REEXPORTS = {"", "experimental"}
+REEXPORTS = {"", "api", "experimental"}
 
 OPTIONAL_PACKAGES = (
     "triton",
@@ -74,7 +74,7 @@ def imported_part(imported: Import) -> str:
 
 def may_import(importer: str, imported: str) -> bool:
     if imported in REEXPORTS:
-        return importer == ""
+        return importer in ("", "api")
     if importer in REEXPORTS or importer == imported:
         return True
     return LAYERS[importer] > LAYERS[imported] or (importer, imported) in WITHIN_LAYER

@@ -7,6 +7,7 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
+from tfstyle_dist.variables import logical_state
 
 _DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -176,6 +177,16 @@ class Facade:
             "v1_adam": td.train.AdamOptimizer,
         }
         return makers[kind](rate, **hp)
+
+    # ---- checkpoints ----
+
+    def checkpoint_save(self, path, **variables):
+        state = logical_state.export_state(**variables)
+        torch.save({"tensors": state.tensors, "metadata": state.metadata}, path)
+        return path
+
+    def checkpoint_restore(self, path, **variables):
+        logical_state.import_state(logical_state.LogicalState(**torch.load(path)), **variables)
 
     # ---- misc ----
 

@@ -41,11 +41,4 @@ WAITING = {
         "train.case_linreg_v1_sgd_n3",
         "train.case_linreg_vs_single_n2",
     ),
-    "checkpoints": (
-        "train.case_checkpoint_ON_READ_MEAN_2to2",
-        "train.case_checkpoint_ON_READ_ONLY_FIRST_REPLICA_2to2",
-        "train.case_checkpoint_ON_READ_SUM_2to2",
-        "train.case_checkpoint_ON_READ_SUM_2to3",
-        "train.case_checkpoint_ON_WRITE_MEAN_2to2",
-    ),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +35,7 @@ class _Pending:
             self._work.wait()
         except RuntimeError as error:
             self._group._fail(self._operation, error)
+        self._group._in_flight.discard(self._operation.sequence)
 
 
 class TorchGroup(WorkerGroup):
@@ -57,8 +60,12 @@ class TorchGroup(WorkerGroup):
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.timeout = timeout
         self._group, self._store, self._device, self._on_close = process_group, store, device, on_close
-        self._debug = env.debug_collectives()
+        # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
+        # would stop the stream: only on request.
+        self._compares = device.type == "cpu" or env.debug_collectives()
+        self._agreed = ""
         self._sequence = 0
+        self._in_flight: set[int] = set()
         self._error: Exception | None = None
         self._closed = False
         self._peers: list[diagnosis.Peer] = []
@@ -67,6 +74,7 @@ class TorchGroup(WorkerGroup):
         facts = self.gather_objects([me.pid, me.host, me.boot], "who is there")
         self._peers = [diagnosis.Peer(r, *fact) for r, fact in enumerate(facts)]
         self._prefix = "tfstyle/" + hashlib.sha256(json.dumps([facts, _next_group_number()]).encode()).hexdigest()[:16]
+        _open_groups.add(self)
 
     # ---- operations -------------------------------------------------------------------------------------------
 
@@ -110,24 +118,52 @@ class TorchGroup(WorkerGroup):
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """See ``WorkerGroup``: JSON text, so that nothing a peer sends is ever executed."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
-        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        sizes = [int(s) for s in self.all_gather(size, name + " (sizes)")]
+        sizes = self._exchange(f"gather objects: {name}", name, data.numel())
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         padded[: data.numel()] = data
-        parts = self.all_gather(padded, name)
-        return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(parts, sizes, strict=True)]
+        out = [torch.empty_like(padded) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, padded, group=self._group, async_op=True)  # noqa: E731
+        self._start(name, padded, begin, compare=False).wait()
+        return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(out, sizes, strict=True)]
 
     def agree(self, signature: str, name: str) -> None:
         """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
-        digest = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([digest], dtype=torch.int64, device=self._device)
-        if all(int(other) == digest for other in self.all_gather(mine, f"agree on {name}")):
-            return
-        texts = self.gather_objects([signature, call_site()], f"different calls of {name}")
-        lines = "\n".join(f"  worker {r}: {text} at {site}" for r, (text, site) in enumerate(texts))
+        self._exchange(f"{name} {signature}", name)
+        self._agreed = name
+
+    def _exchange(self, text: str, name: str, number: int = 0) -> list[int]:
+        """Compares ``text`` over the workers; returns the ``number`` of each.
+
+        Every message of this kind has the same size, so workers that make different calls still understand each other.
+        """
+        self._agreed = ""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
+        out = [torch.empty_like(mine) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, mine, group=self._group, async_op=True)  # noqa: E731
+        self._start(name, mine, begin, compare=False).wait()
+        pairs = [tuple(int(n) for n in other.tolist()) for other in out]
+        if all(other == digest for other, _ in pairs):
+            return [size for _, size in pairs]
+        # All workers see the difference, so all of them come here.
+        calls = self._texts(f"{text} at {call_site()}", name)
+        lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
         raise CollectiveMismatchError(
-            f"The workers make different calls of {name}; all must make the same calls in the same order:\n{lines}"
+            f"The workers make different calls; all must make the same calls in the same order:\n{lines}", calls
         )
+
+    def _texts(self, text: str, name: str) -> list[str]:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        sizes = [torch.empty_like(size) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(sizes, size, group=self._group, async_op=True)  # noqa: E731
+        self._start(name, size, begin, compare=False).wait()
+        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=self._device)
+        padded[: data.numel()] = data
+        out = [torch.empty_like(padded) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, padded, group=self._group, async_op=True)  # noqa: E731
+        self._start(name, padded, begin, compare=False).wait()
+        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(out, sizes, strict=True)]
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -157,37 +193,41 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``."""
         if not self._closed:
             self._closed = True
+            _open_groups.discard(self)
+            idle = self._idle()
             self.abort()
             self._on_close()
+            if idle:
+                # The last reference: Gloo's threads end here. One that still frees a tensor when the interpreter goes
+                # would abort the process. Unfinished transfers would make this wait for the peers, so not then.
+                self._group, self._on_close = None, _nothing
+
+    def _idle(self) -> bool:
+        """Whether the group works and every transfer has been waited for."""
+        return self._error is None and not self._in_flight
 
     # ---- errors -----------------------------------------------------------------------------------------------
 
     def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any], compare: bool = True) -> Pending:
         if self._error is not None:
             raise self._error
-        debug = self._debug and compare and not name.startswith(("debug", "different calls"))
-        # The site costs a walk up the stack: taken now only in debug mode, else when the wait fails (still on the stack).
-        site = call_site() if debug else ""
-        operation = Operation(name, self._sequence, str(buffer.dtype).removeprefix("torch."), buffer.numel(), site)
-        if debug:
-            self._compare(operation)
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        if compare and self._compares and not self._has_agreed(name):
+            self._exchange(f"{name} ({buffer.numel()} x {dtype})", name)
+        # The site costs a walk up the stack: taken when the wait fails, while the caller is still on the stack.
+        operation = Operation(name, self._sequence, dtype, buffer.numel(), "")
         self._sequence += 1
         try:
-            return _Pending(self, operation, begin(), buffer)
+            pending = _Pending(self, operation, begin(), buffer)
         except RuntimeError as error:
             self._fail(operation, error)
             raise  # not reached
+        self._in_flight.add(operation.sequence)
+        return pending
 
-    def _compare(self, operation: Operation) -> None:
-        text = [operation.name, operation.sequence, operation.dtype, operation.numel]
-        self._debug = False
-        try:
-            everyone = self.gather_objects([text, operation.site], "debug: compare collectives")
-        finally:
-            self._debug = True
-        if any(other != text for other, _ in everyone):
-            lines = "\n".join(f"  worker {r}: {t[0]} ({t[3]} x {t[2]}) at {site}" for r, (t, site) in enumerate(everyone))
-            raise CollectiveMismatchError(f"The workers are about to run different collectives:\n{lines}")
+    def _has_agreed(self, name: str) -> bool:
+        """Whether ``agree`` was called for ``name``, or for all of ``name[0]``, ``name[1]``, ..., just before."""
+        return bool(self._agreed) and name.partition("[")[0] == self._agreed
 
     def _fail(self, operation: Operation, error: Exception) -> None:
         """Turns torch's error into ours, with everything that can be found out about the others."""
@@ -208,6 +248,11 @@ class TorchGroup(WorkerGroup):
         raise self._error from error
 
 
+def _shortened(text: str, most: int = 400) -> str:
+    """``text`` with its middle left out when it is long; the call site at its end stays."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 _group_number = 0
 
 
@@ -216,3 +261,18 @@ def _next_group_number() -> int:
     global _group_number
     _group_number += 1
     return _group_number
+
+
+_open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+
+
+def _nothing() -> None:
+    """What a closed group does when it is closed."""
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Closes what a program left open, if that cannot wait for a peer."""
+    for group in list(_open_groups):
+        if group._idle():
+            group.close()

@@ -6,6 +6,8 @@ the name TensorFlow uses for it (``tf.errors``) where there is one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class InvalidArgumentError(ValueError):
     """An argument has a wrong value, shape or dtype (``tf.errors.InvalidArgumentError``)."""
@@ -36,7 +38,16 @@ class PeerLostError(UnavailableError, ConnectionError):
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Replicas or workers that must make the same call made different ones."""
+    """Replicas or workers that must make the same call made different ones.
+
+    Args:
+        message: what the user reads.
+        calls: what each of them called, in order of their numbers.
+    """
+
+    def __init__(self, message: str, calls: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.calls = tuple(calls)
 
 
 class WrongContextError(RuntimeError):

@@ -34,8 +34,8 @@ class CheckpointWriter(Protocol):
     """Writes logical names with full tensors, independent of the number of workers, replicas or servers.
 
     A checkpoint is a mapping of logical names to full tensors plus metadata (synchronization, aggregation, shards,
-    optimizer state by parameter name, iterator position, RNG state, version). The writer itself comes with
-    ``train.Checkpoint``; variables already speak this interface through ``checkpoint_value`` / ``restore_value``.
+    optimizer state by parameter name, iterator position, RNG state, version); ``variables.logical_state`` makes it and
+    takes it back. The writer itself comes with ``train.Checkpoint``.
     """
 
     def save(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> str:

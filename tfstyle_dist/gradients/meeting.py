@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,6 @@ from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 from tfstyle_dist.ops import aggregate
-from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record, raw
@@ -30,7 +29,8 @@ class MeetingReducer(GradientReducer):
     ) -> None:
         super().__init__(worker, store, bytes_per_pack, method)
         self._runs: list[ThreadedRun | None] = [None] * worker.num_local_replicas
-        self._touched: list[dict[int, Record]] = [{} for _ in range(worker.num_local_replicas)]
+        # For each replica: the records with a new gradient, for each backward pass under way (by autograd's number).
+        self._touched: list[dict[int, dict[int, Record]]] = [{} for _ in range(worker.num_local_replicas)]
 
     def attach(self, record: Record) -> None:
         """Watches the copies, and the user's own object: a custom autograd Function leaves its gradient there."""
@@ -41,27 +41,31 @@ class MeetingReducer(GradientReducer):
         with raw():
             frozen = not tensor.requires_grad
             tensor.requires_grad_(True)
-            torch.Tensor.register_post_accumulate_grad_hook(tensor, lambda p: self._move_base_gradient(p, record))
+            torch.Tensor.register_hook(tensor, lambda grad: self._move_base_gradient(grad, record))
             tensor.requires_grad_(not frozen)
 
-    def _move_base_gradient(self, base: torch.Tensor, record: Record) -> None:
-        """A gradient that bypassed ``__torch_function__`` belongs to the replica whose backward made it."""
-        with raw(), torch.no_grad():
-            grad, base.grad = base.grad, None
-            index = record.index()
-            if index is None:
-                if len(self._active_replicas()) > 0:
-                    raise RuntimeError(
-                        f"A custom autograd.Function made a gradient of {record.describe()!r} in a thread that belongs to no "
-                        "replica. Pass the parameter through a torch operation first, e.g. Function.apply(x, p * 1)."
-                    )
-                index = 0
-            component = record.components[index]
-            component.grad = grad if component.grad is None or grad is None else component.grad + grad
-        self.on_gradient(component, self.slot(record, index))
+    def _move_base_gradient(self, grad: torch.Tensor, record: Record) -> torch.Tensor | None:
+        """A gradient that bypassed ``__torch_function__`` belongs to the replica whose backward made it.
 
-    def _active_replicas(self) -> list[int]:
-        return [r for r, run in enumerate(self._runs) if run is not None]
+        All replicas share the object, so its own ``.grad`` is never used: autograd adds zeros to it, and the end of the
+        pass drops it.
+        """
+        base = record.tensor
+        if base is None or _only_captured(base):
+            return None  # torch.autograd.grad: local, and nothing is accumulated
+        index = record.index()
+        if index is None:
+            if self.worker.executor.active_run is not None:
+                raise RuntimeError(
+                    f"A custom autograd.Function made a gradient of {record.describe()!r} in a thread that belongs to no "
+                    "replica. Pass the parameter through a torch operation first, e.g. Function.apply(x, p * 1)."
+                )
+            index = 0
+        component, slot = record.components[index], self.slot(record, index)
+        self.remember_before(slot)
+        component.grad = grad.clone() if component.grad is None else component.grad + grad
+        self.on_gradient(component, slot)
+        return grad.new_zeros(()).expand_as(grad)
 
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Notes the gradient; the first one of a pass asks to be called at its end."""
@@ -72,13 +76,20 @@ class MeetingReducer(GradientReducer):
             self._outside_run(slot)
             return
         slot.ready = True
-        replica = slot.replica
+        replica, task = slot.replica, torch._C._current_graph_task_id()
+        passes = self._touched[replica]
         if self._runs[replica] is not run:
             self._runs[replica] = run
-            self._touched[replica] = {}
-            frame = current_frame()
-            queue_end_of_backward(lambda: self._finish(replica, run, frame is not None))
-        self._touched[replica][id(slot.record)] = slot.record
+            passes.clear()
+        if task not in passes:
+            passes[task] = {}
+            queue_end_of_backward(lambda: self._finish(replica, run, task))
+        passes[task][id(slot.record)] = slot.record
+
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
+        touched = self._touched[slot.replica].get(torch._C._current_graph_task_id(), {})
+        return self._runs[slot.replica] is self.worker.executor.active_run and id(slot.record) in touched
 
     def _outside_run(self, slot: Slot) -> None:
         """A backward in cross-replica context counts once, for all local replicas."""
@@ -90,12 +101,12 @@ class MeetingReducer(GradientReducer):
 
     # ---- the pass ---------------------------------------------------------------------------------------------
 
-    def _finish(self, replica: int, run: ThreadedRun, _: bool) -> None:
-        touched, self._touched[replica] = self._touched[replica], {}
-        self._runs[replica] = None
+    def _finish(self, replica: int, run: ThreadedRun, task: int) -> None:
+        touched = self._touched[replica].pop(task)
         count = self.worker.num_local_replicas
 
         def share_out(all_touched: list[dict[int, Record]]) -> list[list[Record]]:
+            self.forget_dead()
             union = {key: record for part in all_touched for key, record in part.items()}
             for record in self.store.records():
                 slots = self.slots.get(id(record))
@@ -103,6 +114,7 @@ class MeetingReducer(GradientReducer):
                     union.setdefault(id(record), record)
             partial = [r for key, r in union.items() if any(key not in part for part in all_touched)]
             self.say_unused(partial)
+            self._drop_base_gradients(union.values())
             return _balanced(list(union.values()), count)
 
         share = run.meet(replica, "gradient reduction", touched, share_out)
@@ -113,6 +125,13 @@ class MeetingReducer(GradientReducer):
             for record in share:
                 self._reduce_locally(record)
         run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads)
+
+    def _drop_base_gradients(self, records: Iterable[Record]) -> None:
+        """The zeros of ``_move_base_gradient``; all replicas wait, so nobody adds to them."""
+        with raw():
+            for record in records:
+                if (base := record.tensor) is not None:
+                    base.grad = None
 
     def _parts(self, record: Record) -> list[torch.Tensor]:
         slots = self.slots[id(record)]
@@ -133,8 +152,9 @@ class MeetingReducer(GradientReducer):
     def _store(self, record: Record, total: torch.Tensor) -> None:
         """Gives every replica its own copy of the result."""
         slots = self.slots[id(record)]
-        if slots[0].watches_before and (before := next((s.before for s in slots if s.before is not None), None)) is not None:
-            total = total + before.to(total.device)
+        old = self.old_part(next((s for s in slots if s.ready or s.dirty), slots[0]))
+        if old is not None:
+            total = total + old.to(total.device)
         for slot, component in zip(slots, record.components, strict=True):
             grad = component.grad
             if total.is_sparse:
@@ -190,6 +210,17 @@ class MeetingReducer(GradientReducer):
         divisor = self.divisor(record)
         if total._nnz() > 0:
             self._store(record, total if divisor is None else total / divisor)
+
+
+def _only_captured(leaf: torch.Tensor) -> bool:
+    """Whether the pass under way is ``torch.autograd.grad`` for this leaf: its gradient is returned, not accumulated."""
+    with raw():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch's answer for a leaf that is captured
+        return True
+    return False
 
 
 def _balanced(records: Sequence[Record], count: int) -> list[list[Record]]:

@@ -53,7 +53,7 @@ class GradientReducer(abc.ABC):
         self.slots: dict[int, list[Slot]] = {}
         self.accumulating = False
         self._plan: ReductionPlan | None = None
-        self._plan_version = -1
+        self._plan_version = self._clean_version = -1
 
     # ---- hooks ------------------------------------------------------------------------------------------------
 
@@ -78,15 +78,23 @@ class GradientReducer(abc.ABC):
             slot.watches_before = True
 
             def remember(_: torch.Tensor, slot: Slot = slot) -> None:
-                grad = slot.record.components[slot.replica].grad
-                if not slot.dirty:
-                    slot.before = None if grad is None else grad.detach().clone()
+                self.remember_before(slot)
 
             component = record.components[slot.replica]
             frozen = not component.requires_grad
             component.requires_grad_(True)
             component.register_hook(remember)
             component.requires_grad_(not frozen)
+
+    def remember_before(self, slot: Slot) -> None:
+        """Keeps the gradient that is there already, once in a pass, if its parameter is summed."""
+        grad = slot.record.components[slot.replica].grad
+        if slot.watches_before and (grad is None or not (slot.dirty or self.in_same_pass(slot))):
+            slot.before = None if grad is None else grad.detach().clone()
+
+    @abc.abstractmethod
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
 
     def slot(self, record: Record, replica: int) -> Slot:
         """The state of one copy."""
@@ -132,12 +140,19 @@ class GradientReducer(abc.ABC):
                 "outside accumulate()."
             )
 
+    def forget_dead(self) -> None:
+        """Drops the state of parameters that are gone, once after each adoption."""
+        if self._clean_version != self.store.version:
+            self._clean_version = self.store.version
+            self.slots = {key: s for key, s in self.slots.items() if s[0].record.tensor is not None}
+
     # ---- helpers ----------------------------------------------------------------------------------------------
 
     def plan(self) -> ReductionPlan:
         """The current plan; built anew after parameters were adopted."""
         if self._plan is None or self._plan_version != self.store.version:
             self._plan_version = self.store.version
+            self.forget_dead()
             records = [r for r in self.store.records() if id(r) in self.slots]
             self._plan = ReductionPlan.build(records, self.bytes_per_pack, self.method)
         return self._plan
@@ -154,6 +169,15 @@ class GradientReducer(abc.ABC):
         if not slot.ready and not slot.dirty:
             return None
         return grad if slot.before is None else grad - slot.before
+
+    def old_part(self, slot: Slot) -> torch.Tensor | None:
+        """What was reduced in earlier passes and is to be added to the sum of the new parts; ``None`` for MEAN."""
+        if self.divisor(slot.record) is not None:
+            return None
+        if slot.ready or slot.dirty:
+            return slot.before
+        grad = slot.record.components[slot.replica].grad
+        return None if grad is None else grad.detach()
 
     def divisor(self, record: Record) -> int | None:
         """By what the sum is divided."""

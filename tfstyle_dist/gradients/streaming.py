@@ -62,6 +62,12 @@ class StreamingReducer(GradientReducer):
         if lane.missing == 0:
             self._send_complete()
 
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
+        if not slot.ready or not self._active:
+            return False
+        return torch._C._current_graph_task_id() == self._task or _nested_backward()
+
     # ---- one pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, task: int) -> None:
@@ -86,6 +92,7 @@ class StreamingReducer(GradientReducer):
         self._lanes = [_Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
         self._sparse = [self.slot(r, 0) for r in plan.sparse]
+        self._signature = f"of one backward pass ({', '.join(f'{b.numel} x {b.dtype}' for b in plan.buckets)})"
 
     def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
         part = self.contribution(slot)
@@ -95,6 +102,8 @@ class StreamingReducer(GradientReducer):
             lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
 
     def _send(self, lane: _Lane) -> None:
+        if lane is self._lanes[0]:
+            self.worker.group.agree(self._signature, "gradients")
         lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]")
 
     def _send_complete(self) -> None:
@@ -146,12 +155,11 @@ class StreamingReducer(GradientReducer):
     def _store(self, slot: Slot, total: torch.Tensor) -> None:
         parameter = slot.record.components[0]
         grad, divisor = parameter.grad, self.divisor(slot.record)
+        old = self.old_part(slot)
+        if old is not None:
+            total = total + old
         if grad is None or grad.is_sparse or grad.requires_grad:
             parameter.grad = grad = torch.empty_like(parameter, requires_grad=False)
-        if slot.before is not None:
-            total = total + slot.before
-        elif divisor is None and not (slot.ready or slot.dirty) and parameter.grad is not None and slot.watches_before:
-            total = total + grad
         if divisor is None:
             grad.copy_(total)
         elif grad.dtype == total.dtype:
@@ -173,8 +181,9 @@ class StreamingReducer(GradientReducer):
         total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
         divisor = self.divisor(slot.record)
         total = total if divisor is None else total / divisor
-        if slot.before is not None:
-            total = (total + slot.before).coalesce()
+        old = self.old_part(slot)
+        if old is not None:
+            total = (total + old).coalesce()
         if total._nnz() > 0 or parameter.grad is not None:
             parameter.grad = total
         self.settle(slot)

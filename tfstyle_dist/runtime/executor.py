@@ -126,6 +126,7 @@ class ReplicaExecutor:
         outcomes: list[Any] = [None] * count
         ambient = _Ambient()
         threads_before = torch.get_num_threads()
+        rng_before = torch.get_rng_state() if self._mode == "serial" and self.rng is not None else None
         share = max(1, threads_before // count) if self._mode == "threads" else threads_before
         self._runs.append(run)
         try:
@@ -143,6 +144,8 @@ class ReplicaExecutor:
                 self._await_others(run, team)
         finally:
             self._runs.remove(run)
+            if rng_before is not None:
+                torch.set_rng_state(rng_before)
         if run.error is not None:
             error = run.error
             try:
@@ -194,8 +197,8 @@ class ReplicaExecutor:
         self, run: ThreadedRun, replica: int, function: Callable[[ThreadedRun], Any], outcomes: list[Any]
     ) -> None:
         """Runs one replica's function; an exception goes to the run, never out of here."""
-        run.begin(replica)
         try:
+            run.begin(replica)
             outcomes[replica] = function(run)
         except ReplicaAborted as error:
             if run.error is None:  # somebody raised it by hand

@@ -18,6 +18,7 @@ import torch
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, ReplicaAborted
+from tfstyle_dist.core.logging import get_logger
 
 Action = Callable[[list[Any]], Sequence[Any]]
 
@@ -112,6 +113,7 @@ class ThreadedRun:
         try:
             results = action(payloads)
         except BaseException as error:
+            error.add_note(f"[tfstyle_dist] raised in {call.describe()}, which runs once for all {self.count} replicas")
             self.abort(error)
             raise ReplicaAborted from error
         with self._condition:
@@ -126,10 +128,15 @@ class ThreadedRun:
         return results[0]
 
     def begin(self, replica: int) -> None:
-        """Called by each replica's thread before the user's function."""
+        """Called by each replica's thread before the user's function.
+
+        Raises:
+            ReplicaAborted: another replica failed before this one's turn came.
+        """
         with self._condition:
             self.threads[replica] = threading.get_ident()
             self._take_turn(replica)
+            self._raise_if_aborted()
 
     def finish(self, replica: int) -> None:
         """Called by each replica's thread after the user's function, whatever came of it."""
@@ -186,17 +193,32 @@ class ThreadedRun:
         deadline = Deadline(self._timeout)
         while not ready():
             self._raise_if_aborted()
-            if deadline.passed():
-                absent = [r for r, c in enumerate(self._calls) if c is None]
-                self._abort_locked(
-                    DeadlineExceededError(
-                        f"Replica(s) {absent} of {self.count} did not come to {call.describe()} within {deadline}.\n"
-                        + self.stacks(absent)
-                    )
-                )
-            else:
+            if not deadline.passed():
                 self._condition.wait(_slice(deadline))
+            elif self._arrived == self.count:
+                # All are here, and the first replica does the joint work; what that waits for has its own deadline.
+                get_logger().warning("replica 0 is still busy with %s:\n%s", call.describe(), self.stacks([0]))
+                deadline = Deadline(self._timeout)
+            else:
+                self._give_up(call, deadline)
         self._raise_if_aborted()
+
+    def _give_up(self, call: _Call, deadline: Deadline) -> None:
+        absent = [r for r, c in enumerate(self._calls) if c is None]
+        stacks = self.stacks(absent)
+        self._abort_locked(
+            DeadlineExceededError(
+                f"Replica(s) {absent} of {self.count} did not come to {call.describe()} within {deadline}.\n{stacks}"
+            )
+        )
+        if 0 in absent:
+            get_logger().error(
+                "replica 0 did not come to %s within %s. It runs in the thread that called run, which cannot be abandoned: "
+                "the error is raised when its function returns.\n%s",
+                call.describe(),
+                deadline,
+                stacks,
+            )
 
     def _check_same(self) -> None:
         calls = [c for c in self._calls if c is not None]
@@ -220,13 +242,13 @@ class ThreadedRun:
             return
         while self._turn != replica and self._error is None:
             self._condition.wait()
-        if self._rng is not None:
+        if self._rng is not None and self._error is None:
             torch.set_rng_state(self._rng[replica])
 
     def _pass_turn(self, replica: int) -> None:
         if not self._serial:
             return
-        if self._rng is not None:
+        if self._rng is not None and self._error is None:
             self._rng[replica] = torch.get_rng_state()
         self._turn = next(
             (r for r in range(replica + 1, self.count) if not self._done[r]), self.count

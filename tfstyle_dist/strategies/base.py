@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -25,7 +26,7 @@ from tfstyle_dist.strategies import buffers, reductions
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
-from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_replica
+from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_arguments, select_replica
 from tfstyle_dist.variables import ParameterStore, Variable, find_record
 from tfstyle_dist.variables.adoption import adopt_module
 from tfstyle_dist.variables.variable import VariableSpec
@@ -87,6 +88,8 @@ class Strategy:
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = UpdateRunner(self)
             update_hooks.install()
+            self._uninstall_hooks = weakref.finalize(self, update_hooks.uninstall)
+            self._uninstall_hooks.atexit = False
 
     # ---- facts ------------------------------------------------------------------------------------------------
 
@@ -178,7 +181,11 @@ class Strategy:
         if self.worker.num_local_replicas == 1:
             return self._run_alone(fn, arguments, keywords)
         functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
-        return regroup(self.worker.executor.run(functions))
+        try:
+            return regroup(self.worker.executor.run(functions))
+        except BaseException as error:
+            self._report_failure(error)
+            raise
 
     def _run_arguments(
         self, fn: Any, args: Any, kwargs: dict[str, Any] | None
@@ -195,14 +202,20 @@ class Strategy:
         context = ReplicaContext(self, self.worker.group.rank)
         if self.worker.group.size == 1:
             with entered(Frame(self, context)):
-                return fn(*select_replica(0, args), **(select_replica(0, kwargs) if kwargs else {}))
+                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
         try:
             with entered(Frame(self, context)):
-                return fn(*select_replica(0, args), **(select_replica(0, kwargs) if kwargs else {}))
+                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
         except BaseException as error:
-            self.worker.group.report_failure(f"{type(error).__name__}: {error}")
+            self._report_failure(error)
             error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {self.num_replicas_in_sync}")
             raise
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Leaves word for the other workers, unless the group itself failed: then one of them is the reason."""
+        group = self.worker.group
+        if error is not group.errored():
+            group.report_failure(f"{type(error).__name__}: {error}")
 
     def _replica_function(
         self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -210,7 +223,7 @@ class Strategy:
         def call(run: ThreadedRun) -> Any:
             context = ReplicaContext(self, self.worker.replica_id(replica), local_replica_id=replica, run=run)
             with entered(Frame(self, context)):
-                return fn(*select_replica(replica, args), **select_replica(replica, kwargs))
+                return fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
 
         return call
 
@@ -393,7 +406,7 @@ class Strategy:
             return
         self._closed = True
         if self.update_runner is not None:
-            update_hooks.uninstall()
+            self._uninstall_hooks()
         self.worker.close()
 
     def __enter__(self) -> Strategy:

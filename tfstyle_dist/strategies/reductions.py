@@ -133,7 +133,7 @@ def reduce_columns(
         sums = [ops.sum_values([v.detach() for v in column]) for column in columns]
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
-        worker.group.agree(f"{name} {op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}", name)
+        worker.group.agree(f"{op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}", name)
         results: dict[int, torch.Tensor] = {}
         dense: dict[torch.dtype, list[int]] = {}
         for place, total in enumerate(sums):

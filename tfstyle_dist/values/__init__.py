@@ -8,6 +8,7 @@ from tfstyle_dist.values.distributed_values import (
     component_values,
     local_results,
     regroup,
+    select_arguments,
     select_replica,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "component_values",
     "local_results",
     "regroup",
+    "select_arguments",
     "select_replica",
 ]

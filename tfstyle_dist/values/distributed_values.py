@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from tfstyle_dist.core import nest
 
 
@@ -122,6 +124,14 @@ def select_replica(local_replica_id: int, structure: Any) -> Any:
         return leaf.values[local_replica_id] if isinstance(leaf, PerReplica) else leaf
 
     return nest.map_structure(pick, structure)
+
+
+_PLAIN = frozenset({torch.Tensor, int, float, bool, str, type(None)})
+
+
+def select_arguments(local_replica_id: int, args: Sequence[Any]) -> list[Any]:
+    """``select_replica`` for a list of arguments; plain tensors and numbers cost no tree walk."""
+    return [a if type(a) in _PLAIN else select_replica(local_replica_id, a) for a in args]
 
 
 def local_results(value: Any, num_local_replicas: int) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ changed in place (as ``torch.nn.LazyModule`` does), so ties, aliases and a frame
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ _IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 ) | {"__setitem__"}
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
 _mutating: dict[Any, bool] = {}
 
@@ -49,13 +51,16 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
                 written.append(record)
                 _before_write(record)
     new_args = [_resolve(a) for a in args]
+    new_kwargs = {k: _resolve(v) for k, v in kwargs.items()} if kwargs else {}
     with raw():
-        result = func(*new_args, **{k: _resolve(v) for k, v in kwargs.items()}) if kwargs else func(*new_args)
+        result = func(*new_args, **new_kwargs)
     for record in written:
         if record.index() is None:
             record.fan_out()
     if len(written) == 1 and args and result is new_args[0]:
         return args[0]  # p += 1 must leave p what it is
+    if written and kwargs and result is new_kwargs.get("out"):
+        return kwargs["out"]  # likewise self.buffer = torch.mv(a, b, out=self.buffer)
     return result
 
 
@@ -148,7 +153,13 @@ def _get_data(tensor: Any) -> torch.Tensor:
 
 
 def _detach(tensor: Any) -> torch.Tensor:
-    _before_write(tensor._tfstyle_record)
+    record: Record = tensor._tfstyle_record
+    if record.index() is None and sys._getframe(3).f_code is _NEW_PARAMETER:
+        # Parameter(parameter), as parametrizations.weight_norm makes it, wants the class kept.
+        fresh = torch.nn.Parameter(tensor._tfstyle_value().detach(), requires_grad=False)
+        record.store.adopt_parameter(fresh, None, record.local_name)
+        return fresh
+    _before_write(record)
     return tensor._tfstyle_value().detach()  # type: ignore[no-any-return]
 
 

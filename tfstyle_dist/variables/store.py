@@ -6,6 +6,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _records_lock = threading.Lock()
+_STRUCTURE = "model structure"
 
 
 def find_record(tensor: Any) -> Record | None:
@@ -73,6 +75,9 @@ class ParameterStore:
         known = find_record(parameter)
         if known is not None:
             self._check_owner(known, name)
+            if known.module is None and module is not None and known.kind == "parameter":
+                known.module, known.local_name = weakref.ref(module), name
+                self._modules.add(module)
             return known
         count = self.worker.num_local_replicas
         components: list[torch.Tensor] = [parameter]
@@ -224,19 +229,21 @@ class ParameterStore:
 
     def _check_same_structure(self, pending: Sequence[Record]) -> None:
         mine = [[r.kind, r.local_name, list(r.components[0].shape), str(r.components[0].dtype)] for r in pending]
-        group = self.worker.group
         try:
-            group.agree(json.dumps(mine), "model structure")
-        except CollectiveMismatchError:
-            everyone = group.gather_objects(mine, "model structures")
+            self.worker.group.agree(json.dumps(mine), _STRUCTURE)
+        except CollectiveMismatchError as error:
+            if not all(call.startswith(_STRUCTURE) for call in error.calls):
+                raise  # another worker did something else altogether
+            everyone = [json.loads(c.removeprefix(_STRUCTURE).rpartition(" at ")[0]) for c in error.calls]
             first = everyone[0]
             for rank, other in enumerate(everyone):
-                for place, (a, b) in enumerate(zip(first + [None] * len(other), other + [None] * len(first), strict=False)):
+                for place, (a, b) in enumerate(zip_longest(first, other)):
                     if a != b:
                         raise CollectiveMismatchError(
                             f"The workers built different models: entry {place} in the order of creation is {a} on worker 0 "
                             f"but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build the same model "
-                            "on every worker."
+                            "on every worker.",
+                            error.calls,
                         ) from None
             raise
 

@@ -1,0 +1,660 @@
+"""Two or three replicas in one process: whatever goes wrong in one of them, the caller hears of it and can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError
+from tfstyle_dist.runtime import context
+
+pytestmark = pytest.mark.timeout(60)
+TWO, THREE = ["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:2"]
+
+
+class ReplicaFault(Exception):
+    """What a replica raises in these tests."""
+
+
+@pytest.fixture
+def two() -> Iterator[Any]:
+    with td.MirroredStrategy(TWO) as strategy:
+        yield strategy
+        assert_usable(strategy)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "1")
+
+
+def replica_id() -> int:
+    replica = td.get_replica_context()
+    assert replica is not None
+    return replica.replica_id_in_sync_group
+
+
+def all_reduce(value: float = 1.0) -> Any:
+    replica = td.get_replica_context()
+    assert replica is not None
+    return replica.all_reduce("SUM", torch.tensor(value))
+
+
+def merge(fn: Any = lambda strategy: None) -> Any:
+    replica = td.get_replica_context()
+    assert replica is not None
+    return replica.merge_call(fn)
+
+
+def assert_usable(strategy: Any) -> None:
+    """The context stack is clean, and a run with every kind of meeting works."""
+    assert context.current_frame() is None
+    count = strategy.num_replicas_in_sync
+    assert strategy.run(all_reduce).values == (count,) * count
+    assert strategy.run(lambda: merge(lambda s: 5)) == 5
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    strategy.run(lambda: train_step(model, optimizer))
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+
+
+def build(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# ---- a replica raises ---------------------------------------------------------------------------------------------
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        raise ctx.error
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("meets", [False, True], ids=["others-return", "others-wait"])
+def test_raising_in_run(two: Any, failing: int, meets: bool) -> None:
+    error = ReplicaFault("no more data")
+
+    def step() -> None:
+        if replica_id() == failing:
+            raise error
+        if meets:
+            all_reduce()
+
+    with pytest.raises(ReplicaFault) as caught:
+        two.run(step)
+    assert caught.value is error
+    assert any(f"raised in replica {failing} of 2" in note for note in error.__notes__), error.__notes__
+
+
+def test_the_first_error_counts_when_all_raise(two: Any) -> None:
+    errors = [ReplicaFault("replica 0"), ReplicaFault("replica 1")]
+
+    def step() -> None:
+        raise errors[replica_id()]
+
+    with pytest.raises(ReplicaFault) as caught:
+        two.run(step)
+    assert caught.value in errors
+    assert len(caught.value.__notes__) == 1
+
+
+def test_raising_in_merge_call(two: Any) -> None:
+    error = ReplicaFault("in merge_call")
+
+    def fail(strategy: Any) -> None:
+        raise error
+
+    def step() -> str:
+        with contextlib.suppress(Exception):  # a replica cannot swallow it: the run is over
+            merge(fail)
+        return "went on"
+
+    with pytest.raises(ReplicaFault) as caught:
+        two.run(step)
+    assert caught.value is error
+    (note,) = error.__notes__
+    assert "merge_call" in note
+    assert __file__ in note
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_raising_in_backward(two: Any, failing: int) -> None:
+    model, optimizer = build(two)
+    error = ReplicaFault("in backward")
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x = torch.ones(1, 1, requires_grad=True)
+        y = model(RaisesInBackward.apply(x, error) if replica_id() == failing else x)
+        y.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ReplicaFault) as caught:
+        two.run(step)
+    assert caught.value is error
+    assert any(f"replica {failing} of 2" in note for note in error.__notes__)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+    two.run(lambda: train_step(model, optimizer))
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_raising_in_a_gradient_hook(two: Any) -> None:
+    model, optimizer = build(two)
+    before = model.weight.detach().clone()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ReplicaFault("in a hook")
+
+    def step(broken: bool) -> None:
+        optimizer.zero_grad()
+        y = model(torch.ones(1, 1))
+        if broken and replica_id() == 1:
+            y.register_hook(fail)
+        y.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ReplicaFault, match="in a hook"):
+        two.run(step, args=(True,))
+    two.run(step, args=(False,))
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_backward_again_after_it_failed_in_the_same_run(two: Any) -> None:
+    """Out of memory, a smaller batch, again: the second backward is reduced like any other."""
+    model, _ = build(two)
+
+    def step() -> torch.Tensor:
+        x = torch.ones(1, 1, requires_grad=True)
+        with contextlib.suppress(ReplicaFault):
+            (model(x).sum() + RaisesInBackward.apply(x, ReplicaFault()).sum()).backward()
+        model.zero_grad()
+        (model(torch.ones(1, 1)).sum() * (1 + replica_id())).backward()
+        grad = model.weight.grad
+        assert grad is not None
+        return grad.clone()
+
+    assert [g.item() for g in two.run(step).values] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_raising_between_backward_and_step(two: Any, failing: int) -> None:
+    model, optimizer = build(two)
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        if replica_id() == failing:
+            raise ReplicaFault("before step")
+        optimizer.step()
+
+    with pytest.raises(ReplicaFault, match="before step"):
+        two.run(step)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+
+
+def test_raising_in_the_optimizer(two: Any) -> None:
+    """The leader fails inside ``step``, between the two meetings of the update."""
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if replica_id() == 0:
+                raise ReplicaFault("in step")
+            return super().step(closure)
+
+    with two.scope():
+        model = torch.nn.Linear(1, 1)
+    optimizer = Broken(model.parameters(), lr=0.1)
+    with pytest.raises(ReplicaFault, match="in step"):
+        two.run(lambda: train_step(model, optimizer))
+
+
+def test_one_of_three_raises() -> None:
+    with td.MirroredStrategy(THREE) as strategy:
+        error = ReplicaFault()
+
+        def step() -> None:
+            all_reduce()
+            if replica_id() == 2:
+                raise error
+            all_reduce()
+
+        with pytest.raises(ReplicaFault) as caught:
+            strategy.run(step)
+        assert caught.value is error
+        assert "replica 2 of 3" in error.__notes__[0]
+        assert_usable(strategy)
+
+
+def test_serial_replicas_after_a_failed_one_do_not_start() -> None:
+    started = []
+    with td.MirroredStrategy(THREE, run_replicas="serial") as strategy:
+
+        def step() -> None:
+            started.append(replica_id())
+            if replica_id() == 1:
+                raise ReplicaFault
+
+        with pytest.raises(ReplicaFault):
+            strategy.run(step)
+        assert started == [0, 1]
+        assert_usable(strategy)
+
+
+def test_system_exit_of_a_replica_ends_the_run(two: Any) -> None:
+    def step() -> None:
+        if replica_id() == 1:
+            raise SystemExit(3)
+        all_reduce()
+
+    with pytest.raises(SystemExit) as caught:
+        two.run(step)
+    assert caught.value.code == 3
+
+
+# ---- replicas make different calls --------------------------------------------------------------------------------
+
+
+def test_three_replicas_make_three_different_calls() -> None:
+    with td.MirroredStrategy(THREE) as strategy:
+
+        def step() -> None:
+            if replica_id() == 0:
+                all_reduce()
+            elif replica_id() == 1:
+                merge()
+
+        with pytest.raises(CollectiveMismatchError) as caught:
+            strategy.run(step)
+        lines = str(caught.value).splitlines()
+        assert_line(lines, "replica 0: all_reduce at ", line_of(all_reduce, 3))
+        assert_line(lines, "replica 1: merge_call at ", line_of(merge, 3))
+        assert_line(lines, "replica 2: finished without another call")
+        assert_usable(strategy)
+
+
+def line_of(function: Any, offset: int) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+
+
+def assert_line(lines: list[str], *parts: str) -> None:
+    assert any(all(part in line for part in parts) for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("stepping", [0, 1])
+def test_only_one_replica_steps(two: Any, stepping: int) -> None:
+    model, optimizer = build(two)
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        if replica_id() == stepping:
+            optimizer.step()
+
+    with pytest.raises(CollectiveMismatchError, match=f"replica {stepping}: SGD.step at .*test_in_process.py:"):
+        two.run(step)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_only_one_replica_calls_backward(two: Any, other: int) -> None:
+    model, _ = build(two)
+
+    def step() -> None:
+        loss = model(torch.ones(1, 1)).sum()
+        if replica_id() != other:
+            loss.backward()
+
+    with pytest.raises(CollectiveMismatchError) as caught:
+        two.run(step)
+    lines = str(caught.value).splitlines()
+    assert_line(lines, f"replica {1 - other}: gradient reduction at ", __file__)
+    assert_line(lines, f"replica {other}: finished without another call")
+
+
+def test_different_optimizers_step(two: Any) -> None:
+    model, sgd = build(two)
+    adam = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        (sgd if replica_id() == 0 else adam).step()
+
+    with pytest.raises(CollectiveMismatchError, match=r"replica 0: SGD\.step(.|\n)*replica 1: Adam\.step"):
+        two.run(step)
+
+
+def test_shapes_that_differ_name_the_replica(two: Any) -> None:
+    def step() -> None:
+        replica = td.get_replica_context()
+        assert replica is not None
+        replica.all_reduce("SUM", torch.ones(2 + replica_id()))
+
+    with pytest.raises(ValueError, match="replica 1|entry 1|contribution 1"):
+        two.run(step)
+
+
+def test_different_number_of_calls(two: Any) -> None:
+    def step() -> None:
+        for _ in range(1 + replica_id()):
+            merge()
+
+    with pytest.raises(CollectiveMismatchError, match="different number of merge_call"):
+        two.run(step)
+
+
+# ---- a replica is stuck -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("meets", [False, True], ids=["others-return", "others-wait"])
+def test_a_stuck_replica_is_abandoned(meets: bool, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def stuck_here() -> None:
+        release.wait()
+
+    def step() -> None:
+        if replica_id() == 1:
+            stuck_here()
+        if meets:
+            all_reduce()
+
+    with td.MirroredStrategy(TWO) as strategy:
+        try:
+            with pytest.raises(DeadlineExceededError) as caught:
+                strategy.run(step)
+            assert "[1]" in str(caught.value)
+            assert "in stuck_here" in str(caught.value)
+            assert "abandoned" in caplog.text
+            assert_usable(strategy)
+        finally:
+            release.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_abandoned_replica_changes_nothing_when_it_wakes_up() -> None:
+    release, awake, outcome = threading.Event(), threading.Event(), []
+    with td.MirroredStrategy(TWO) as strategy:
+
+        def step() -> None:
+            if replica_id() == 1:
+                release.wait()
+                try:
+                    outcome.append(all_reduce())
+                except BaseException as error:
+                    outcome.append(type(error).__name__)
+                    raise
+                finally:
+                    awake.set()
+
+        with pytest.raises(DeadlineExceededError):
+            strategy.run(step)
+        release.set()
+        assert awake.wait(20)
+        assert outcome == ["ReplicaAborted"]
+        assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_late_first_replica_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs in the caller's thread, so the error comes when its function returns."""
+    with td.MirroredStrategy(TWO) as strategy:
+
+        def step() -> None:
+            if replica_id() == 0:
+                while "replica 0 did not come" not in caplog.text:
+                    time.sleep(0.05)
+            all_reduce()
+
+        with pytest.raises(DeadlineExceededError, match=r"Replica\(s\) \[0\] of 2 did not come to all_reduce at"):
+            strategy.run(step)
+        assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_long_merge_call_is_no_missed_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    """The joint work may take longer than a wait: all replicas are there."""
+    with td.MirroredStrategy(TWO) as strategy:
+
+        def save(strategy: Any) -> str:
+            while "replica 0 is still busy with merge_call" not in caplog.text:
+                time.sleep(0.05)
+            return "saved"
+
+        assert strategy.run(lambda: merge(save)) == "saved"
+
+
+# ---- nesting, threads, processes ----------------------------------------------------------------------------------
+
+
+def test_run_inside_merge_call(two: Any) -> None:
+    def outer() -> Any:
+        return merge(lambda strategy: strategy.run(all_reduce, ()))
+
+    assert two.run(outer).values == (2.0, 2.0)
+
+
+def test_a_failure_in_a_run_inside_merge_call(two: Any) -> None:
+    error = ReplicaFault("inside")
+
+    def inner() -> None:
+        if replica_id() == 1:
+            raise error
+        all_reduce()
+
+    with pytest.raises(ReplicaFault) as caught:
+        two.run(lambda: merge(lambda strategy: strategy.run(inner)))
+    assert caught.value is error
+
+
+def test_run_from_another_thread(two: Any) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(two.run(all_reduce).values))
+    thread.start()
+    thread.join(30)
+    assert results == [(2.0, 2.0)]
+
+
+def test_close_ends_the_threads() -> None:
+    before = set(threading.enumerate())
+    strategy = td.MirroredStrategy(THREE)
+    strategy.run(all_reduce)
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    strategy.close()
+    for thread in own:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_fork_after_use(two: Any) -> None:
+    two.run(all_reduce)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if two.run(all_reduce).values == (2.0, 2.0) else 1)
+        finally:
+            os._exit(2)
+    end = time.monotonic() + 30
+    status: tuple[int, int] = (0, 0)
+    while status[0] == 0 and time.monotonic() < end:
+        status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+    if status[0] == 0:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert status[0] == child, "the child process hangs"
+    assert os.waitstatus_to_exitcode(status[1]) == 0
+
+
+# ---- what replica threads take over -------------------------------------------------------------------------------
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+
+def every(strategy: Any, function: Any) -> set[Any]:
+    seen: list[Any] = []
+    strategy.run(lambda: seen.append(function()))
+    assert len(seen) == strategy.num_replicas_in_sync
+    return set(seen)
+
+
+def test_contextvars(two: Any) -> None:
+    token = variable.set("seen")
+    try:
+        assert every(two, variable.get) == {"seen"}
+        every(two, lambda: variable.set("changed") and None)
+        assert variable.get() in ("seen", "changed")  # replica 0 shares the caller's context
+    finally:
+        variable.reset(token)
+
+
+def test_grad_mode(two: Any) -> None:
+    assert every(two, torch.is_grad_enabled) == {True}
+    with torch.no_grad():
+        assert every(two, torch.is_grad_enabled) == {False}
+    assert every(two, torch.is_grad_enabled) == {True}
+
+
+def test_inference_mode(two: Any) -> None:
+    with torch.inference_mode():
+        assert every(two, torch.is_inference_mode_enabled) == {True}
+    assert every(two, torch.is_inference_mode_enabled) == {False}
+
+
+def test_autocast(two: Any) -> None:
+    def dtype() -> torch.dtype:
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert every(two, dtype) == {torch.bfloat16}
+    assert every(two, dtype) == {torch.float32}
+
+
+def test_autocast_switched_off_inside(two: Any) -> None:
+    def dtype() -> torch.dtype:
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert every(two, dtype) == {torch.float32}
+
+
+def test_default_dtype(two: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert every(two, lambda: torch.ones(1).dtype) == {torch.float64}
+    torch.set_default_dtype(torch.float32)
+    assert every(two, lambda: torch.ones(1).dtype) == {torch.float32}
+
+
+def test_default_device(two: Any) -> None:
+    with torch.device("meta"):
+        assert every(two, lambda: torch.ones(1).device.type) == {"meta"}
+    assert every(two, lambda: torch.ones(1).device.type) == {"cpu"}
+
+
+def test_saved_tensor_hooks(two: Any) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(threading.get_ident())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        two.run(lambda: (torch.ones(2, requires_grad=True) ** 2).sum())
+    assert len(set(packed)) == 2
+
+
+@pytest.mark.parametrize(("total", "each"), [(4, 2), (2, 1), (1, 1)])
+def test_threads_are_shared_out_and_restored(two: Any, total: int, each: int) -> None:
+    torch.set_num_threads(total)
+    assert every(two, torch.get_num_threads) == {each}
+    assert torch.get_num_threads() == total
+
+
+def test_threads_are_restored_after_an_error(two: Any) -> None:
+    def fail() -> None:
+        raise ReplicaFault
+
+    torch.set_num_threads(4)
+    with pytest.raises(ReplicaFault):
+        two.run(fail)
+    assert torch.get_num_threads() == 4
+
+
+# ---- random numbers -----------------------------------------------------------------------------------------------
+
+
+def test_serial_replicas_with_seeds_draw_what_ranks_with_these_seeds_draw() -> None:
+    def draw() -> list[float]:
+        first = torch.nn.functional.dropout(torch.ones(8)).tolist()
+        all_reduce()  # another replica draws in between
+        return [first + torch.rand(3).tolist()][0]
+
+    expected = []
+    for rank in range(3):
+        torch.manual_seed(7 + rank)  # what seed_replicas(7) does in the process of a rank
+        expected.append(torch.nn.functional.dropout(torch.ones(8)).tolist() + torch.rand(3).tolist())
+    for _ in range(2):
+        with td.MirroredStrategy(THREE, run_replicas="serial") as strategy:
+            strategy.seed_replicas(7)
+            drawn: dict[int, list[float]] = {}
+            strategy.run(lambda: drawn.__setitem__(replica_id(), draw()))  # noqa: B023
+            assert [drawn[r] for r in range(3)] == expected
+            again: dict[int, list[float]] = {}
+            strategy.run(lambda: again.__setitem__(replica_id(), draw()))  # noqa: B023
+            assert again != drawn, "the streams go on from run to run"
+
+
+def test_seeded_replicas_leave_the_caller_its_own_stream() -> None:
+    with td.MirroredStrategy(TWO, run_replicas="serial") as strategy:
+        strategy.seed_replicas(7)
+        torch.manual_seed(1)
+        expected = torch.rand(4).tolist()
+        torch.manual_seed(1)
+        strategy.run(lambda: torch.rand(5))
+        assert torch.rand(4).tolist() == expected
+
+
+def test_seed_replicas_needs_serial_mode(two: Any) -> None:
+    with pytest.raises(RuntimeError, match="run_replicas='serial'"):
+        two.seed_replicas(1)
+
+
+def test_generator_of_each_replica(two: Any) -> None:
+    def draw() -> torch.Tensor:
+        replica = td.get_replica_context()
+        assert replica is not None
+        return torch.rand(4, generator=replica.generator(3))
+
+    first, second = (v.tolist() for v in two.run(draw).values)
+    assert first != second
+    assert [v.tolist() for v in two.run(draw).values] == [first, second]
