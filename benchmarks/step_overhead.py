@@ -6,8 +6,9 @@ shared machines are noisy, so the forms take turns for several rounds and the me
     python benchmarks/step_overhead.py                      # both models, 5 rounds
     python benchmarks/step_overhead.py --model tiny --rounds 3 --out benchmarks/results/step_overhead.json
 
-Forms: bare (one device, whole batch), one (OneDeviceStrategy), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local
-replicas in one process).
+Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas in one process).
+The cost of a strategy with one replica is measured apart: steps of the bare loop and of OneDeviceStrategy alternate in one
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-FORMS = ("bare", "one", "ddp", "ours", "replicas")
+FORMS = ("bare", "ddp", "ours", "replicas")
 WIDTHS = {"tiny": (64, 32, 32), "mid": (256, 1024, 512), "big": (1024, 4096, 4096)}
 STEPS = {"tiny": 400, "mid": 100, "big": 12}
 BATCH = 64
@@ -86,22 +87,25 @@ def make_step(form: str, model_name: str) -> Callable[[], object]:
     return lambda: strategy.run(step, args=data)
 
 
-def measure(form: str, model_name: str, threads: int) -> float:
-    """Median seconds per step of this process."""
+def measure(form: str, model_name: str, threads: int) -> list[float]:
+    """Median seconds per step of this process; for ``one`` the bare loop's too, and the median difference."""
     torch.set_num_threads(threads)
-    step = make_step(form, model_name)
-    for _ in range(5):
-        step()
-    times = []
-    for _ in range(STEPS[model_name]):
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    steps = [make_step(f, model_name) for f in (("bare", "one") if form == "one" else (form,))]
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(5 + STEPS[model_name]):
+        for step, record in zip(steps, times, strict=True):
+            begin = time.perf_counter()
+            step()
+            if number >= 5:
+                record.append(time.perf_counter() - begin)
+    if form != "one":
+        return [statistics.median(times[0])]
+    difference = statistics.median(b - a for a, b in zip(*times, strict=True))
+    return [statistics.median(times[0]), statistics.median(times[1]), difference]
 
 
-def launch(form: str, model_name: str, cores: int) -> float:
-    """Runs one form in fresh processes; returns seconds per step as rank 0 saw them."""
+def launch(form: str, model_name: str, cores: int) -> list[float]:
+    """Runs one form in fresh processes; returns what ``measure`` gave on rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "seconds"
         two = form in ("ddp", "ours")
@@ -111,7 +115,7 @@ def launch(form: str, model_name: str, cores: int) -> float:
         environment = {**os.environ, "OMP_NUM_THREADS": str(max(threads, 1))}
         command += ["--threads", str(max(threads, 1)), "--write", str(out)]
         subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
-        return float(out.read_text())
+        return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
 def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
@@ -119,7 +123,7 @@ def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(rounds):
         for form in FORMS:
-            seconds[form].append(launch(form, model_name, cores))
+            seconds[form] += launch(form, model_name, cores)
 
     def ratio(a: str, b: str) -> float:
         """How many times as fast form ``a`` is as form ``b``."""
@@ -130,10 +134,11 @@ def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
     print("| form | steps/s (median) | x bare | x DDP |\n|---|---|---|---|")
     for form in FORMS:
         print(f"| {form} | {1 / statistics.median(seconds[form]):.1f} | {ratio(form, 'bare'):.2f} | {ratio(form, 'ddp'):.2f} |")
-    overhead = statistics.median(o - b for o, b in zip(seconds["one"], seconds["bare"], strict=True))
-    print(f"one replica: {overhead * 1e6:+.0f} us a step over the bare loop ({1 / ratio('one', 'bare') - 1:+.1%})")
+    bare, one, overhead = launch("one", model_name, cores)
+    print(f"one replica: {overhead * 1e6:+.1f} us a step over the bare loop ({overhead / bare:+.2%} of {bare * 1e3:.3f} ms)")
     return {"model": model_name, "parameters": parameters, "cores": cores, "seconds": seconds,
-            "ours_over_ddp": ratio("ours", "ddp"), "replicas_over_ddp": ratio("replicas", "ddp")}  # fmt: skip
+            "ours_over_ddp": ratio("ours", "ddp"), "replicas_over_ddp": ratio("replicas", "ddp"),
+            "one_replica": {"bare_seconds": bare, "seconds": one, "overhead_seconds": overhead}}  # fmt: skip
 
 
 def main() -> None:
@@ -141,14 +146,14 @@ def main() -> None:
     parser.add_argument("--model", choices=WIDTHS, help="default: tiny and big")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
-    parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
+    parser.add_argument("--form", choices=(*FORMS, "one"), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.form:
         seconds = measure(options.form, options.model, options.threads)
         if int(os.environ.get("RANK", "0")) == 0:
-            options.write.write_text(repr(seconds))
+            options.write.write_text(json.dumps(seconds))
         return
     cores = os.cpu_count() or 1
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}")

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from fault_steps import TWO, assert_usable
+
+import tfstyle_dist as td
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +23,11 @@ def _torch_imports() -> None:
 @pytest.fixture(autouse=True)
 def _check_for_leaks(_torch_imports: None, no_leaks: None) -> None:
     pass
+
+
+@pytest.fixture
+def two() -> Iterator[Any]:
+    """Two replicas, which must still work at the end of the test."""
+    with td.MirroredStrategy(TWO) as strategy:
+        yield strategy
+        assert_usable(strategy)

@@ -18,7 +18,7 @@ BATCH = 12
 Batch = tuple[torch.Tensor, ...]
 
 
-# ---- data ---------------------------------------------------------------------------------------------------------
+# ---- data ----
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def global_batch(data: Batch, step: int, dtype: torch.dtype) -> Batch:
     return tuple(d[order].to(dtype) if d.is_floating_point() else d[order] for d in data)
 
 
-# ---- models -------------------------------------------------------------------------------------------------------
+# ---- models ----
 
 
 class Mlp(nn.Module):
@@ -141,7 +141,7 @@ class _Linear(torch.autograd.Function):
 
 
 class CustomFunction(nn.Module):
-    """One parameter is used by a custom autograd Function alone, another by the Function and by an operation."""
+    """One parameter is used by a custom autograd Function alone, another also by an operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,9 +159,10 @@ class CustomFunction(nn.Module):
 class Parametrized(nn.Module):
     """Spectral and weight normalisation.
 
-    Spectral normalisation changes two buffers in each forward of training mode, from the weight alone: replicas that
-    begin with equal buffers and make equally many forwards keep equal buffers, whatever their data. So parity with one
-    device is defined in training mode: every replica makes one forward a step, also with a small share.
+    Spectral normalisation changes two buffers in each forward of training mode, from the weight alone: replicas
+    that begin with equal buffers and make equally many forwards keep equal buffers, whatever their data. So
+    parity with one device is defined in training mode: every replica makes one forward a step, also with a
+    small share.
     """
 
     def __init__(self) -> None:
@@ -174,9 +175,9 @@ class Parametrized(nn.Module):
 
 
 class PartlyUsed(nn.Module):
-    """Parameters that are frozen, used by nobody, and used only for the last two examples of the global batch.
+    """Parameters that are frozen, used by nobody, and used only for the last two examples of a global batch.
 
-    The last two examples are in the last replica's share, so ``sometimes`` has a gradient on that replica alone.
+    The last two are in the last replica's share, so ``sometimes`` has a gradient on that replica alone.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class PartlyUsed(nn.Module):
         return functional.cross_entropy(self.head(hidden), labels, reduction="none")
 
 
-# ---- cases --------------------------------------------------------------------------------------------------------
+# ---- cases ----
 
 
 @dataclass(frozen=True)

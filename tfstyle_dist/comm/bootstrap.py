@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +13,11 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env
-from tfstyle_dist.core.errors import DeadlineExceededError
+from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 
 _FOREVER = timedelta(days=365)
+_meetings: dict[str, int] = {}
 
 
 def effective_timeout(options: CommunicationOptions) -> timedelta | None:
@@ -45,19 +47,22 @@ def _meet(launch: env.Launch, timeout: timedelta | None) -> Any:
     import torch.distributed as dist
 
     limit = timeout or _FOREVER
-    path = env.rendezvous_file()
+    path, address = env.rendezvous_file(), env.master_address()
     if path is not None:
         store: Any = dist.FileStore(path, launch.world_size)
         store.set_timeout(limit)
-    elif env.has_master_address():
-        store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit)))
+    elif address is not None:
+        store = _network_store(launch, address, limit)
     else:
         raise ValueError(
             f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, but neither MASTER_ADDR and MASTER_PORT nor "
             "TFSTYLE_RENDEZVOUS_FILE says where the workers meet. Start the script with torchrun, or unset RANK and "
             "WORLD_SIZE to run one process."
         )
-    store = dist.PrefixStore("tfstyle", store)
+    # What an earlier strategy of this process left in the store must not be taken for this one's.
+    place = str(path or address)
+    _meetings[place] = _meetings.get(place, 0) + 1
+    store = dist.PrefixStore(f"tfstyle/{_meetings[place]}", store)
     store.set(f"hello/{launch.rank}", "1")
     keys = [f"hello/{r}" for r in range(launch.world_size)]
     try:
@@ -74,6 +79,32 @@ def _meet(launch: env.Launch, timeout: timedelta | None) -> Any:
             "for each rank, or raise TFSTYLE_TIMEOUT_SECONDS."
         ) from error
     return store
+
+
+def _network_store(launch: env.Launch, address: tuple[str, int], limit: timedelta) -> Any:
+    """The store at the master address; the one that worker 0 opens does not wait for the others yet."""
+    import torch.distributed as dist
+
+    try:
+        if env.launcher_has_store():
+            return next(iter(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit)))[0]
+        host, port = address
+        return dist.TCPStore(
+            host, port, launch.world_size, launch.rank == 0, limit, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        where = f"MASTER_ADDR:MASTER_PORT = {address[0]}:{address[1]}"
+        said = str(error).strip().partition("\n")[0]
+        if "timed out" in said.lower():
+            raise DeadlineExceededError(
+                f"Worker {launch.rank} of {launch.world_size} did not reach worker 0 at {where} within "
+                f"{limit.total_seconds():g} s ({said}). Check that worker 0 runs there and that the address can be "
+                "reached from here."
+            ) from error
+        raise UnavailableError(
+            f"Worker {launch.rank} of {launch.world_size} cannot use {where}: {said}. Choose another MASTER_PORT if it "
+            "is taken, and check the address."
+        ) from error
 
 
 def make_group(device: torch.device, options: CommunicationOptions) -> WorkerGroup:
@@ -110,6 +141,9 @@ def make_group(device: torch.device, options: CommunicationOptions) -> WorkerGro
         group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
         return TorchGroup(group, timeout, _default_store(), control, lambda: _leave(group))
     assert launch is not None
+    # Its functions keep the default group of the time of their import as a default argument, and torch.optim imports
+    # it: imported later, it would keep the group and its threads until the interpreter ends (see TorchGroup.close).
+    importlib.import_module("torch.distributed.nn.functional")
     store = _meet(launch, timeout)
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout or _FOREVER

@@ -112,13 +112,22 @@ class WorkerGroup(abc.ABC):
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """The JSON-able values of all workers in rank order."""
 
+    def agree_async(self, signature: str, name: str) -> Pending:
+        """Starts checking that all workers are about to make the same call; ``wait`` for it before making it.
+
+        Args:
+            signature: what must be the same.
+            name: of the call.
+        """
+        return Done()
+
     def agree(self, signature: str, name: str) -> None:
         """Checks that all workers are about to make the same call.
 
         Raises:
             CollectiveMismatchError: they are not; the message shows what each worker does.
         """
-        return
+        self.agree_async(signature, name).wait()
 
     @abc.abstractmethod
     def report_failure(self, reason: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tfstyle_dist.comm import diagnosis
-from tfstyle_dist.comm.group import Operation, Pending, WorkerGroup, call_site
+from tfstyle_dist.comm.group import Done, Operation, Pending, WorkerGroup, call_site
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
 
@@ -30,12 +30,43 @@ class _Pending:
         self._group, self._operation, self._work, self._buffer = group, operation, work, buffer
 
     def wait(self) -> None:
-        """Waits for the transfer."""
+        """Waits for the transfer; a second call returns at once."""
+        if self._work is None:
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
             self._group._fail(self._operation, error)
         self._group._in_flight.discard(self._operation.sequence)
+        self._work = None  # it would keep the connections open after the group is closed
+
+
+class _Agreement:
+    """A comparison of what the workers are about to do.
+
+    Every message of this kind has the same size, so workers that make different calls still understand each other.
+    """
+
+    def __init__(self, group: TorchGroup, text: str, name: str, number: int = 0) -> None:
+        self._group, self._text, self._name = group, text, name
+        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        self.numbers: list[int] = []
+        self._out, self._pending = group._gather_async(
+            torch.tensor([self._digest, number], dtype=torch.int64, device=group._device), name
+        )
+
+    def wait(self) -> None:
+        """Returns when all workers said the same; the next operation of this name needs no comparison of its own.
+
+        Raises:
+            CollectiveMismatchError: they did not.
+        """
+        self._pending.wait()
+        pairs = [tuple(int(n) for n in other.tolist()) for other in self._out]
+        if any(digest != self._digest for digest, _ in pairs):
+            self._group._raise_mismatch(self._text, self._name)
+        self.numbers = [number for _, number in pairs]
+        self._group._agreed = self._name
 
 
 class TorchGroup(WorkerGroup):
@@ -71,9 +102,9 @@ class TorchGroup(WorkerGroup):
         self._peers: list[diagnosis.Peer] = []
         self._prefix = "tfstyle/?"
         me = diagnosis.this_peer(self.rank)
-        facts = self.gather_objects([me.pid, me.host, me.boot], "who is there")
-        self._peers = [diagnosis.Peer(r, *fact) for r, fact in enumerate(facts)]
-        self._prefix = "tfstyle/" + hashlib.sha256(json.dumps([facts, _next_group_number()]).encode()).hexdigest()[:16]
+        facts = self.gather_objects([me.pid, me.host, me.boot, _next_group_number()], "who is there")
+        self._peers = [diagnosis.Peer(r, *fact[:3]) for r, fact in enumerate(facts)]
+        self._prefix = "tfstyle/" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         _open_groups.add(self)
 
     # ---- operations -------------------------------------------------------------------------------------------
@@ -121,48 +152,44 @@ class TorchGroup(WorkerGroup):
         sizes = self._exchange(f"gather objects: {name}", name, data.numel())
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         padded[: data.numel()] = data
-        out = [torch.empty_like(padded) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(out, padded, group=self._group, async_op=True)  # noqa: E731
-        self._start(name, padded, begin, compare=False).wait()
+        out, pending = self._gather_async(padded, name)
+        pending.wait()
         return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(out, sizes, strict=True)]
 
-    def agree(self, signature: str, name: str) -> None:
+    def agree_async(self, signature: str, name: str) -> Pending:
         """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
-        self._exchange(f"{name} {signature}", name)
-        self._agreed = name
+        return _Agreement(self, f"{name} {signature}", name) if self._compares else Done()
 
     def _exchange(self, text: str, name: str, number: int = 0) -> list[int]:
-        """Compares ``text`` over the workers; returns the ``number`` of each.
-
-        Every message of this kind has the same size, so workers that make different calls still understand each other.
-        """
+        """Compares ``text`` over the workers; returns the ``number`` of each."""
+        agreement = _Agreement(self, text, name, number)
+        agreement.wait()
         self._agreed = ""
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
-        out = [torch.empty_like(mine) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(out, mine, group=self._group, async_op=True)  # noqa: E731
-        self._start(name, mine, begin, compare=False).wait()
-        pairs = [tuple(int(n) for n in other.tolist()) for other in out]
-        if all(other == digest for other, _ in pairs):
-            return [size for _, size in pairs]
-        # All workers see the difference, so all of them come here.
+        return agreement.numbers
+
+    def _raise_mismatch(self, text: str, name: str) -> None:
+        """All workers see the difference, so all of them come here."""
         calls = self._texts(f"{text} at {call_site()}", name)
         lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
         raise CollectiveMismatchError(
             f"The workers make different calls; all must make the same calls in the same order:\n{lines}", calls
         )
 
+    def _gather_async(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
+        """Starts gathering buffers whose sizes are known to agree."""
+        out = [torch.empty_like(buffer) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)  # noqa: E731
+        return out, self._start(name, buffer, begin, compare=False)
+
     def _texts(self, text: str, name: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        sizes = [torch.empty_like(size) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(sizes, size, group=self._group, async_op=True)  # noqa: E731
-        self._start(name, size, begin, compare=False).wait()
+        sizes, pending = self._gather_async(size, name)
+        pending.wait()
         padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=self._device)
         padded[: data.numel()] = data
-        out = [torch.empty_like(padded) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(out, padded, group=self._group, async_op=True)  # noqa: E731
-        self._start(name, padded, begin, compare=False).wait()
+        out, pending = self._gather_async(padded, name)
+        pending.wait()
         return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(out, sizes, strict=True)]
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -257,7 +284,7 @@ _group_number = 0
 
 
 def _next_group_number() -> int:
-    """Counts groups: all members make them in the same order, so the number agrees everywhere."""
+    """Counts the groups of this process, so that two groups of the same members are told apart."""
     global _group_number
     _group_number += 1
     return _group_number

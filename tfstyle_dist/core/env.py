@@ -51,9 +51,15 @@ def rendezvous_file() -> str | None:
     return os.environ.get("TFSTYLE_RENDEZVOUS_FILE") or None
 
 
-def has_master_address() -> bool:
-    """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` are set."""
-    return bool(os.environ.get("MASTER_ADDR")) and bool(os.environ.get("MASTER_PORT"))
+def master_address() -> tuple[str, int] | None:
+    """``MASTER_ADDR`` and ``MASTER_PORT``, where worker 0 is; ``None`` unless both are set."""
+    host = os.environ.get("MASTER_ADDR")
+    return (host, _int("MASTER_PORT", 0)) if host and os.environ.get("MASTER_PORT") else None
+
+
+def launcher_has_store() -> bool:
+    """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself, not worker 0, answers at the master address."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def timeout() -> timedelta | None:
@@ -71,7 +77,7 @@ def timeout() -> timedelta | None:
 
 
 def debug_collectives() -> bool:
-    """``TFSTYLE_DEBUG`` contains ``collectives``: compare every collective over the workers before it runs."""
+    """``TFSTYLE_DEBUG`` contains ``collectives``: compare every call over the workers first, on GPUs too."""
     return "collectives" in os.environ.get("TFSTYLE_DEBUG", "").split(",")
 
 

@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import local_sum
+from tfstyle_dist.cross_device_ops.collective import local_sum, true_device
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 
 Pair = tuple[Any, Any]
@@ -111,7 +111,7 @@ def _device(destination: Any) -> torch.device:
     if isinstance(destination, str | torch.device | devices.ReplicaDevice):
         return devices.parse(destination).torch_device
     if isinstance(destination, torch.Tensor):
-        return torch.Tensor.device.__get__(destination)  # type: ignore[attr-defined,no-any-return]
+        return true_device(destination)
     return torch.device("cpu")
 
 

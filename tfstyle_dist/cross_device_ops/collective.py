@@ -14,6 +14,12 @@ from tfstyle_dist.runtime.worker import Worker
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def true_device(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor's data is, also for a variable's copy, whose ``device`` is the logical one."""
+    device: torch.device = torch.Tensor.device.__get__(tensor)
+    return device
+
+
 def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DEFAULT) -> torch.Tensor:
     """The sum of the local replicas' values as a new tensor on the first one's device.
 
@@ -24,7 +30,7 @@ def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DE
     Raises:
         InvalidArgumentError: shapes or dtypes differ; the message names the replica.
     """
-    device = torch.Tensor.device.__get__(values[0])  # type: ignore[attr-defined]
+    device = true_device(values[0])
     moved = [v.detach().to(device) for v in values]
     if moved[0].dtype is torch.bool:
         moved = [v.to(torch.int64) for v in moved]
@@ -69,7 +75,14 @@ def sparse_sum_over_workers(worker: Worker, total: torch.Tensor, name: str) -> t
     all_values = group.all_gather(values.reshape(-1), f"{name} (rows)")
     index = torch.cat([i.view(indices.shape)[:, :c] for i, c in zip(all_indices, counts, strict=True)], dim=1)
     value = torch.cat([v.view(values.shape)[:c] for v, c in zip(all_values, counts, strict=True)])
-    return torch.sparse_coo_tensor(index, value, total.shape).coalesce().to(total.dtype)
+    summed = torch.sparse_coo_tensor(index, value, total.shape, check_invariants=False).coalesce()
+    return summed.to(total.dtype)
+
+
+def no_rows(like: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of the shape, dtype and device of ``like`` in which no row is set."""
+    index = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
+    return torch.sparse_coo_tensor(index, like.new_zeros((0, *like.shape[1:])), like.shape, check_invariants=False)
 
 
 def gather_over_workers(worker: Worker, local: Sequence[torch.Tensor], axis: int, name: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 from tfstyle_dist.ops import aggregate
@@ -41,18 +41,18 @@ class MeetingReducer(GradientReducer):
         with raw():
             frozen = not tensor.requires_grad
             tensor.requires_grad_(True)
-            torch.Tensor.register_hook(tensor, lambda grad: self._move_base_gradient(grad, record))
+            tensor.register_hook(lambda grad: self._move_base_gradient(grad, record))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(not frozen)
 
-    def _move_base_gradient(self, grad: torch.Tensor, record: Record) -> torch.Tensor | None:
+    def _move_base_gradient(self, grad: torch.Tensor, record: Record) -> None:
         """A gradient that bypassed ``__torch_function__`` belongs to the replica whose backward made it.
 
-        All replicas share the object, so its own ``.grad`` is never used: autograd adds zeros to it, and the end of the
-        pass drops it.
+        All replicas share the object, so what autograd adds up in its own ``.grad`` is not used; the end of the pass drops
+        it.
         """
         base = record.tensor
         if base is None or _only_captured(base):
-            return None  # torch.autograd.grad: local, and nothing is accumulated
+            return  # torch.autograd.grad: local, and nothing is accumulated
         index = record.index()
         if index is None:
             if self.worker.executor.active_run is not None:
@@ -65,7 +65,6 @@ class MeetingReducer(GradientReducer):
         self.remember_before(slot)
         component.grad = grad.clone() if component.grad is None else component.grad + grad
         self.on_gradient(component, slot)
-        return grad.new_zeros(()).expand_as(grad)
 
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Notes the gradient; the first one of a pass asks to be called at its end."""
@@ -127,7 +126,7 @@ class MeetingReducer(GradientReducer):
         run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads)
 
     def _drop_base_gradients(self, records: Iterable[Record]) -> None:
-        """The zeros of ``_move_base_gradient``; all replicas wait, so nobody adds to them."""
+        """See ``_move_base_gradient``; all replicas wait, so nobody adds to them."""
         with raw():
             for record in records:
                 if (base := record.tensor) is not None:
@@ -200,12 +199,7 @@ class MeetingReducer(GradientReducer):
     def _sparse_over_workers(self, record: Record) -> None:
         first = record.components[0]
         parts = [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
-        if parts:
-            local = aggregate(parts, self.method)
-        else:
-            local = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64), torch.zeros((0, *first.shape[1:]), dtype=first.dtype), first.shape
-            )
+        local = aggregate(parts, self.method) if parts else no_rows(first.detach())
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
         if total._nnz() > 0:
@@ -217,7 +211,7 @@ def _only_captured(leaf: torch.Tensor) -> bool:
     with raw():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch's answer for a leaf that is captured
         return True
     return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.plan import ReductionPlan
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
@@ -27,7 +29,7 @@ class Slot:
         before: the gradient as it was before this backward pass; only kept for SUM.
     """
 
-    __slots__ = ("before", "dirty", "ready", "record", "replica", "watches_before")
+    __slots__ = ("__weakref__", "before", "dirty", "ready", "record", "replica", "watches_before")
 
     def __init__(self, record: Record, replica: int) -> None:
         self.record, self.replica = record, replica
@@ -51,7 +53,7 @@ class GradientReducer(abc.ABC):
         self.worker, self.store, self.bytes_per_pack = worker, store, bytes_per_pack
         self.method = AggregationMethod.validate(method)
         self.slots: dict[int, list[Slot]] = {}
-        self.accumulating = False
+        self._accumulating = [0] * worker.num_local_replicas
         self._plan: ReductionPlan | None = None
         self._plan_version = self._clean_version = -1
 
@@ -65,10 +67,21 @@ class GradientReducer(abc.ABC):
                 return
             slot = Slot(record, replica)
             slots.append(slot)
-            _hook(component, lambda p, slot=slot: self.on_gradient(p, slot))
+            _hook(component, self._listener(slot))
         self.slots[id(record)] = slots
         if record.policy is not None and record.policy.scale is ReduceOp.SUM:
             self.watch_before(record)
+
+    def _listener(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """What the copy's hook calls. The garbage collector does not see through torch's hook: it holds nothing."""
+        reducer, known = weakref.ref(self), weakref.ref(slot)
+
+        def listen(parameter: torch.Tensor) -> None:
+            me, mine = reducer(), known()
+            if me is not None and mine is not None:
+                me.on_gradient(parameter, mine)
+
+        return listen
 
     def watch_before(self, record: Record) -> None:
         """For SUM: remembers the gradient before each backward pass, so that only the new part is summed."""
@@ -109,18 +122,24 @@ class GradientReducer(abc.ABC):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients stay local; the first backward after it reduces the whole."""
-        before, self.accumulating = self.accumulating, True
+        frame = current_frame()
+        replica = frame.replica if frame is not None and frame.strategy is self.store.strategy else None
+        # Replicas in threads enter and leave at their own time: each counts for itself.
+        inside = range(len(self._accumulating)) if replica is None else (replica.local_replica_id,)
+        for index in inside:
+            self._accumulating[index] += 1
         try:
             yield
         finally:
-            self.accumulating = before
+            for index in inside:
+                self._accumulating[index] -= 1
 
     def keeps_local(self, slot: Slot) -> bool:
         """Whether this gradient is not to be reduced now; remembers it if so."""
         policy = slot.record.policy
         if policy is None or policy.reduce_at != "backward":
             return True
-        if self.accumulating:
+        if self._accumulating[slot.replica]:
             slot.dirty = True
             return True
         return False
@@ -151,18 +170,20 @@ class GradientReducer(abc.ABC):
     def plan(self) -> ReductionPlan:
         """The current plan; built anew after parameters were adopted."""
         if self._plan is None or self._plan_version != self.store.version:
-            self._plan_version = self.store.version
             self.forget_dead()
-            records = [r for r in self.store.records() if id(r) in self.slots]
+            records = self.store.alive_everywhere([r for r in self.store.records() if id(r) in self.slots])
             self._plan = ReductionPlan.build(records, self.bytes_per_pack, self.method)
+            self._plan_version = self.store.version
         return self._plan
 
     def contribution(self, slot: Slot) -> torch.Tensor | None:
         """What one copy adds to the sum: for MEAN its whole gradient, for SUM only the part that is new.
 
         The mean of gradients that all hold the same old part plus different new ones is the old part plus the mean of
-        the new ones, so MEAN needs no memory of the old part.
+        the new ones, so MEAN needs no memory of the old part. A parameter that is gone adds nothing.
         """
+        if slot.record.tensor is None:
+            return None
         grad = slot.record.components[slot.replica].grad
         if grad is None or slot.record.policy is None or slot.record.policy.scale is ReduceOp.MEAN:
             return grad
@@ -198,15 +219,15 @@ class GradientReducer(abc.ABC):
             )
 
 
-def _hook(component: torch.Tensor, function: object) -> None:
+def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
     """Registers a post-accumulate hook; on a frozen parameter too, in case it thaws."""
     frozen = not component.requires_grad
     component.requires_grad_(True)
-    component.register_post_accumulate_grad_hook(function)  # type: ignore[arg-type]
+    component.register_post_accumulate_grad_hook(function)
     if frozen:
         component.requires_grad_(False)
 
 
-def queue_end_of_backward(function: object) -> None:
+def queue_end_of_backward(function: Callable[[], None]) -> None:
     """Calls ``function`` when the backward pass under way is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)

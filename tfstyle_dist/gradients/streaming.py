@@ -7,7 +7,8 @@ import sys
 import torch
 
 from tfstyle_dist.comm.group import Pending
-from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 
@@ -85,13 +86,15 @@ class StreamingReducer(GradientReducer):
         self._active, self._task = True, task
         self._pass += 1
         number = self._pass
+        # Travels while backward goes on; waited for before the first bucket is sent.
+        self._agreement = self.worker.group.agree_async(self._signature, "gradients")
         queue_end_of_backward(lambda: self._finish(number))
 
     def _build(self) -> None:
         plan = self.plan()
         self._lanes = [_Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
-        self._sparse = [self.slot(r, 0) for r in plan.sparse]
+        self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
         self._signature = f"of one backward pass ({', '.join(f'{b.numel} x {b.dtype}' for b in plan.buckets)})"
 
     def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
@@ -103,7 +106,11 @@ class StreamingReducer(GradientReducer):
 
     def _send(self, lane: _Lane) -> None:
         if lane is self._lanes[0]:
-            self.worker.group.agree(self._signature, "gradients")
+            try:
+                self._agreement.wait()
+            except CollectiveMismatchError:
+                self._active = False  # nobody has sent anything of this pass, and all workers know
+                raise
         lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]")
 
     def _send_complete(self) -> None:
@@ -117,10 +124,12 @@ class StreamingReducer(GradientReducer):
                 for place, slot in enumerate(lane.slots):
                     if not slot.ready:
                         self._fill(lane, place, slot)
-                        if not slot.dirty:
+                        if not slot.dirty or slot.record.tensor is None:
                             lane.flags[place] = 0.0
                 self._send(lane)
         self._next = len(self._lanes)
+        if not self._lanes:
+            self._agreement.wait()
         for lane in self._lanes:
             assert lane.pending is not None
             lane.pending.wait()
@@ -132,19 +141,18 @@ class StreamingReducer(GradientReducer):
         self._finish_sending()
         with torch.no_grad():
             unused = [s.record for lane in self._lanes for s in self._take(lane)]
-            for slot in self._sparse:
-                self._reduce_sparse(slot)
+            for slot, empty in self._sparse:
+                self._reduce_sparse(slot, empty)
         self.say_unused(unused)
 
     def _take(self, lane: _Lane) -> list[Slot]:
         """Puts the reduced gradients into ``.grad``; returns the slots that only other workers used."""
-        some_unused = not all(s.ready or s.dirty for s in lane.slots)
-        used = lane.flags.tolist() if some_unused else None
+        used = None if all(s.ready for s in lane.slots) else lane.flags.tolist()
         elsewhere = []
         for place, slot in enumerate(lane.slots):
-            mine = slot.ready or slot.dirty
-            if not mine:
-                assert used is not None
+            if slot.record.tensor is None:
+                continue  # gone here; the other workers needed our part all the same
+            if used is not None and not (slot.ready or slot.dirty):
                 if used[place] == 0:
                     continue  # nobody used it: the gradient stays what it was
                 elsewhere.append(slot)
@@ -167,18 +175,16 @@ class StreamingReducer(GradientReducer):
         else:
             grad.copy_(total / divisor)
 
-    def _reduce_sparse(self, slot: Slot) -> None:
-        parameter = slot.record.components[0]
+    def _reduce_sparse(self, slot: Slot, empty: torch.Tensor) -> None:
         part = self.contribution(slot)
         if part is None:
-            part = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64, device=parameter.device),
-                torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
-                parameter.shape,
-            )
+            part = empty
         elif not part.is_sparse:
             part = part.to_sparse(1)
         total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
+        parameter = slot.record.tensor
+        if parameter is None:
+            return  # gone here; the other workers needed our part all the same
         divisor = self.divisor(slot.record)
         total = total if divisor is None else total / divisor
         old = self.old_part(slot)

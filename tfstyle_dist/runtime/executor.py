@@ -60,6 +60,7 @@ class _Ambient:
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
         self.cache = torch.is_autocast_cache_enabled()
+        self.device = torch.get_default_device()
 
     @contextlib.contextmanager
     def applied(self, device: ReplicaDevice, num_threads: int) -> Any:
@@ -69,6 +70,9 @@ class _Ambient:
                 torch.set_num_threads(num_threads)
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device.index))
+            if self.device.type != "cpu":  # without an index: the replica's own one
+                own = self.device.type == device.type
+                stack.enter_context(torch.device(self.device.type) if own else self.device)
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:

@@ -168,6 +168,8 @@ class Strategy:
             ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
             Exception: whatever a replica raises, the same object.
         """
+        if self._closed:
+            raise RuntimeError(f"{self!r} was closed; make a new strategy to run again.")
         frame = current_frame()
         if frame is not None:
             if frame.strategy is not self:

@@ -16,7 +16,7 @@ def synchronize(worker: Worker, store: ParameterStore) -> None:
     if worker.num_replicas == 1:
         return
     groups: dict[tuple[torch.dtype, VariableAggregation], list[Record]] = {}
-    for record in store.records("buffer"):
+    for record in store.alive_everywhere(list(store.records("buffer"))):
         groups.setdefault((record.components[0].dtype, record.aggregation), []).append(record)
     with torch.no_grad(), raw():
         for (dtype, aggregation), records in groups.items():

@@ -42,7 +42,8 @@ def get_replica_context() -> ReplicaContext | None:
     frame = current_frame()
     if frame is None:
         return default_strategy().replica_context
-    return frame.replica
+    replica: ReplicaContext | None = frame.replica
+    return replica
 
 
 def in_cross_replica_context() -> bool:

@@ -60,12 +60,15 @@ def gradients(
     if len(weights) != len(outputs):
         raise ValueError(f"Passed {len(weights)} grad_ys for {len(outputs)} ys; grad_ys needs one entry (or None) for each y.")
     outputs = [y._tfstyle_value() if isinstance(y, Replicated) else y for y in outputs]
-    weights = [torch.ones_like(y) if w is None else torch.as_tensor(w, dtype=y.dtype) for y, w in zip(outputs, weights, strict=True)]
+    seeds = [
+        torch.ones_like(y) if w is None else torch.as_tensor(w, dtype=y.dtype)
+        for y, w in zip(outputs, weights, strict=True)
+    ]
     if len(outputs) > 1 and method != AggregationMethod.DEFAULT:
-        parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, weights, strict=True)]
+        parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, seeds, strict=True)]
         found = [_aggregate([p[i] for p in parts], method) for i in range(len(inputs))]
     else:
-        found = _grad(outputs, inputs, weights, keep=True)
+        found = _grad(outputs, inputs, seeds, keep=True)
     if unconnected is UnconnectedGradients.ZERO:
         return [torch.zeros_like(_leaf(x)[0]) if g is None else g for g, x in zip(found, inputs, strict=True)]
     return found
@@ -130,7 +133,7 @@ def trainable_variables_of(loss: torch.Tensor) -> list[torch.Tensor]:
             record = find_record(leaf)
             owner = record.tensor if record is not None and record.tensor is not None else leaf
             found.setdefault(id(owner), owner)
-        stack.extend(child for child, _ in node.next_functions)
+        stack.extend(child for child, _ in node.next_functions if child is not None)
     order: dict[int, int] = {}
     for tensor in found.values():
         record = find_record(tensor)

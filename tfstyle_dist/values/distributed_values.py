@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,4 +155,4 @@ def local_results(value: Any, num_local_replicas: int) -> tuple[Any, ...]:
         entries = component_values(leaf)
         return leaf if entries is None else entries[index]
 
-    return tuple(nest.map_structure(lambda leaf, i=i: part(leaf, i), value) for i in range(num_local_replicas))
+    return tuple(nest.map_structure(partial(part, index=i), value) for i in range(num_local_replicas))

@@ -46,6 +46,7 @@ class Record:
         placement: where the copies live.
         kind: ``"parameter"``, ``"buffer"`` or ``"variable"``.
         policy: how its gradient is reduced; ``None`` for buffers.
+        number: place in the order of adoption; the same on all workers.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Record:
         "kind",
         "local_name",
         "module",
+        "number",
         "placement",
         "policy",
         "separated",
@@ -80,12 +82,16 @@ class Record:
         self.separated = kind == "buffer" or synchronization is VariableSynchronization.ON_READ
         self._tensor: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
-        self.local_name = ""
+        self.local_name, self.number = "", -1
 
     @property
     def tensor(self) -> torch.Tensor | None:
         """The user's own tensor object, while it lives."""
         return self._tensor()
+
+    def rebind(self, tensor: torch.Tensor) -> None:
+        """Stands for another tensor object from now on."""
+        self._tensor = weakref.ref(tensor)
 
     def index(self) -> int | None:
         """The local replica whose copy the calling thread means; ``None`` in cross-replica context."""

@@ -16,10 +16,18 @@ from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.variables.record import Record, raw
 
 _Tensor = torch.Tensor
+# Descriptors of torch.Tensor: their accessors are the functions that __torch_function__ is called with.
+_GRAD: Any = _Tensor.grad
+_DATA: Any = _Tensor.data
+_REQUIRES_GRAD: Any = _Tensor.requires_grad
 _IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__"
     for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
 ) | {"__setitem__"}
+_MODULE_APPLY = torch.nn.Module._apply.__code__
+_CONVERSIONS = frozenset(
+    getattr(_Tensor, name) for name in ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")
+)
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
 _mutating: dict[Any, bool] = {}
@@ -42,6 +50,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return special(*args, **(kwargs or {}))
     if func in _METADATA and isinstance(args[0], Replicated):
         return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
+    if func in _CONVERSIONS and type(args[0]) is MirroredBuffer and _in_module_conversion():
+        return _convert_buffer(func, args, kwargs or {})
     written: list[Record] = []
     if (args and _writes(func)) or (kwargs and kwargs.get("out") is not None):
         target = kwargs["out"] if kwargs and kwargs.get("out") is not None else args[0]
@@ -59,7 +69,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             record.fan_out()
     if len(written) == 1 and args and result is new_args[0]:
         return args[0]  # p += 1 must leave p what it is
-    if written and kwargs and result is new_kwargs.get("out"):
+    if kwargs and result is not None and result is new_kwargs.get("out"):
         return kwargs["out"]  # likewise self.buffer = torch.mv(a, b, out=self.buffer)
     return result
 
@@ -110,24 +120,24 @@ class Replicated:
         """Pickles as the plain parameter or tensor."""
         return _plain(self, clone=False).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = self._tfstyle_record
         return f"{type(self).__name__} with {len(record.components)} copies, here: {self._tfstyle_value()!r}"
 
 
 def _plain(tensor: Any, clone: bool) -> torch.Tensor:
-    value = tensor._tfstyle_value().detach()
+    value: torch.Tensor = tensor._tfstyle_value().detach()
     value = value.clone() if clone else value
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
     return value
 
 
-class MirroredParameter(Replicated, torch.nn.Parameter):
+class MirroredParameter(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
     """A parameter of a module built in the scope of a strategy with several local replicas."""
 
 
-class MirroredBuffer(Replicated, torch.Tensor):
+class MirroredBuffer(Replicated, torch.Tensor):  # type: ignore[misc]  # likewise
     """A buffer of such a module: each replica has its own values."""
 
 
@@ -201,6 +211,35 @@ def _data_ptr(tensor: Any) -> int:
     return int(tensor._tfstyle_record.component().data_ptr())
 
 
+def _in_module_conversion() -> bool:
+    """Whether ``module.to()`` or one of its relatives asks, which puts the result in the buffer's place."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame.f_code is _MODULE_APPLY:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _convert_buffer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Converts every copy and gives the same object back, so that the buffer stays the strategy's."""
+    buffer, record = args[0], args[0]._tfstyle_record
+    if record.index() is not None:
+        raise WrongContextError(
+            f"A module with the buffer {record.describe()!r} was converted (to(), double(), cuda(), ...) inside strategy.run. "
+            "Convert it outside."
+        )
+    record.store.ensure_equal()
+    with raw(), torch.no_grad():
+        for replica, component in enumerate(record.components):
+            data = func(component, *args[1:], **kwargs)
+            component.data = data.to(record.store.device(replica, data.device))
+        buffer.data = record.components[0].detach()
+    return buffer
+
+
 # Asking for a shape must not aggregate an ON_READ variable over the replicas.
 _METADATA = frozenset(
     [
@@ -211,13 +250,13 @@ _METADATA = frozenset(
 )
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    _Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
-    _Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-    _Tensor.grad.__delete__: _del_grad,  # type: ignore[attr-defined]
-    _Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    _Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _GRAD.__get__: _get_grad,
+    _GRAD.__set__: _set_grad,
+    _GRAD.__delete__: _del_grad,
+    _DATA.__get__: _get_data,
+    _DATA.__set__: _set_data,
     _Tensor.detach: _detach,
-    _Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _REQUIRES_GRAD.__set__: _set_requires_grad,
     _Tensor.requires_grad_: _requires_grad_,
     _Tensor.share_memory_: _share_memory_,
     torch._has_compatible_shallow_copy_type: _shallow_type,

@@ -53,6 +53,8 @@ class ParameterStore:
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # A record of a buffer lives as long as the module, because another tensor may take the buffer's place.
+        self._buffers: weakref.WeakKeyDictionary[torch.nn.Module, list[Record]] = weakref.WeakKeyDictionary()
         self._separated: weakref.WeakSet[Record] = weakref.WeakSet()
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
@@ -135,10 +137,12 @@ class ParameterStore:
         self._add(record, None, record.local_name)
 
     def _add(self, record: Record, module: torch.nn.Module | None, name: str) -> None:
-        record.local_name = name
+        record.local_name, record.number = name, self.version
         if module is not None:
             record.module = weakref.ref(module)
             self._modules.add(module)
+            if record.kind == "buffer":
+                self._buffers.setdefault(module, []).append(record)
         self._all.append(weakref.ref(record))
         keep = record.tensor
         if keep is not None:
@@ -163,8 +167,22 @@ class ParameterStore:
         """The living records in the order of adoption."""
         for reference in self._all:
             record = reference()
+            if record is not None and record.kind == "buffer" and self.worker.num_local_replicas == 1:
+                _follow_buffer(record)
             if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
+
+    def alive_everywhere(self, records: Sequence[Record]) -> list[Record]:
+        """Those of ``records`` that live on all workers; collective.
+
+        A model that is no longer used may wait for the garbage collector on some workers and be gone on others; messages
+        laid out by the living records would then differ.
+        """
+        if self.worker.group.size == 1:
+            return list(records)
+        numbers = self.worker.group.gather_objects([r.number for r in records], "living parameters")
+        common = set(numbers[0]).intersection(*numbers[1:])
+        return [r for r in records if r.number in common]
 
     def owns(self, tensor: Any) -> bool:
         """Whether ``tensor`` belongs to this store."""
@@ -282,6 +300,16 @@ class _WeakComponents(list[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([self[0]])
+
+
+def _follow_buffer(record: Record) -> None:
+    """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
+    module = record.module() if record.module is not None else None
+    current = None if module is None else module._buffers.get(record.local_name)
+    if current is not None and current is not record.tensor:
+        record.rebind(current)
+        with _records_lock:
+            _records[current] = record
 
 
 def _register_components(record: Record) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
+from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -31,7 +31,6 @@ class VariableComponent(torch.nn.Parameter):
 
     _tfstyle_name: str
     _tfstyle_device: torch.device
-    _tfstyle_container: Any
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Sets this copy alone. Args and result as in ``Variable.assign``."""
@@ -57,7 +56,7 @@ class VariableComponent(torch.nn.Parameter):
         return self._tfstyle_name
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
         """The replica's device as the user counts it (a logical CPU keeps its index)."""
         return self._tfstyle_device
 
@@ -66,7 +65,7 @@ class VariableComponent(torch.nn.Parameter):
         return self
 
 
-class Variable(Replicated, torch.nn.Parameter):
+class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
     """A tensor that a strategy keeps on its replicas (``tf.Variable``).
 
     Built inside ``strategy.scope()`` it has one copy on each replica; outside every scope it is an ordinary
@@ -268,7 +267,7 @@ class Variable(Replicated, torch.nn.Parameter):
         return read_across_replicas(record, self.name)
 
 
-class DistributedVariable(DistributedValues, Variable):
+class DistributedVariable(DistributedValues, Variable):  # type: ignore[misc]  # Tensor._values is for sparse tensors
     """A variable with copies on the replicas of a strategy."""
 
     @property
@@ -353,8 +352,6 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     variable._tfstyle_record = record
     variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
     variable._tfstyle_synchronization = shown  # type: ignore[attr-defined]
-    for component in components:
-        component._tfstyle_container = record  # type: ignore[attr-defined]
     store.add_variable(record)
     return variable
 
@@ -383,7 +380,7 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
     """
     if isinstance(value, Replicated):
         value = value._tfstyle_value()
-    where = torch.Tensor.device.__get__(like)  # type: ignore[attr-defined]
+    where = true_device(like)
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
         if tensor.dtype != like.dtype:
@@ -421,7 +418,7 @@ def write_all(record: Record, op: str, value: torch.Tensor) -> None:
     for component in record.components:
         if component.data_ptr() not in seen or component.numel() == 0:
             seen.add(component.data_ptr())
-            write_component(component, op, value.to(torch.Tensor.device.__get__(component)))  # type: ignore[attr-defined]
+            write_component(component, op, value.to(true_device(component)))
 
 
 def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:

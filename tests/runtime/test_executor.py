@@ -1,0 +1,112 @@
+"""The threads of the replicas: kept from run to run, replaced when stuck, gone after close."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
+from tfstyle_dist.runtime.executor import ReplicaExecutor
+
+pytestmark = pytest.mark.timeout(60)
+DEVICES = [ReplicaDevice("cpu", 0), ReplicaDevice("cpu", 1)]
+
+
+@pytest.fixture
+def executor() -> Iterator[ReplicaExecutor]:
+    made = ReplicaExecutor(DEVICES, timedelta(seconds=20))
+    yield made
+    made.close()
+
+
+def thread_ids(executor: ReplicaExecutor) -> list[int]:
+    return executor.run([lambda run: threading.get_ident()] * 2)
+
+
+def test_results_in_replica_order(executor: ReplicaExecutor) -> None:
+    assert executor.run([lambda run: "first", lambda run: "second"]) == ["first", "second"]
+
+
+def test_first_replica_in_the_callers_thread_the_others_kept(executor: ReplicaExecutor) -> None:
+    first, second = thread_ids(executor)
+    assert first == threading.get_ident()
+    assert second != first
+    assert thread_ids(executor) == [first, second]
+
+
+def test_a_run_inside_a_run_has_threads_of_its_own(executor: ReplicaExecutor) -> None:
+    outer_and_inner: list[Any] = []
+
+    def first(run: Any) -> None:
+        assert executor.active_run is run
+        outer_and_inner.append(executor.run([lambda inner: executor.active_run is inner] * 2))
+        assert executor.active_run is run
+
+    executor.run([first, lambda run: None])
+    assert outer_and_inner == [[True, True]]
+    assert executor.active_run is None
+
+
+def test_the_same_error_object_with_a_note(executor: ReplicaExecutor) -> None:
+    error = KeyError("x")
+
+    def fail(run: Any) -> None:
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        executor.run([lambda run: None, fail])
+    assert caught.value is error
+    assert error.__notes__ == ["[tfstyle_dist] raised in replica 1 of 2 on this worker"]
+    assert executor.run([lambda run: 1] * 2) == [1, 1]
+
+
+def test_an_abort_raised_by_hand_is_no_silent_success(executor: ReplicaExecutor) -> None:
+    def fail(run: Any) -> None:
+        raise ReplicaAborted("by hand")
+
+    with pytest.raises(RuntimeError, match="replica 1 was aborted: by hand"):
+        executor.run([lambda run: None, fail])
+
+
+def test_stuck_threads_are_replaced() -> None:
+    executor = ReplicaExecutor(DEVICES, timedelta(seconds=0.3))
+    release = threading.Event()
+    stuck: list[int] = []
+
+    def wait(run: Any) -> None:
+        stuck.append(threading.get_ident())
+        release.wait(30)
+
+    try:
+        with pytest.raises(
+            DeadlineExceededError, match=r"Replica\(s\) \[1\] did not finish within the limit of 0.3 s"
+        ):
+            executor.run([lambda run: None, wait])
+        assert thread_ids(executor)[1] != stuck[0]
+    finally:
+        release.set()
+        executor.close()
+
+
+def test_close(executor: ReplicaExecutor) -> None:
+    before = set(threading.enumerate())
+    other = ReplicaExecutor(DEVICES, None)
+    other.run([lambda run: None] * 2)
+    (thread,) = set(threading.enumerate()) - before
+    other.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="closed"):
+        other.run([lambda run: None] * 2)
+
+
+def test_mode() -> None:
+    with pytest.raises(ValueError, match="'threads' or 'serial', got 'async'"):
+        ReplicaExecutor(DEVICES, None, "async")
+    with pytest.raises(RuntimeError, match="run_replicas='serial'"):
+        ReplicaExecutor(DEVICES, None).seed([1, 2])

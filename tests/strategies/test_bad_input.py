@@ -1,0 +1,368 @@
+"""What a user gets wrong, and what the error says about it: what was given, why not, and what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.values import PerReplica
+
+# ---- devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "message"),
+    [
+        (["tpu9:0"], ValueError, r"Unknown device 'tpu9:0'. Write 'cpu:0', 'cuda:1'"),
+        (["cpu:zero"], ValueError, "Unknown device 'cpu:zero'"),
+        ([""], ValueError, "Unknown device ''"),
+        (["gpu:*"], ValueError, r"Unknown device 'gpu:\*'"),
+        (["cpu:0", "cpu:0"], ValueError, r"must be unique, but cpu:0 is given more than once.*write e.g."),
+        (["cpu:0", "/device:CPU:0"], ValueError, "cpu:0 is given more than once"),
+        (["cpu:0", "meta:0"], ValueError, r"all be on one kind of device, got \['cpu', 'meta'\]"),
+        (["xla:0"], ValueError, "Device xla:0 is not supported by this strategy; use CPU or CUDA devices"),
+        ("cpu:0", TypeError, r"must be a sequence of devices, got 'cpu:0'; write \['cpu:0'\]"),
+        (torch.device("cpu"), TypeError, r"must be a sequence of devices.*write \['cpu'\]"),
+        ([], ValueError, "devices is empty: give at least one device, or leave devices=None"),
+        ([3], (TypeError, ValueError), "3"),
+    ],
+)
+def test_devices(devices: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        td.MirroredStrategy(devices)
+
+
+def test_absent_device() -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with pytest.raises(
+        ValueError, match=f"Device cuda:{count} was asked for, but this process sees {count} CUDA"
+    ):
+        td.MirroredStrategy([f"/gpu:{count}"])
+    with pytest.raises(ValueError, match=f"Device cuda:{count} was asked for"):
+        td.OneDeviceStrategy(f"cuda:{count}")
+
+
+def test_mixed_kinds_are_refused_before_their_presence_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"all be on one kind of device, got \['cpu', 'cuda'\]"):
+        td.MirroredStrategy(["cpu:0", "cuda:0"])
+
+
+@pytest.mark.parametrize("ops", ["nccl", td.ReductionToOneDevice, 1])
+def test_cross_device_ops(ops: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice\(\), got"
+    ):
+        td.MirroredStrategy(["cpu:0"], cross_device_ops=ops)
+
+
+def test_run_replicas() -> None:
+    with pytest.raises(ValueError, match="must be 'threads' or 'serial', got 'parallel'"):
+        td.MirroredStrategy(["cpu:0", "cpu:1"], run_replicas="parallel")
+
+
+def test_timeout_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, message in [("soon", "is not a number of seconds"), ("-1", "is negative")]:
+        monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", text)
+        with pytest.raises(ValueError, match=f"TFSTYLE_TIMEOUT_SECONDS='{text}' {message}"):
+            td.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "message"),
+    [("2", "2", "RANK=2 does not fit WORLD_SIZE=2"), ("x", "2", "RANK='x' is not a whole number")],
+)
+def test_launcher_variables(monkeypatch: pytest.MonkeyPatch, rank: str, world: str, message: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ValueError, match=message):
+        td.MirroredStrategy(["cpu:0"])
+
+
+# ---- run ---------------------------------------------------------------------------------------------------
+
+
+def test_args_of_run(two: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"args of run must be a list or tuple, got Tensor; write args=\(value,\)"
+    ):
+        two.run(lambda x: x, args=torch.ones(1))
+    with pytest.raises(ValueError, match="kwargs of run must be a dict, got list"):
+        two.run(lambda x: x, kwargs=[1])
+    with pytest.raises(TypeError, match="run takes a callable, got int: 3"):
+        two.run(3)
+
+
+def test_return_values_of_different_structure(two: Any) -> None:
+    def fn() -> Any:
+        replica = td.get_replica_context()
+        assert replica is not None
+        return (1, 2) if replica.replica_id_in_sync_group else {"a": 1}
+
+    with pytest.raises(
+        AssertionError, match=r"(?s)replica 0 gave .* replica 1 gave .* Make every replica return the same"
+    ):
+        two.run(fn)
+
+
+# ---- contexts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.run(lambda: None), "run was called in replica context.*inside merge_call"),
+        (lambda s: s.scope().__enter__(), r"scope\(\) was entered in replica context.*use merge_call"),
+        (
+            lambda s: s.reduce("SUM", 1, axis=None),
+            "Strategy.reduce must be called in cross-replica.*merge_call",
+        ),
+        (
+            lambda s: s.gather(torch.ones(1), axis=0),
+            "Strategy.gather must be called in cross-.*Use ReplicaContext.all_gather",
+        ),
+        (
+            lambda s: s.extended.reduce_to("SUM", 1, "cpu:0"),
+            "reduce_to must be called in cross-replica.*merge_call",
+        ),
+        (
+            lambda s: td.experimental_set_strategy(s),
+            "experimental_set_strategy was called in replica context",
+        ),
+        (lambda s: td.MirroredStrategy(["cpu:0", "cpu:1"]).scope(), "Mixing different"),
+    ],
+)
+def test_cross_replica_calls_in_replica_context(two: Any, call: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        two.run(lambda: call(two))
+
+
+def test_replica_calls_inside_merge_call(two: Any) -> None:
+    def fn() -> None:
+        replica = td.get_replica_context()
+        assert replica is not None
+        replica.merge_call(lambda strategy: replica.all_reduce("SUM", torch.ones(1)))
+
+    with pytest.raises(
+        RuntimeError, match="all_reduce needs replica context, but this is cross-replica context"
+    ):
+        two.run(fn)
+
+
+def test_stale_replica_context(two: Any) -> None:
+    kept: list[Any] = []
+    two.run(lambda: kept.append(td.get_replica_context()))
+    with pytest.raises(
+        RuntimeError, match="Mismatching ReplicaContext: merge_call was called on the context of replica"
+    ):
+        kept[0].merge_call(lambda strategy: None)
+
+
+def test_two_strategies(two: Any) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other, two.scope():
+        with pytest.raises(RuntimeError, match=r"Mixing different tf.distribute strategies: run of"):
+            other.run(lambda: None)
+        with pytest.raises(RuntimeError, match=r"Mixing different tf.distribute strategies: scope\(\) of"):
+            other.scope().__enter__()
+
+
+# ---- values ------------------------------------------------------------------------------------------------
+
+
+def test_per_replica_is_no_value() -> None:
+    value = PerReplica((torch.tensor(1.0), torch.tensor(2.0)))
+    advice = r"use strategy.experimental_local_results\(value\)"
+    with pytest.raises(TypeError, match=f"not iterable; {advice}"):
+        list(value)
+    with pytest.raises(TypeError, match=f"no length; {advice}"):
+        len(value)
+    with pytest.raises(TypeError, match=r"no truth value: it holds one value for each replica. Use"):
+        bool(value)
+
+
+def test_reduce(two: Any) -> None:
+    value = PerReplica((torch.ones(2), torch.ones(2)))
+    with pytest.raises(ValueError, match=r"must be a valid ReduceOp \(.*'SUM' or 'MEAN'\), got 'MAX'"):
+        two.reduce("MAX", value, axis=None)
+    with pytest.raises(ValueError, match="axis 1 is out of range for a per-replica value of rank 1"):
+        two.reduce("SUM", value, axis=1)
+    with pytest.raises(ValueError, match="cannot be reduced with SUM: it is not a per-replica value"):
+        two.reduce("SUM", 3.0, axis=None)
+    with pytest.raises(InvalidArgumentError, match="shape"):
+        two.reduce("SUM", PerReplica((torch.ones(2), torch.ones(3))), axis=None)
+
+
+def test_all_reduce_of_no_tensor(two: Any) -> None:
+    def fn(value: Any) -> None:
+        replica = td.get_replica_context()
+        assert replica is not None
+        replica.all_reduce("SUM", value)
+
+    for value in (None, 3):
+        with pytest.raises(
+            ValueError, match=r"all_reduce: a leaf of type .* cannot be reduced.*Pass torch.tensor"
+        ):
+            two.run(fn, args=(value,))
+
+
+def test_all_gather(two: Any) -> None:
+    def fn(value: torch.Tensor, axis: Any) -> None:
+        replica = td.get_replica_context()
+        assert replica is not None
+        replica.all_gather(value, axis)
+
+    with pytest.raises(InvalidArgumentError, match=r"axis -1 does not fit .*negative axes are not accepted"):
+        two.run(fn, args=(torch.ones(2), -1))
+    with pytest.raises(InvalidArgumentError, match=r"a scalar needs value.reshape"):
+        two.run(fn, args=(torch.tensor(1.0), 0))
+    with pytest.raises(ValueError, match=r"axis must be a whole number from 0 on, got 1.5"):
+        two.run(fn, args=(torch.ones(2), 1.5))
+    uneven = PerReplica((torch.ones(2, 2), torch.ones(2, 3)))
+    with pytest.raises(InvalidArgumentError, match=r"shape \[2, 3\].*differ along that axis only"):
+        two.run(fn, args=(uneven, 0))
+
+
+# ---- variables ---------------------------------------------------------------------------------------------
+
+
+def variable(strategy: Any, value: Any = 0.0, **options: Any) -> Any:
+    with strategy.scope():
+        return td.Variable(value, name="v", **options)
+
+
+def test_assigning_what_does_not_fit(two: Any) -> None:
+    v = variable(two, torch.zeros(2))
+    with pytest.raises(
+        InvalidArgumentError, match=r"Variable 'v' has shape \(2,\), but the assigned value has shape \(3,\)"
+    ):
+        v.assign(torch.ones(3))
+    with pytest.raises(
+        InvalidArgumentError, match=r"dtype torch.float32, but the assigned tensor has torch.int64; write"
+    ):
+        v.assign(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(InvalidArgumentError, match="Variable 'v' was assigned 'two', which is no tensor"):
+        v.assign("two")
+    assert v.tolist() == [0.0, 0.0]
+
+
+def test_reading_an_unaggregated_variable_across_replicas(two: Any) -> None:
+    v = variable(two, synchronization=td.VariableSynchronization.ON_READ)
+    with pytest.raises(
+        ValueError, match=r"'v' has aggregation NONE: its copies cannot be read.*Read it inside strategy.run"
+    ):
+        v.value()
+
+
+def test_a_number_under_sum(two: Any) -> None:
+    v = variable(two, aggregation=td.VariableAggregation.SUM)
+    with pytest.raises(
+        ValueError,
+        match=r"1.0 cannot be reduced: .*Pass a tensor, e.g. variable.assign\(torch.tensor\(1.0\)\)",
+    ):
+        two.run(lambda: v.assign(1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"synchronization": "ON_READ"}, "must be a VariableSynchronization, got 'ON_READ'"),
+        ({"aggregation": "SUM"}, "must be a VariableAggregation, got 'SUM'"),
+        (
+            {"synchronization": td.VariableSynchronization.NONE},
+            "NONE is not supported by MirroredStrategy.*Use AUTO",
+        ),
+        (
+            {"aggregation": td.VariableAggregation.MEAN, "value": 3},
+            "MEAN needs a floating point variable, got dtype",
+        ),
+        ({"value": None}, "needs an initial_value: a number"),
+        ({"value": "text"}, "initial_value 'text' is not a number"),
+        ({"value": PerReplica((1.0, 2.0))}, "must be the same on all replicas, got a PerReplica"),
+    ],
+)
+def test_variable_options(two: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        variable(two, **options)
+
+
+def test_a_variable_of_another_strategy(two: Any) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
+        v = variable(other, aggregation=td.VariableAggregation.MEAN)
+        with pytest.raises(
+            RuntimeError, match=r"Mixing different tf.distribute strategies: assigning variable 'v'"
+        ):
+            two.run(lambda: v.assign(1.0))
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_another_strategy(two: Any) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
+        with other.scope():
+            model = torch.nn.Linear(2, 1)
+        with pytest.raises(
+            RuntimeError,
+            match=r"Mixing different .*: '(weight|bias)' already belongs to .*a module of its own",
+        ):
+            two.experimental_adopt(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"Mixing different .*: SGD holds parameters of"):
+            two.run(optimizer.step)
+        with two.scope():
+            own = torch.nn.Linear(2, 1)
+        both = torch.optim.SGD([*model.parameters(), *own.parameters()], lr=0.1)
+        with pytest.raises(
+            RuntimeError, match=r"SGD holds parameters of several strategies.*Use one optimizer for each"
+        ):
+            both.step()
+
+
+def test_parameters_of_no_strategy(two: Any) -> None:
+    plain = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"none of its parameters belongs to the strategy.*experimental_adopt\(module\)"
+    ):
+        two.run(plain.step)
+    with two.scope():
+        own = torch.nn.Linear(2, 1)
+    mixed = torch.optim.SGD([*own.parameters(), *torch.nn.Linear(2, 1).parameters()], lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"mixes parameters of .* that belong to no strategy.*shape \(1, 2\)"
+    ):
+        two.run(mixed.step)
+
+
+def test_lbfgs_and_schedulers(two: Any) -> None:
+    with two.scope():
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
+        two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    with pytest.raises(
+        RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 times"
+    ):
+        two.run(scheduler.step)
+
+
+def test_adopting_what_is_no_module(two: Any) -> None:
+    with pytest.raises(TypeError, match=r"experimental_adopt takes a torch.nn.Module, got list"):
+        two.experimental_adopt([torch.nn.Linear(1, 1)])
+    with pytest.raises(
+        ValueError, match=r"Parameter weight has no shape yet \(lazy module\). Run the module once"
+    ):
+        two.experimental_adopt(torch.nn.LazyLinear(2))
+
+
+def test_gradient_policy(two: Any) -> None:
+    with two.scope():
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"reduce_at must be one of .*got 'never'"):
+        two.set_gradient_policy(reduce_at="never")
+    with pytest.raises(ValueError, match="must be a valid ReduceOp"):
+        two.set_gradient_policy(model.parameters(), scale="MAX")
+    with pytest.raises(ValueError, match=r"shape \(3,\) does not belong to .*build its module in scope\(\)"):
+        two.set_gradient_policy([torch.nn.Parameter(torch.ones(3))])

@@ -1,0 +1,78 @@
+"""Device strings of TensorFlow and torch."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfstyle_dist as td
+from tfstyle_dist.core.devices import ReplicaDevice, parse, parse_replica_devices
+
+kinds = st.sampled_from(
+    [("cpu", "cpu"), ("CPU", "cpu"), ("gpu", "cuda"), ("GPU", "cuda"), ("cuda", "cuda"), ("xla", "xla")]
+)
+numbers = st.integers(0, 10**6)
+jobs = st.sampled_from(["worker", "ps", "chief", "localhost", "w_0", "Job7"])
+
+
+@st.composite
+def tf_names(draw: st.DrawFn) -> tuple[str, ReplicaDevice]:
+    """A TensorFlow device string, with any of its parts left out, and what it means."""
+    spelled, kind = draw(kinds)
+    index = draw(st.none() | numbers)
+    name = ""
+    for part, values in (("job", jobs), ("replica", numbers), ("task", numbers)):
+        if draw(st.booleans()):
+            name += f"/{part}:{draw(values)}"
+    name += draw(st.sampled_from(["/", "/device:"] if name else ["", "/", "/device:", "device:"]))
+    name += spelled + ("" if index is None else f":{index}")
+    slot = draw(st.none() | st.integers(0, 99))
+    return name + ("" if slot is None else f"#{slot}"), ReplicaDevice(kind, index or 0, slot or 0)
+
+
+@given(tf_names())
+def test_tensorflow_names(case: tuple[str, ReplicaDevice]) -> None:
+    name, device = case
+    assert parse(name) == device
+
+
+@given(st.builds(ReplicaDevice, st.sampled_from(["cpu", "cuda", "xla", "meta"]), numbers, st.integers(0, 99)))
+def test_round_trip(device: ReplicaDevice) -> None:
+    assert parse(str(device)) == device
+    assert parse(device) is device
+
+
+@given(st.sampled_from(["cpu", "cuda", "meta"]), st.none() | st.integers(0, 100))
+def test_torch_devices(kind: str, index: int | None) -> None:
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    assert parse(device) == ReplicaDevice(kind, index or 0)
+    assert parse(str(device)) == parse(device)
+
+
+@given(st.text(max_size=12))
+def test_other_text_is_refused_with_advice(text: str) -> None:
+    known = re.search("cpu|gpu|cuda|xla|mps|xpu|meta", text, re.IGNORECASE)
+    if known is not None:  # a needle in this haystack, and it may be a device
+        return
+    with pytest.raises(ValueError, match="Write 'cpu:0'") as caught:
+        parse(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8, unique=True))
+def test_logical_cpus(indices: list[int]) -> None:
+    devices = parse_replica_devices([f"cpu:{i}" for i in indices])
+    assert [d.index for d in devices] == indices
+    assert {d.torch_device for d in devices} == {torch.device("cpu")}
+
+
+def test_several_replicas_on_one_device() -> None:
+    with td.MirroredStrategy(["cpu:0#0", "cpu:0#1"]) as strategy:
+        assert strategy.num_replicas_in_sync == 2
+        assert strategy.extended.worker_devices == ("cpu:0", "cpu:0#1")
+    with pytest.raises(ValueError, match="cpu:0#1 is given more than once"):
+        parse_replica_devices(["cpu:0#1", "cpu:0#1"])

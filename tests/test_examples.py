@@ -1,0 +1,102 @@
+"""Every example runs in the forms that it names, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tfstyle_dist.testing.runner import run_script
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ONE = pytest.param(1, [], id="one replica")
+THREADS = pytest.param(1, ["--replicas", "2"], id="two replicas in one process")
+TORCHRUN = pytest.param(2, [], id="torchrun")
+
+
+def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: float = 200) -> str:
+    """Runs an example on the CPU and returns what it printed."""
+    argv = [EXAMPLES / name, *(options or [])]
+    result = run_script(argv, nproc=nproc, timeout=timeout, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_this_file_knows_every_example() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        ONE,
+        THREADS,
+        TORCHRUN,
+        pytest.param(1, ["--replicas", "3"], id="three replicas in one process"),
+        pytest.param(2, ["--replicas", "2"], id="torchrun, two replicas each"),
+        pytest.param(1, ["--strategy", "one_device"], id="one device"),
+    ],
+)
+def test_quickstart_trains_and_agrees_with_one_device(nproc: int, options: list[str]) -> None:
+    output = run("quickstart.py", nproc, options)
+    scores = re.findall(r"^epoch \d+: .* \((\d+) of (\d+)\)$", output, re.MULTILINE)
+    assert len(scores) == 12, output  # once each: the chief alone prints
+    assert {seen for _, seen in scores} == {"357"}
+    assert int(scores[-1][0]) / 357 >= 0.97
+    (parity,) = re.findall(r"max\|dw\|/max\|w\| = (\S+)", output)
+    assert float(parity) <= 1e-5
+
+
+def test_quickstart_says_which_batch_sizes_it_takes() -> None:
+    result = run_script([EXAMPLES / "quickstart.py", "--batch-size", "50"], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 1
+    assert "--batch-size must divide 1440" in result.stderr
+
+
+@pytest.mark.slow
+def test_variable_aggregation_on_one_replica() -> None:
+    output = run("variable_aggregation.py")
+    assert "value before update: 1, after: 2" in output
+    assert "ValueError" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "options"), [THREADS, TORCHRUN])
+def test_variable_aggregation_on_two_replicas(nproc: int, options: list[str]) -> None:
+    output = run("variable_aggregation.py", nproc, options)
+    assert "ValueError: 1.0 cannot be reduced" in output
+    assert output.count("value before update: 1, after: 3") == 1
+    rows = {name: values.split() for name, values in re.findall(r"^  ([A-Z_]+) +([\d. ]+)$", output, re.M)}
+    assert rows == {
+        "NONE": ["11", "12"],
+        "SUM": ["13", "13"],
+        "MEAN": ["11.5", "11.5"],
+        "ONLY_FIRST_REPLICA": ["11", "11"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [
+        pytest.param(1, [], id="four replicas in one process"),
+        THREADS,
+        pytest.param(2, ["--replicas", "1"], id="torchrun"),
+    ],
+)
+def test_aggregation_methods_reduce_the_loss_and_agree(nproc: int, options: list[str]) -> None:
+    output = run("aggregation_methods.py", nproc, options)
+    losses = re.findall(r"loss (\S+) -> (\S+)", output)
+    assert len(losses) == 3
+    assert all(float(last) < 0.8 * float(first) for first, last in losses)
+    spreads = re.findall(r"largest difference of a loss (\S+)", output)
+    assert len(spreads) == 3
+    assert all(float(spread) <= 1e-6 for spread in spreads)

@@ -1,0 +1,151 @@
+"""What a user says about input: sharding policy, pipeline context, options."""
+
+from __future__ import annotations
+
+import enum
+
+from tfstyle_dist.core.enums import InputReplicationMode
+
+
+class AutoShardPolicy(enum.Enum):
+    """How a dataset is dealt out to the worker processes (``tf.data.experimental.AutoShardPolicy``).
+
+    * ``OFF``: not at all; every worker reads everything.
+    * ``AUTO``: ``FILE`` for a dataset that lists its files, else ``DATA``.
+    * ``FILE``: whole files, in turn; fewer files than workers is an error.
+    * ``DATA``: every global batch is cut into one piece for each replica.
+    * ``HINT``: the dataset's own method ``shard(num_shards, index)``.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class InputContext:
+    """Which input pipeline a ``dataset_fn`` is asked for (``tf.distribute.InputContext``).
+
+    Args:
+        num_input_pipelines: how many pipelines there are.
+        input_pipeline_id: number of this one, from 0.
+        num_replicas_in_sync: replicas of all workers.
+    """
+
+    def __init__(self, num_input_pipelines: int = 1, input_pipeline_id: int = 0, num_replicas_in_sync: int = 1) -> None:
+        self._num_input_pipelines = num_input_pipelines
+        self._input_pipeline_id = input_pipeline_id
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_input_pipelines(self) -> int:
+        """How many pipelines there are."""
+        return self._num_input_pipelines
+
+    @property
+    def input_pipeline_id(self) -> int:
+        """Number of this pipeline, from 0."""
+        return self._input_pipeline_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers."""
+        return self._num_replicas_in_sync
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The share of one replica.
+
+        Args:
+            global_batch_size: examples of all replicas together.
+
+        Returns:
+            ``global_batch_size / num_replicas_in_sync``.
+
+        Raises:
+            ValueError: it does not divide evenly.
+
+        Example:
+            >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(12)
+            3
+        """
+        share, rest = divmod(global_batch_size, self._num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"The global_batch_size {global_batch_size} is not divisible by num_replicas_in_sync "
+                f"{self._num_replicas_in_sync}. Choose a multiple of it, or use "
+                "strategy.experimental_distribute_dataset, which splits any batch."
+            )
+        return share
+
+    def __str__(self) -> str:
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self._input_pipeline_id}, total: "
+            f"{self._num_input_pipelines}, replicas in sync: {self._num_replicas_in_sync})"
+        )
+
+    __repr__ = __str__
+
+
+class InputOptions:
+    """How batches reach the replicas (``tf.distribute.InputOptions``).
+
+    Args:
+        experimental_fetch_to_device: whether batches are moved to the replicas' devices ahead of time; ``None``: yes.
+        experimental_replication_mode: one pipeline for each worker, or for each replica.
+        experimental_place_dataset_on_device: TensorFlow's alternative to fetching; accepted with ``PER_REPLICA`` and
+            ``experimental_fetch_to_device=False``.
+        experimental_per_replica_buffer_size: how many batches are moved ahead.
+
+    Raises:
+        ValueError: a buffer of less than one batch.
+    """
+
+    def __init__(
+        self,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ) -> None:
+        if experimental_per_replica_buffer_size < 1:
+            raise ValueError(
+                "experimental_per_replica_buffer_size must be at least 1, got "
+                f"{experimental_per_replica_buffer_size}; to keep batches where they are pass "
+                "experimental_fetch_to_device=False."
+            )
+        self.experimental_fetch_to_device = True if experimental_fetch_to_device is None else experimental_fetch_to_device
+        self.experimental_replication_mode = experimental_replication_mode
+        self.experimental_place_dataset_on_device = experimental_place_dataset_on_device
+        self.experimental_per_replica_buffer_size = experimental_per_replica_buffer_size
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"InputOptions({fields})"
+
+    def check(self, from_function: bool) -> None:
+        """Refuses combinations that mean nothing.
+
+        Args:
+            from_function: whether the pipelines come from a ``dataset_fn``.
+
+        Raises:
+            NotImplementedError: one pipeline for each replica without a ``dataset_fn``.
+            ValueError: a dataset placed on a device that batches are also fetched to, or that is not per replica.
+        """
+        per_replica = self.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+        if per_replica and not from_function:
+            raise NotImplementedError(
+                "InputReplicationMode.PER_REPLICA is only supported in strategy.distribute_datasets_from_function: "
+                "one dataset cannot be several pipelines. Pass a dataset_fn there, or use PER_WORKER."
+            )
+        if self.experimental_place_dataset_on_device and not per_replica:
+            raise ValueError(
+                "experimental_place_dataset_on_device=True needs "
+                "experimental_replication_mode=InputReplicationMode.PER_REPLICA."
+            )
+        if self.experimental_place_dataset_on_device and self.experimental_fetch_to_device:
+            raise ValueError(
+                "experimental_place_dataset_on_device=True excludes experimental_fetch_to_device=True (the default): "
+                "pass experimental_fetch_to_device=False as well."
+            )

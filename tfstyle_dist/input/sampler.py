@@ -1,0 +1,212 @@
+"""The order of an epoch, and a batch sampler that yields one worker's share of each global batch."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.sharding import Layout, Pieces, count_steps, steps_of_batch
+from tfstyle_dist.runtime.worker import Worker
+
+_SEEDS = 2**63
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """A seed for the ``number``-th epoch or worker; far apart for neighbouring seeds."""
+    return (seed + number * 0x9E3779B97F4A7C15) % _SEEDS
+
+
+class EpochOrder(abc.ABC):
+    """In which order the samples of a map-style dataset come; the same on all workers."""
+
+    @abc.abstractmethod
+    def indices(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        """All indices of one epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Returns:
+            A sequence, or an int64 tensor.
+        """
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+
+
+class SequentialOrder(EpochOrder):
+    """0, 1, 2, ...
+
+    Args:
+        size: samples in the dataset.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def indices(self, epoch: int) -> Sequence[Any]:
+        """See ``EpochOrder``."""
+        return range(self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class ShuffledOrder(EpochOrder):
+    """A new permutation in each epoch, a function of the seed and the epoch alone.
+
+    Args:
+        size: samples in the dataset.
+        seed: the same on all workers.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self.seed = size, seed
+
+    def indices(self, epoch: int) -> torch.Tensor:
+        """See ``EpochOrder``."""
+        return torch.randperm(self._size, generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)))
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class SampledOrder(EpochOrder):
+    """What a sampler of the user's draws. Worker 0 draws it, seeded for the epoch; the others get its indices.
+
+    Args:
+        sampler: any sampler with a length.
+        seed: the same on all workers; torch's random numbers are drawn from it while the sampler runs.
+        worker: the worker and its group.
+    """
+
+    def __init__(self, sampler: Any, seed: int, worker: Worker) -> None:
+        self._sampler, self.seed, self._worker = sampler, seed, worker
+
+    def indices(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        """See ``EpochOrder``; with several workers a collective call.
+
+        Raises:
+            TypeError: several workers, and the sampler does not yield whole numbers.
+        """
+        group = self._worker.group
+        drawn = self._draw(epoch) if group.rank == 0 else []
+        if group.size == 1:
+            return drawn
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in drawn):
+            raise TypeError(
+                f"{type(self._sampler).__name__} yields {drawn[0]!r}; with several workers a sampler must yield whole "
+                "numbers, because worker 0 sends its order to the others. Use whole numbers as keys of the dataset."
+            )
+        device = self._worker.torch_device(0)
+        count = torch.tensor([len(drawn)], device=device)
+        group.broadcast(count, 0, "input: length of the epoch")
+        order = torch.tensor(drawn, dtype=torch.int64, device=device) if drawn else count.new_empty(int(count))
+        group.broadcast(order, 0, "input: order of the epoch")
+        return order.cpu()
+
+    def _draw(self, epoch: int) -> list[Any]:
+        seed = mixed_seed(self.seed, epoch)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        with torch.random.fork_rng(devices=[]), _generator_of(self._sampler, seed):
+            torch.manual_seed(seed)
+            return list(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+@contextlib.contextmanager
+def _generator_of(sampler: Any, seed: int) -> Iterator[None]:
+    """Gives a sampler that has a generator one of ``seed`` for a while."""
+    before = getattr(sampler, "generator", None)
+    if before is None:
+        yield
+        return
+    sampler.generator = torch.Generator(device=before.device).manual_seed(seed)
+    try:
+        yield
+    finally:
+        sampler.generator = before
+
+
+class ShareSampler(Sampler[list[Any]]):
+    """A batch sampler for a rebuilt DataLoader: the indices that this worker needs of each global batch.
+
+    Steps in which the worker has no sample are not yielded; ``plan`` tells where they are.
+
+    Args:
+        order: order of the samples.
+        batch_size: samples of a global batch.
+        drop_remainder: whether a smaller last batch is left out.
+        layout: numbers of workers and replicas.
+        policy: ``DATA`` or ``OFF``.
+    """
+
+    def __init__(
+        self, order: EpochOrder, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy
+    ) -> None:
+        self.order, self.batch_size, self.drop_remainder = order, batch_size, drop_remainder
+        self.layout, self.policy = layout, policy
+        self._indices: Sequence[Any] | torch.Tensor = range(0)
+        self._start = 0
+
+    def begin(self, epoch: int, start: int = 0) -> int:
+        """Chooses the epoch, and the sample of it, where the next ``iter`` begins.
+
+        Returns:
+            Samples in the epoch.
+        """
+        self._indices, self._start = self.order.indices(epoch), start
+        return len(self._indices)
+
+    def plan(self) -> Iterator[tuple[Pieces, int]]:
+        """The steps of the chosen epoch.
+
+        Yields:
+            The ranges of each step, as positions in the epoch's order, and where the next step begins.
+        """
+        return _plan(self._start, len(self._indices), self.batch_size, self.drop_remainder, self.layout, self.policy)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator itself: the plan and the order are taken now, so that a later begin() does not disturb.
+        return _shares(self._indices, self.plan())
+
+    def __len__(self) -> int:
+        left = max(len(self._indices) - self._start, 0)
+        return count_steps(left, self.batch_size, self.drop_remainder, self.layout, self.policy)
+
+
+def _plan(
+    start: int, end: int, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy
+) -> Iterator[tuple[Pieces, int]]:
+    full = steps_of_batch(batch_size, batch_size, layout, policy)
+    while start < end:
+        size = min(batch_size, end - start)
+        if size < batch_size and drop_remainder:
+            return
+        steps = full if size == batch_size else steps_of_batch(size, batch_size, layout, policy)
+        for number, pieces in enumerate(steps, start=1):
+            last = number == len(steps)
+            after = start + (size if last else pieces[-1].stop)
+            yield tuple(range(start + p.start, start + p.stop) for p in pieces), after
+        start += size
+
+
+def _shares(indices: Sequence[Any] | torch.Tensor, plan: Iterable[tuple[Pieces, int]]) -> Iterator[list[Any]]:
+    for pieces, _ in plan:
+        share: list[Any] = []
+        for piece in pieces:
+            if len(piece):
+                part = indices[piece.start : piece.stop]
+                share.extend(part.tolist() if isinstance(part, torch.Tensor) else part)
+        if share:
+            yield share

@@ -1,0 +1,176 @@
+"""How one global batch is cut: sizes, slices, and empty batches of the right structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one leaf of a batch looks like.
+
+    Attributes:
+        shape: sizes of its dimensions, ``None`` for the batch.
+        dtype: its torch or numpy dtype, or ``str`` for a list of texts.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+
+def is_text_list(value: Any) -> bool:
+    """Whether ``value`` is a list of texts or bytes, which is what torch's collate makes of texts: one leaf."""
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(v, str | bytes) for v in value)
+
+
+def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """``batch`` with ``fn`` applied to tensors, arrays and lists of texts, at any depth.
+
+    Args:
+        fn: takes one leaf.
+        batch: a nest of tuples, lists, dicts, other mappings, and leaves.
+    """
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return fn(batch)
+
+    def leaf(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, Mapping):  # not a dict: e.g. what a tokenizer returns
+            make: Any = type(value)
+            return make({k: map_leaves(fn, v) for k, v in value.items()})
+        return fn(value)
+
+    return pytree.tree_map(leaf, batch, is_leaf=is_text_list)
+
+
+def leading_size(batch: Any) -> int:
+    """The number of examples: the common first dimension of all leaves.
+
+    Args:
+        batch: tensors of shape ``[batch, ...]``, arrays, lists of texts, or a nest of them.
+
+    Raises:
+        IndexError: a leaf without a first dimension: the data are not batched.
+        InvalidArgumentError: the first dimensions differ, or there is no leaf.
+        TypeError: a leaf that cannot be split.
+    """
+    sizes: list[int] = []
+    map_leaves(lambda leaf: sizes.append(_leaf_size(leaf)), batch)
+    if not sizes:
+        raise InvalidArgumentError(f"A global batch must hold at least one tensor, got {batch!r}.")
+    if any(size != sizes[0] for size in sizes):
+        raise InvalidArgumentError(
+            f"All parts of a global batch must have the same first dimension (the batch), got sizes {sizes}. "
+            "Batch every part, e.g. in collate_fn."
+        )
+    return sizes[0]
+
+
+def _leaf_size(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        if leaf.ndim == 0:
+            raise IndexError(
+                "Index 0 is out of range of a scalar: the dataset is not batched, so its elements cannot be split over "
+                "several replicas. Batch it to the global batch size, e.g. DataLoader(dataset, batch_size=64) or "
+                "global_batch_size=64."
+            )
+        return int(leaf.shape[0])
+    if isinstance(leaf, list | tuple):
+        return len(leaf)
+    if isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
+        raise IndexError(
+            f"Index 0 is out of range of the Python value {leaf!r}: it has no batch dimension, so it cannot be split over "
+            "several replicas. Make it a tensor with one entry per example."
+        )
+    raise TypeError(
+        f"A batch with a {type(leaf).__name__} cannot be split over several replicas. Return tensors, arrays or lists of "
+        "texts in tuples, lists or dicts from collate_fn."
+    )
+
+
+def slice_batch(batch: Any, piece: range) -> Any:
+    """Examples ``piece`` of a batch, as views.
+
+    Args:
+        batch: see ``leading_size``.
+        piece: consecutive examples; an empty range keeps structure, dtype and trailing shape.
+    """
+    start, stop = piece.start, max(piece.start, piece.stop)
+    return map_leaves(lambda leaf: leaf[start:stop], batch)
+
+
+def empty_like(batch: Any) -> Any:
+    """A batch of no examples with the structure, dtypes and trailing shapes of ``batch``.
+
+    Raises:
+        IndexError, TypeError, InvalidArgumentError: see ``leading_size``.
+    """
+    leading_size(batch)
+    return slice_batch(batch, range(0))
+
+
+def is_scalar(batch: Any) -> bool:
+    """Whether some leaf has no batch dimension."""
+    found: list[bool] = []
+    scalars = bool | int | float | complex | str | bytes | np.generic
+    map_leaves(
+        lambda leaf: found.append(isinstance(leaf, scalars) or getattr(leaf, "ndim", 1) == 0),
+        batch,
+    )
+    return any(found)
+
+
+def spec_of(batch: Any) -> Any:
+    """A nest of ``TensorSpec`` like ``batch``, the first dimension left open."""
+
+    def leaf(value: Any) -> TensorSpec:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return TensorSpec((None, *value.shape[1:]) if value.ndim else (), value.dtype)
+        if isinstance(value, list | tuple):
+            return TensorSpec((None,), type(value[0]))
+        return TensorSpec((), type(value))
+
+    return map_leaves(leaf, batch)
+
+
+def describe(batch: Any) -> Any:
+    """The structure of ``batch`` in JSON's types, so that a worker can tell it to one that has read nothing.
+
+    Raises:
+        TypeError: a leaf that is no tensor, array or list of texts.
+    """
+    if isinstance(batch, torch.Tensor):
+        return ["tensor", str(batch.dtype).removeprefix("torch."), list(batch.shape[1:])]
+    if isinstance(batch, np.ndarray):
+        return ["array", batch.dtype.str, list(batch.shape[1:])]
+    if is_text_list(batch):
+        return ["texts"]
+    if isinstance(batch, Mapping):
+        return ["dict", [[k, describe(v)] for k, v in batch.items()]]
+    if isinstance(batch, list | tuple):
+        return ["tuple" if isinstance(batch, tuple) else "list", [describe(v) for v in batch]]
+    raise TypeError(f"The structure of a batch with a {type(batch).__name__} cannot be told to another worker.")
+
+
+def from_description(text: Any) -> Any:
+    """The empty batch that ``describe`` described."""
+    kind, *rest = text
+    if kind == "tensor":
+        return torch.empty((0, *rest[1]), dtype=getattr(torch, rest[0]))
+    if kind == "array":
+        return np.empty((0, *rest[1]), dtype=rest[0])
+    if kind == "texts":
+        return []
+    if kind == "dict":
+        return {k: from_description(v) for k, v in rest[0]}
+    entries = [from_description(v) for v in rest[0]]
+    return tuple(entries) if kind == "tuple" else entries
