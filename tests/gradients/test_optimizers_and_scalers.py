@@ -100,9 +100,7 @@ def test_step_with_a_closure(strategy: td.Strategy, process_model: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     expected = torch.optim.Adam(reference.parameters(), lr=0.01)
 
-    def run_closure(
-        optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], keyword: bool
-    ) -> torch.Tensor:
+    def run_closure(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor], keyword: bool) -> torch.Tensor:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             value = loss()
@@ -114,9 +112,7 @@ def test_step_with_a_closure(strategy: td.Strategy, process_model: str) -> None:
     for k, keyword in enumerate([False, True]):
         losses = on_all(
             strategy,
-            lambda k=k, keyword=keyword: run_closure(
-                optimizer, lambda: mse(model, half(k)), keyword
-            ).detach(),
+            lambda k=k, keyword=keyword: run_closure(optimizer, lambda: mse(model, half(k)), keyword).detach(),
         )
         total = run_closure(expected, lambda k=k: mse(reference, examples(k)), keyword)
         torch.testing.assert_close(losses.mean(), total.detach(), rtol=1e-11, atol=0.0)
@@ -284,9 +280,7 @@ def test_lbfgs_is_refused(strategy: td.Strategy, process_model: str) -> None:
 
 
 @both_process_models
-def test_optimizer_state_interchanges_with_a_plain_optimizer(
-    strategy: td.Strategy, process_model: str
-) -> None:
+def test_optimizer_state_interchanges_with_a_plain_optimizer(strategy: td.Strategy, process_model: str) -> None:
     model, reference = built(strategy, small), plain(small)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     expected = torch.optim.Adam(reference.parameters(), lr=0.01)

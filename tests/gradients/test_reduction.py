@@ -73,9 +73,7 @@ class _Half(nn.Module):
 @both_process_models
 @pytest.mark.parametrize("scale", ["MEAN", "SUM"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_parameters_used_on_one_replica(
-    strategy: td.Strategy, process_model: str, scale: str, passes: int
-) -> None:
+def test_parameters_used_on_one_replica(strategy: td.Strategy, process_model: str, scale: str, passes: int) -> None:
     model, reference = built(strategy, _Half), plain(_Half)
     strategy.set_gradient_policy(scale=scale)
     divisor = 2.0 if scale == "MEAN" else 1.0
@@ -95,9 +93,7 @@ def test_parameters_used_on_one_replica(
 
 @both_process_models
 @pytest.mark.parametrize("scale", ["MEAN", "SUM"])
-def test_gradient_taken_aside_does_not_disturb_the_sum(
-    strategy: td.Strategy, process_model: str, scale: str
-) -> None:
+def test_gradient_taken_aside_does_not_disturb_the_sum(strategy: td.Strategy, process_model: str, scale: str) -> None:
     """``torch.autograd.grad`` runs the hooks of a parameter, but changes nothing in ``.grad``."""
     model, reference = built(strategy, _Half), plain(_Half)
     strategy.set_gradient_policy(scale=scale)
@@ -383,9 +379,7 @@ def test_checkpointing(strategy: td.Strategy, process_model: str, reentrant: boo
 
 
 @both_process_models
-def test_reentrant_checkpoint_of_a_shared_layer_is_right_or_an_error(
-    strategy: td.Strategy, process_model: str
-) -> None:
+def test_reentrant_checkpoint_of_a_shared_layer_is_right_or_an_error(strategy: td.Strategy, process_model: str) -> None:
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         hidden = checkpoint(model, batch[0], use_reentrant=True)
         return ((model(torch.tanh(hidden)).sum(1) - batch[1]) ** 2).mean()
@@ -447,3 +441,27 @@ def test_custom_function_with_several_passes(strategy: td.Strategy, process_mode
         strategy.run(passes)
         ((2.0 if scale == "SUM" else 1.0) * sum(mse(reference, examples(k)) for k in range(3))).backward()
         assert_all_close(gradients(strategy, model), flat_gradients(reference))
+
+
+@both_process_models
+def test_autograd_grad_of_a_custom_function(strategy: td.Strategy, process_model: str) -> None:
+    """The part that bypassed ``__torch_function__`` counts too; unused inputs are treated as torch does."""
+    model, reference = built(strategy, _Scaled), plain(_Scaled)
+    aside = built(strategy, small)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.autograd.grad(mse(model, half()), model.scale)[0]
+        loss, unused = mse(model, half()), aside[0].weight
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(loss, [model.scale, unused], retain_graph=True)
+        assert torch.autograd.grad(loss, [unused], retain_graph=True, allow_unused=True) == (None,)
+        zeros = torch.autograd.grad(loss, [unused], materialize_grads=True)[0]
+        assert torch.equal(zeros, torch.zeros(4, 10, dtype=torch.float64))
+        return found, torch.tensor(replica())
+
+    found, number = strategy.run(step)
+    for value, part in zip(*map(strategy.experimental_local_results, (found, number)), strict=True):
+        batch = tuple(values.chunk(2)[int(part)] for values in examples())
+        expected = torch.autograd.grad(mse(reference, batch), reference.scale)[0]
+        torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
+    assert torch.isnan(gradients(strategy, model)).all()

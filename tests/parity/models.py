@@ -159,10 +159,10 @@ class CustomFunction(nn.Module):
 class Parametrized(nn.Module):
     """Spectral and weight normalisation.
 
-    Spectral normalisation changes two buffers in each forward of training mode, from the weight alone: replicas
-    that begin with equal buffers and make equally many forwards keep equal buffers, whatever their data. So
-    parity with one device is defined in training mode: every replica makes one forward a step, also with a
-    small share.
+    Spectral normalisation changes two buffers in each forward of training mode, from the weight alone.
+    Replicas that begin with equal buffers and make equally many forwards keep equal buffers, whatever their data. So
+    parity with one device is defined in training mode: a replica makes one forward a step, however small its
+    share.
     """
 
     def __init__(self) -> None:

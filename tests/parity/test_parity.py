@@ -53,9 +53,7 @@ def test_two_replicas_in_process(name: str, optimizer: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("reduction", ["sum", "tf"])
 @parametrized
-def test_three_replicas_with_uneven_batches(
-    name: str, optimizer: str, dtype: torch.dtype, reduction: str
-) -> None:
+def test_three_replicas_with_uneven_batches(name: str, optimizer: str, dtype: torch.dtype, reduction: str) -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
         check_parity(strategy, name, optimizer, dtype, UNEVEN, reduction, twice=optimizer == "adam")
 
@@ -73,9 +71,7 @@ def test_two_ranks(name: str, optimizer: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_three_ranks_with_uneven_batches(name: str, optimizer: str, reduction: str) -> None:
     with td.MirroredStrategy() as strategy:
-        check_parity(
-            strategy, name, optimizer, torch.float64, UNEVEN, reduction, twice=name == "parametrized"
-        )
+        check_parity(strategy, name, optimizer, torch.float64, UNEVEN, reduction, twice=name == "parametrized")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "tf"])

@@ -33,7 +33,7 @@ class FakeGroup(WorkerGroup):
             raise self._error
         self.log.append((operation, name, buffer.numel()))
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
         """Multiplies by the number of workers."""
         self._record("all_reduce", name, buffer)
         buffer.mul_(self.size)

@@ -81,8 +81,14 @@ class WorkerGroup(abc.ABC):
     timeout: timedelta | None = None
 
     @abc.abstractmethod
-    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
-        """Starts replacing ``buffer`` by the sum over all workers."""
+    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
+        """Starts replacing ``buffer`` by the sum over all workers.
+
+        Args:
+            buffer: flat and contiguous; not to be touched before ``wait`` returns.
+            name: for messages.
+            agreed: the caller has made sure that all workers send the same number of elements.
+        """
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> None:
         """Replaces ``buffer`` by the sum over all workers."""
@@ -112,22 +118,17 @@ class WorkerGroup(abc.ABC):
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """The JSON-able values of all workers in rank order."""
 
-    def agree_async(self, signature: str, name: str) -> Pending:
-        """Starts checking that all workers are about to make the same call; ``wait`` for it before making it.
+    def agree(self, signature: str, name: str) -> None:
+        """Checks that all workers are about to make the same call.
 
         Args:
             signature: what must be the same.
             name: of the call.
-        """
-        return Done()
-
-    def agree(self, signature: str, name: str) -> None:
-        """Checks that all workers are about to make the same call.
 
         Raises:
             CollectiveMismatchError: they are not; the message shows what each worker does.
         """
-        self.agree_async(signature, name).wait()
+        return
 
     @abc.abstractmethod
     def report_failure(self, reason: str) -> None:

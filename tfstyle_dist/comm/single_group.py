@@ -13,7 +13,7 @@ from tfstyle_dist.comm.group import Done, Pending, WorkerGroup
 class SingleGroup(WorkerGroup):
     """One worker alone; nothing is sent and nothing is waited for."""
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
         """The sum over one worker is the buffer itself."""
         return Done()
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tfstyle_dist.comm import diagnosis
-from tfstyle_dist.comm.group import Done, Operation, Pending, WorkerGroup, call_site
+from tfstyle_dist.comm.group import Operation, Pending, WorkerGroup, call_site
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
 
@@ -41,34 +41,6 @@ class _Pending:
         self._work = None  # it would keep the connections open after the group is closed
 
 
-class _Agreement:
-    """A comparison of what the workers are about to do.
-
-    Every message of this kind has the same size, so workers that make different calls still understand each other.
-    """
-
-    def __init__(self, group: TorchGroup, text: str, name: str, number: int = 0) -> None:
-        self._group, self._text, self._name = group, text, name
-        self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        self.numbers: list[int] = []
-        self._out, self._pending = group._gather_async(
-            torch.tensor([self._digest, number], dtype=torch.int64, device=group._device), name
-        )
-
-    def wait(self) -> None:
-        """Returns when all workers said the same; the next operation of this name needs no comparison of its own.
-
-        Raises:
-            CollectiveMismatchError: they did not.
-        """
-        self._pending.wait()
-        pairs = [tuple(int(n) for n in other.tolist()) for other in self._out]
-        if any(digest != self._digest for digest, _ in pairs):
-            self._group._raise_mismatch(self._text, self._name)
-        self.numbers = [number for _, number in pairs]
-        self._group._agreed = self._name
-
-
 class TorchGroup(WorkerGroup):
     """A ``torch.distributed`` process group with names, sequence numbers and a diagnosis of who is missing.
 
@@ -93,7 +65,8 @@ class TorchGroup(WorkerGroup):
         self._group, self._store, self._device, self._on_close = process_group, store, device, on_close
         # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
         # would stop the stream: only on request.
-        self._compares = device.type == "cpu" or env.debug_collectives()
+        self._debug = env.debug_collectives()
+        self._compares = device.type == "cpu" or self._debug
         self._agreed = ""
         self._sequence = 0
         self._in_flight: set[int] = set()
@@ -109,9 +82,10 @@ class TorchGroup(WorkerGroup):
 
     # ---- operations -------------------------------------------------------------------------------------------
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
         """See ``WorkerGroup``."""
-        return self._start(name, buffer, lambda: dist.all_reduce(buffer, group=self._group, async_op=True))
+        begin = lambda: dist.all_reduce(buffer, group=self._group, async_op=True)  # noqa: E731
+        return self._start(name, buffer, begin, compare=self._debug or not agreed)
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """See ``WorkerGroup``."""
@@ -156,19 +130,26 @@ class TorchGroup(WorkerGroup):
         pending.wait()
         return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(out, sizes, strict=True)]
 
-    def agree_async(self, signature: str, name: str) -> Pending:
+    def agree(self, signature: str, name: str) -> None:
         """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
-        return _Agreement(self, f"{name} {signature}", name) if self._compares else Done()
+        if self._compares:
+            self._exchange(f"{name} {signature}", name)
+            self._agreed = name
 
     def _exchange(self, text: str, name: str, number: int = 0) -> list[int]:
-        """Compares ``text`` over the workers; returns the ``number`` of each."""
-        agreement = _Agreement(self, text, name, number)
-        agreement.wait()
-        self._agreed = ""
-        return agreement.numbers
+        """Compares ``text`` over the workers; returns the ``number`` of each.
 
-    def _raise_mismatch(self, text: str, name: str) -> None:
-        """All workers see the difference, so all of them come here."""
+        Every message of this kind has the same size, so workers that make different calls still understand each other.
+        """
+        self._agreed = ""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
+        out, pending = self._gather_async(mine, name)
+        pending.wait()
+        pairs = [tuple(int(n) for n in other.tolist()) for other in out]
+        if all(other == digest for other, _ in pairs):
+            return [size for _, size in pairs]
+        # All workers see the difference, so all of them come here.
         calls = self._texts(f"{text} at {call_site()}", name)
         lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
         raise CollectiveMismatchError(
@@ -239,7 +220,7 @@ class TorchGroup(WorkerGroup):
         if self._error is not None:
             raise self._error
         dtype = str(buffer.dtype).removeprefix("torch.")
-        if compare and self._compares and not self._has_agreed(name):
+        if compare and self._compares and (self._debug or not self._has_agreed(name)):
             self._exchange(f"{name} ({buffer.numel()} x {dtype})", name)
         # The site costs a walk up the stack: taken when the wait fails, while the caller is still on the stack.
         operation = Operation(name, self._sequence, dtype, buffer.numel(), "")

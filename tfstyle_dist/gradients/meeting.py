@@ -41,7 +41,7 @@ class MeetingReducer(GradientReducer):
         with raw():
             frozen = not tensor.requires_grad
             tensor.requires_grad_(True)
-            tensor.register_hook(lambda grad: self._move_base_gradient(grad, record))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda grad: self._move_base_gradient(grad, record))
             tensor.requires_grad_(not frozen)
 
     def _move_base_gradient(self, grad: torch.Tensor, record: Record) -> None:

@@ -86,8 +86,6 @@ class StreamingReducer(GradientReducer):
         self._active, self._task = True, task
         self._pass += 1
         number = self._pass
-        # Travels while backward goes on; waited for before the first bucket is sent.
-        self._agreement = self.worker.group.agree_async(self._signature, "gradients")
         queue_end_of_backward(lambda: self._finish(number))
 
     def _build(self) -> None:
@@ -95,6 +93,7 @@ class StreamingReducer(GradientReducer):
         self._lanes = [_Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
         self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
+        self._unagreed = True
         self._signature = f"of one backward pass ({', '.join(f'{b.numel} x {b.dtype}' for b in plan.buckets)})"
 
     def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
@@ -105,13 +104,17 @@ class StreamingReducer(GradientReducer):
             lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
 
     def _send(self, lane: _Lane) -> None:
-        if lane is self._lanes[0]:
+        if self._unagreed:
+            # Once for each plan: comparing every pass would cost as much as a small model's gradients.
             try:
-                self._agreement.wait()
+                self.worker.group.agree(self._signature, "gradients")
             except CollectiveMismatchError:
                 self._active = False  # nobody has sent anything of this pass, and all workers know
                 raise
-        lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]")
+            self._unagreed = False
+        lane.pending = self.worker.group.all_reduce_async(
+            lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True
+        )
 
     def _send_complete(self) -> None:
         while self._next < len(self._lanes) and self._lanes[self._next].missing == 0:
@@ -128,8 +131,6 @@ class StreamingReducer(GradientReducer):
                             lane.flags[place] = 0.0
                 self._send(lane)
         self._next = len(self._lanes)
-        if not self._lanes:
-            self._agreement.wait()
         for lane in self._lanes:
             assert lane.pending is not None
             lane.pending.wait()

@@ -168,6 +168,11 @@ class ShareSampler(Sampler[list[Any]]):
         self._indices, self._start = self.order.indices(epoch), start
         return len(self._indices)
 
+    def some_index(self) -> Any:
+        """The first index of the chosen epoch."""
+        index = self._indices[0]
+        return int(index) if isinstance(index, torch.Tensor) else index
+
     def plan(self) -> Iterator[tuple[Pieces, int]]:
         """The steps of the chosen epoch.
 

@@ -211,6 +211,43 @@ def _data_ptr(tensor: Any) -> int:
     return int(tensor._tfstyle_record.component().data_ptr())
 
 
+def _autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    *rest: Any,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``torch.autograd.grad``: where a custom autograd Function took the object itself, that part counts too."""
+    grad: Any = torch.autograd.grad
+    if isinstance(inputs, dict):
+        options = {**kwargs, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
+        values = _autograd_grad(outputs, list(inputs.values()), *rest, **options)
+        return dict(zip(inputs, values, strict=True))
+    single = isinstance(inputs, torch.autograd.graph.GradientEdge) or not isinstance(inputs, list | tuple)
+    wanted = [inputs] if single else list(inputs)
+    groups = [[_resolve(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in wanted]
+    with raw():
+        flat = [t for group in groups for t in group]
+        found = iter(grad(_resolve(outputs), flat, *_resolve(rest), allow_unused=True, **kwargs))
+    result: list[torch.Tensor | None] = []
+    for group in groups:
+        parts = [part for part in (next(found) for _ in group) if part is not None]
+        if parts:
+            result.append(sum(parts[1:], parts[0]))
+        elif materialize_grads:
+            result.append(torch.zeros_like(group[0]))  # torch refuses it for anything but a tensor
+        elif allow_unused:
+            result.append(None)
+        else:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "is the desired behavior."
+            )
+    return tuple(result)
+
+
 def _in_module_conversion() -> bool:
     """Whether ``module.to()`` or one of its relatives asks, which puts the result in the buffer's place."""
     frame = sys._getframe(2)
@@ -256,6 +293,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _DATA.__get__: _get_data,
     _DATA.__set__: _set_data,
     _Tensor.detach: _detach,
+    torch.autograd.grad: _autograd_grad,
     _REQUIRES_GRAD.__set__: _set_requires_grad,
     _Tensor.requires_grad_: _requires_grad_,
     _Tensor.share_memory_: _share_memory_,

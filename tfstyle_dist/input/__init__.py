@@ -1,0 +1,30 @@
+"""Layer 3: distributed datasets."""
+
+from tfstyle_dist.core.enums import InputReplicationMode
+from tfstyle_dist.input.dataset import DistributedDataset, distribute, distribute_from_function
+from tfstyle_dist.input.files import FileDataset, ListsFiles, read_lines, read_tar
+from tfstyle_dist.input.iterator import DistributedIterator, Optional
+from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
+from tfstyle_dist.input.report import ShardReport, WorkerShare
+from tfstyle_dist.input.sources import Request
+from tfstyle_dist.input.split import TensorSpec
+
+__all__ = [
+    "AutoShardPolicy",
+    "DistributedDataset",
+    "DistributedIterator",
+    "FileDataset",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "ListsFiles",
+    "Optional",
+    "Request",
+    "ShardReport",
+    "TensorSpec",
+    "WorkerShare",
+    "distribute",
+    "distribute_from_function",
+    "read_lines",
+    "read_tar",
+]

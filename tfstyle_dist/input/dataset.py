@@ -1,0 +1,221 @@
+"""``tf.distribute.DistributedDataset``, and how a strategy makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tfstyle_dist.core.enums import InputReplicationMode
+from tfstyle_dist.core.logging import get_logger, warn_once
+from tfstyle_dist.input.agreement import check_same
+from tfstyle_dist.input.iterator import DistributedIterator
+from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
+from tfstyle_dist.input.pipeline import DealtPipeline, Pipeline, Step
+from tfstyle_dist.input.prefetch import DevicePrefetcher
+from tfstyle_dist.input.report import ShardReport, WorkerShare
+from tfstyle_dist.input.sharding import Layout
+from tfstyle_dist.input.sources import Plan, Request, make_plan, refuse, refuse_scalars
+from tfstyle_dist.input.split import spec_of
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.values import regroup
+
+
+class DistributedDataset:
+    """A dataset divided among the replicas (``tf.distribute.DistributedDataset``).
+
+    Each ``iter`` is one epoch; a shuffled dataset comes in a new order each time. ``len`` is the number of steps.
+
+    Args:
+        worker: replicas and group.
+        plan: what this worker reads.
+        options: how batches reach the replicas.
+        asked: the policy that was asked for; ``None`` for a ``dataset_fn``.
+    """
+
+    def __init__(self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None) -> None:
+        self.worker, self.pipeline, self._plan, self._options, self._asked = worker, plan.pipeline, plan, options, asked
+        self.layout: Layout = plan.pipeline.layout
+        self._next_epoch = 0
+        self._spec: Any = None
+        facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts()}
+        check_same(worker, facts, compared=self.pipeline.same_on_all)
+        self._announce()
+
+    def __iter__(self) -> DistributedIterator:
+        """Starts an epoch.
+
+        Raises:
+            ValueError: called inside ``strategy.run``.
+        """
+        self.require_outside("iter() of a distributed dataset")
+        iterator = DistributedIterator(self, self._next_epoch)
+        self._next_epoch += 1
+        return iterator
+
+    def __len__(self) -> int:
+        """Steps of an epoch.
+
+        Raises:
+            TypeError: the number is not known without reading.
+        """
+        steps = self.pipeline.steps_per_epoch()
+        if steps is None or (self.layout.workers > 1 and not self.pipeline.same_on_all):
+            raise TypeError(
+                "The number of steps of this distributed dataset is not known in advance: it reads a stream. Iterate over "
+                "it, or give a map-style Dataset with global_batch_size=, a DataLoader over one, or a list of batches."
+            )
+        return steps
+
+    @property
+    def element_spec(self) -> Any:
+        """What a batch looks like: a nest of ``TensorSpec``; of ``PerReplica`` ones with several local replicas.
+
+        The first time one step of an epoch is read and dropped.
+        """
+        if self._spec is None:
+            steps, _ = self.pipeline.begin(0, (0, 0))
+            step = next(steps, None)
+            if step is None:
+                raise ValueError("An empty dataset has no element_spec.")
+            self._spec = regroup([spec_of(part) for part in step.parts], "specs")
+        return self._spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Folds all batches of an epoch.
+
+        Args:
+            initial_state: the first state.
+            reduce_func: called with the state and the next batch; returns the next state.
+
+        Returns:
+            The last state.
+        """
+        state = initial_state
+        for batch in self:
+            state = reduce_func(state, batch)
+        return state
+
+    def shard_report(self) -> ShardReport:
+        """Who reads what; ``print`` it."""
+        workers = range(self.layout.workers)
+        shares = [
+            WorkerShare(
+                w,
+                self._plan.samples_of(self.layout.of_worker(w)),
+                self._plan.files[w] if self._plan.files else (),
+                self._plan.reads,
+            )
+            for w in workers
+        ]
+        plan = self._plan
+        return ShardReport(self._asked, plan.policy, plan.batch_size, self.layout, shares, plan.notes)
+
+    # ---- for the iterator -------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[torch.device | None]:
+        """Where each local replica's batches go; ``None``: they stay where they are."""
+        count = self.worker.num_local_replicas
+        if not self._options.experimental_fetch_to_device or not self.worker.devices:
+            return [None] * count
+        return [self.worker.torch_device(r) for r in range(count)]
+
+    def to_devices(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """``steps`` with their batches on the replicas' devices."""
+        devices = [d for d in self.devices if d is not None and d.type != "cpu"]
+        if not devices:
+            return steps
+        return DevicePrefetcher(steps, devices, self._options.experimental_per_replica_buffer_size)
+
+    def continue_after(self, epoch: int) -> None:
+        """The next ``iter`` is the epoch after ``epoch``."""
+        self._next_epoch = epoch + 1
+
+    def require_outside(self, what: str) -> None:
+        """Raises ValueError in replica context."""
+        frame = current_frame()
+        if frame is not None and frame.replica is not None:
+            raise ValueError(
+                f"{what} must be called outside of strategy.run: each replica would take a batch of its own. Iterate outside "
+                "and pass the batch: strategy.run(step, args=(batch,))."
+            )
+
+    def _announce(self) -> None:
+        report = self.shard_report()
+        if self.worker.group.rank == 0:
+            get_logger().info("%s", report)
+        for note in report.notes:
+            warn_once(f"input: {note}", f"Input: {note}.")
+
+
+def distribute(dataset: Any, request: Request, options: InputOptions | None) -> DistributedDataset:
+    """Makes the distributed dataset of ``Strategy.experimental_distribute_dataset``.
+
+    Args:
+        dataset: a DataLoader, Dataset, or iterable of global batches.
+        request: the options of the call.
+        options: how batches reach the replicas.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
+    """
+    options = options or InputOptions()
+    options.check(from_function=False)
+    return DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any], worker: Worker, options: InputOptions | None
+) -> DistributedDataset:
+    """Makes the distributed dataset of ``Strategy.distribute_datasets_from_function``.
+
+    Args:
+        dataset_fn: called once for each pipeline of this worker.
+        worker: replicas and group.
+        options: how batches reach the replicas.
+
+    Raises:
+        TypeError: ``dataset_fn`` is no function, or does not return a dataset.
+        ValueError: it returns an unbatched map-style dataset.
+    """
+    options = options or InputOptions()
+    options.check(from_function=True)
+    if not callable(dataset_fn):
+        raise TypeError(f"dataset_fn must be a function of an InputContext, got {type(dataset_fn).__name__}.")
+    layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        contexts = [
+            InputContext(worker.num_replicas, worker.replica_id(r), worker.num_replicas) for r in range(layout.replicas)
+        ]
+    else:
+        contexts = [InputContext(layout.workers, layout.worker, worker.num_replicas)]
+    sources = [_checked(dataset_fn(context)) for context in contexts]
+    pipeline: Pipeline = DealtPipeline(sources, layout, [_length(s) for s in sources])
+    reads = f"reads {len(sources)} pipeline(s) of its own"
+    return DistributedDataset(worker, Plan(pipeline, None, None, None, reads), options, None)
+
+
+def _checked(dataset: Any) -> Any:
+    refuse(dataset)
+    refuse_scalars(dataset)
+    if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"dataset_fn returned an unbatched {type(dataset).__name__}; return DataLoader(dataset, batch_size="
+            "context.get_per_replica_batch_size(global_batch_size))."
+        )
+    return dataset
+
+
+def _length(source: Any) -> int | None:
+    if isinstance(source, list):
+        return len(source)
+    if isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset):
+        try:
+            return len(source)
+        except TypeError:
+            return None
+    return None

@@ -1,0 +1,232 @@
+"""``tf.distribute.DistributedIterator``: one step after the other, for all workers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
+from tfstyle_dist.input.agreement import any_has_more
+from tfstyle_dist.input.pipeline import Position, Step
+from tfstyle_dist.input.prefetch import DevicePrefetcher, to_device
+from tfstyle_dist.input.split import empty_like, map_leaves
+from tfstyle_dist.values import regroup
+
+if TYPE_CHECKING:
+    from tfstyle_dist.input.dataset import DistributedDataset
+
+_VERSION = 1
+
+
+class Optional:
+    """A batch, or none (what ``get_next_as_optional`` gives).
+
+    Args:
+        values: the batch in a list, or an empty list.
+    """
+
+    def __init__(self, values: Sequence[Any] = ()) -> None:
+        self._values = tuple(values)
+
+    def has_value(self) -> bool:
+        """Whether there is a batch."""
+        return bool(self._values)
+
+    def get_value(self) -> Any:
+        """The batch.
+
+        Raises:
+            InvalidArgumentError: there is none.
+        """
+        if not self._values:
+            raise InvalidArgumentError("The given optional does not have a value: the iterator is at its end. Ask has_value().")
+        return self._values[0]
+
+
+class DistributedIterator:
+    """One pass over a ``DistributedDataset`` (``tf.distribute.DistributedIterator``).
+
+    Every worker makes the same number of steps: one that has nothing left gets empty batches until all are done. So
+    ``next`` is to be called on all workers alike.
+
+    Args:
+        dataset: what is read.
+        epoch: number of the pass.
+    """
+
+    def __init__(self, dataset: DistributedDataset, epoch: int) -> None:
+        self._dataset, self._worker = dataset, dataset.worker
+        self._pipeline = dataset.pipeline
+        self._epoch, self._made = epoch, 0
+        self._position: Position = (0, 0)
+        self._steps: Iterator[Step] | None = None
+        self._left: int | None = None
+        self._template: Any = None
+        self._ended = False
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch: for several local replicas a nest of ``PerReplica``, else the bare local batch.
+
+        Raises:
+            StopIteration: the epoch is over on all workers.
+            ValueError: called inside ``strategy.run``.
+        """
+        self._dataset.require_outside("next() of a distributed iterator")
+        if self._ended:
+            raise StopIteration
+        try:
+            step = self._next_step()
+        except Exception as error:
+            self._ended = True
+            self._fail(error)
+            raise
+        if step is None:
+            self._ended = True
+            raise StopIteration
+        return regroup(step.parts, "batches")
+
+    def get_next(self) -> Any:
+        """The next batch, see ``next``.
+
+        Raises:
+            OutOfRangeError: the epoch is over.
+            ValueError: called inside ``strategy.run``.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError(
+                "End of sequence: the iterator has no more batches on any worker. Call iter(dataset) for another epoch, or "
+                "use get_next_as_optional()."
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """The next batch, or an ``Optional`` without a value after the last one.
+
+        Raises:
+            ValueError: called inside ``strategy.run``.
+        """
+        try:
+            return Optional([next(self)])
+        except StopIteration:
+            return Optional()
+
+    @property
+    def element_spec(self) -> Any:
+        """What a batch looks like; see ``DistributedDataset.element_spec``."""
+        return self._dataset.element_spec
+
+    # ---- position ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this iterator stands; the same on all workers, no communication.
+
+        Returns:
+            Plain numbers and texts, to be saved with a checkpoint. Batches read ahead do not count.
+        """
+        layout = self._dataset.layout
+        position = (self._made, 0) if self._pipeline.unit == "steps" else self._position
+        return {
+            "version": _VERSION,
+            "epoch": self._epoch,
+            "steps": self._made,
+            "unit": self._pipeline.unit,
+            "position": list(position),
+            "ended": self._ended,
+            "layout": [layout.workers, layout.replicas],
+            "seed": self._pipeline.seed(),
+            "facts": self._pipeline.facts(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state_dict`` was taken; the passes after it follow in order. On all workers alike.
+
+        Args:
+            state: of an iterator over the same dataset; the number of replicas may differ where the position does not
+                depend on it (see the page "Input").
+
+        Raises:
+            ValueError: a state of another dataset, or one that fits its own numbers of workers and replicas only.
+        """
+        self._check_state(state)
+        if state["seed"] is not None:
+            self._pipeline.set_seed(state["seed"])
+        first, second = state["position"]
+        self._epoch, self._made, self._position = state["epoch"], state["steps"], (first, second)
+        self._steps, self._left, self._ended = None, None, state["ended"]
+        self._dataset.continue_after(self._epoch)
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise ValueError(f"This is not a state of a distributed iterator (version {_VERSION}): {state!r}.")
+        unit, facts = self._pipeline.unit, self._pipeline.facts()
+        if state["unit"] != unit:
+            raise ValueError(
+                f"The saved position counts {state['unit']}, but this input counts {unit}: it was saved for another kind of "
+                "dataset or policy."
+            )
+        for key in ("samples", "batches"):
+            if key in facts and key in state["facts"] and facts[key] != state["facts"][key]:
+                raise ValueError(
+                    f"The saved position is of a dataset with {state['facts'][key]} {key}, this one has {facts[key]}."
+                )
+        layout = self._dataset.layout
+        now = [layout.workers, layout.replicas]
+        alone = layout.workers == 1 and state["layout"][0] == 1 and state["facts"].get("policy") is not None
+        if unit == "steps" and state["layout"] != now and not alone:
+            raise ValueError(
+                f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); here are "
+                f"{now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an epoch fits "
+                "the same numbers only. Use AutoShardPolicy.DATA, or save at the end of an epoch."
+            )
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def _next_step(self) -> Step | None:
+        if self._steps is None:
+            steps, self._left = self._pipeline.begin(self._epoch, self._position_to_begin())
+            self._steps = self._dataset.to_devices(steps)
+        step = next(self._steps, None)
+        if self._worker.group.size > 1 and not self._pipeline.same_on_all:
+            step = self._agreed(step)
+        if step is not None:
+            self._made += 1
+            self._position = step.after
+        return step
+
+    def _position_to_begin(self) -> Position:
+        return (self._made, 0) if self._pipeline.unit == "steps" else self._position
+
+    def _agreed(self, step: Step | None) -> Step | None:
+        """The step; an empty one while other workers still have theirs."""
+        if step is not None and self._template is None:
+            self._template = _copied_empty(step.parts[0])
+        whole = None if step is None else step.whole
+        more, template = any_has_more(self._worker, step is not None, self._template, self._pipeline.compares, whole)
+        if not more or step is not None:
+            return step
+        self._template = template
+        devices = self._dataset.devices
+        return Step([template if d is None else to_device(template, d) for d in devices], self._position)
+
+    def _fail(self, error: Exception) -> None:
+        group = self._worker.group
+        if group.size == 1:
+            return
+        if error is not group.errored():
+            group.report_failure(f"input: {type(error).__name__}: {error}")
+        error.add_note(f"[tfstyle_dist] raised by the input of worker {group.rank} of {group.size}")
+
+
+def _copied_empty(batch: Any) -> Any:
+    """An empty batch that does not keep ``batch`` alive; ``None`` when ``batch`` cannot be cut."""
+    try:
+        empty = empty_like(batch)
+    except (IndexError, TypeError, ValueError):
+        return None
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf[:], empty)

@@ -1,0 +1,188 @@
+"""A map-style dataset read by sampler-level sharding: each worker loads its own share only."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut
+from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
+from tfstyle_dist.input.sharding import Layout, Pieces, count_steps
+from tfstyle_dist.input.split import leading_size, map_leaves
+
+_DONE = object()
+
+
+class TensorRows:
+    """A ``TensorDataset`` that fetches a whole share with one index operation instead of sample by sample.
+
+    Args:
+        tensors: of equal first dimension.
+    """
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(t[index] for t in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        """The share as ``default_collate`` gives it: a list with one tensor for each field."""
+        rows = torch.tensor(indices)
+        return [t.index_select(0, rows) for t in self.tensors]
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function of ``TensorRows``."""
+    return batch
+
+
+def faster(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """``TensorRows`` in place of a plain ``TensorDataset`` with torch's own collate; anything else as it is."""
+    if type(dataset) is TensorDataset and collate is default_collate and len(dataset.tensors) > 0:
+        return TensorRows(dataset.tensors), as_it_is
+    return dataset, collate
+
+
+class SamplerPipeline(Pipeline):
+    """Loads this worker's share of each global batch, by a DataLoader with a ``ShareSampler``.
+
+    Args:
+        dataset: a map-style dataset.
+        order: order of its samples.
+        batch_size: samples of a global batch.
+        drop_remainder: whether a smaller last batch is left out.
+        layout: numbers of workers and replicas.
+        policy: ``DATA`` or ``OFF``.
+        loader_options: further arguments of ``DataLoader``.
+    """
+
+    unit = "samples"
+    same_on_all = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: EpochOrder,
+        batch_size: int,
+        drop_remainder: bool,
+        layout: Layout,
+        policy: AutoShardPolicy,
+        loader_options: dict[str, Any],
+    ) -> None:
+        self.layout, self._policy = layout, policy
+        self._options = dict(loader_options)
+        collate = self._options.pop("collate_fn", None) or default_collate
+        self._dataset, self._collate = faster(dataset, collate)
+        self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
+        self._loader: DataLoader[Any] | None = None
+        self._reader: weakref.ref[_Reader] | None = None
+        self._template: Any = None
+
+    def steps_per_epoch(self) -> int:
+        """See ``Pipeline``."""
+        s = self.sampler
+        return count_steps(len(s.order), s.batch_size, s.drop_remainder, self.layout, self._policy)
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Pipeline``."""
+        s = self.sampler
+        return {"policy": self._policy.name, "samples": len(s.order), "global batch": s.batch_size}
+
+    def seed(self) -> int | None:
+        """See ``Pipeline``."""
+        return getattr(self.sampler.order, "seed", None)
+
+    def set_seed(self, seed: int) -> None:
+        """See ``Pipeline``."""
+        if hasattr(self.sampler.order, "seed"):
+            self.sampler.order.seed = seed
+
+    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+        """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
+        self.sampler.begin(epoch, position[0])
+        loader = self._idle_loader()
+        reader = _Reader(self, self.sampler.plan(), iter(loader))
+        if loader is self._loader:
+            self._reader = weakref.ref(reader)
+        return reader, len(self.sampler)
+
+    def _idle_loader(self) -> DataLoader[Any]:
+        """The loader; another one while its persistent processes serve an iterator that is not finished."""
+        if self._loader is None:
+            self._loader = self._new_loader()
+        reader = self._reader() if self._reader is not None else None
+        if self._loader.persistent_workers and reader is not None and not reader.finished:
+            return self._new_loader()
+        return self._loader
+
+    def _new_loader(self) -> DataLoader[Any]:
+        options = dict(self._options)
+        generator = options.pop("generator", None)
+        if generator is None and isinstance(self.sampler.order, ShuffledOrder):
+            generator = torch.Generator().manual_seed(self.sampler.order.seed)
+        if generator is not None and self.layout.workers > 1:
+            # The processes of all workers would draw the same random numbers, e.g. for augmentation.
+            seed = mixed_seed(generator.initial_seed(), self.layout.worker + 1)
+            generator = torch.Generator().manual_seed(seed)
+        return DataLoader(
+            self._dataset, batch_sampler=self.sampler, collate_fn=self._collate, generator=generator, **options
+        )
+
+    def empty(self) -> Any:
+        """An empty batch, made from the first sample of the dataset the first time it is needed."""
+        if self._template is None:
+            index = self.sampler.some_index()
+            fetch = getattr(self._dataset, "__getitems__", None)
+            batch = self._collate(fetch([index]) if fetch is not None else [self._dataset[index]])
+            leading_size(batch)
+            self._template = map_leaves(lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch)
+        return self._template
+
+
+class _Reader:
+    """The steps of one epoch."""
+
+    def __init__(self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any]) -> None:
+        self._pipeline, self._plan, self._batches = pipeline, plan, batches
+        self.finished = False
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        entry = next(self._plan, None)
+        if entry is None:
+            self.finished = True
+            next(self._batches, None)  # lets the DataLoader see its end and stop its processes
+            self._batches = iter(())
+            raise StopIteration
+        pieces, after = entry
+        return Step(self._parts(pieces), (after, 0))
+
+    def _parts(self, pieces: Pieces) -> list[Any]:
+        size = sum(len(p) for p in pieces)
+        if size == 0:
+            return [self._pipeline.empty()] * len(pieces)
+        batch = next(self._batches, _DONE)
+        if batch is _DONE:
+            raise RuntimeError("The DataLoader ended before the samples did. Its batch sampler must not be changed.")
+        if len(pieces) == 1:
+            return [batch]
+        found = leading_size(batch)
+        if found != size:
+            raise ValueError(
+                f"collate_fn returned {found} examples for {size} samples, so the batch cannot be split over "
+                f"{len(pieces)} replicas. Return one example for each sample, or start one process for each replica."
+            )
+        # The share is contiguous in memory, also where its pieces are not neighbours in the global batch.
+        ends = [sum(len(p) for p in pieces[: i + 1]) for i in range(len(pieces))]
+        return cut(batch, tuple(range(end - len(p), end) for p, end in zip(pieces, ends, strict=True)))

@@ -1,0 +1,194 @@
+"""What one worker reads, as a sequence of steps with one batch for each of its replicas."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.sharding import Layout, Pieces, steps_of_batch
+from tfstyle_dist.input.split import empty_like, is_scalar, leading_size, slice_batch
+
+Position = tuple[int, int]
+"""Where a step begins: units read, and examples taken of the unit after them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one worker.
+
+    Attributes:
+        parts: a batch for each local replica.
+        after: where the next step begins.
+        whole: the batch that the parts were cut from, for a comparison over the workers.
+    """
+
+    parts: Sequence[Any]
+    after: Position
+    whole: Any = None
+
+
+class Pipeline(abc.ABC):
+    """One worker's input.
+
+    Attributes:
+        layout: numbers of workers and replicas.
+        unit: what a saved position counts: ``"samples"``, ``"batches"``, or ``"steps"`` of this very layout.
+        same_on_all: whether all workers make the same number of steps, which ``begin`` tells.
+        compares: whether all workers must read the same batches.
+    """
+
+    layout: Layout
+    unit: str = "batches"
+    same_on_all: bool = False
+    compares: bool = False
+
+    @abc.abstractmethod
+    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+        """Starts an epoch, or goes on within one.
+
+        Args:
+            epoch: its number, from 0.
+            position: where to begin.
+
+        Returns:
+            The steps, and their number when it is known.
+        """
+
+    @abc.abstractmethod
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch on this worker; ``None`` when it is not known without reading."""
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all workers and in a saved position."""
+        return {}
+
+    def seed(self) -> int | None:
+        """The seed of the shuffled order, if there is one."""
+        return None
+
+    def set_seed(self, seed: int) -> None:
+        """Takes a saved seed back."""
+        return
+
+
+def cut(batch: Any, pieces: Pieces, first: int = 0) -> list[Any]:
+    """The parts of ``batch`` at ``pieces``, which count from ``first``."""
+    return [slice_batch(batch, range(p.start - first, p.stop - first)) for p in pieces]
+
+
+class BatchPipeline(Pipeline):
+    """Reads whole batches and keeps this worker's pieces of each.
+
+    Args:
+        source: called with the epoch for an iterable of batches.
+        layout: numbers of workers and replicas.
+        policy: ``DATA`` when all workers read the same batches, else they read their own or keep all.
+        length: batches of an epoch, when that is certain.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[int], Iterable[Any]],
+        layout: Layout,
+        policy: AutoShardPolicy,
+        length: int | None = None,
+    ) -> None:
+        self._source, self.layout, self._policy, self._length = source, layout, policy, length
+        own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
+        self.unit = "steps" if own_stream else "batches"
+        shared = policy is AutoShardPolicy.DATA
+        self.same_on_all = shared and length is not None
+        self.compares = shared and not self.same_on_all
+
+    def steps_per_epoch(self) -> int | None:
+        """See ``Pipeline``; known where a batch is a step."""
+        single = self.layout.workers == 1 or self._policy is AutoShardPolicy.DATA
+        return self._length if single else None
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Pipeline``."""
+        return {"policy": self._policy.name} | ({"batches": self._length} if self.same_on_all else {})
+
+    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+        """See ``Pipeline``: batches before ``position`` are read and dropped."""
+        total = self.steps_per_epoch()
+        steps = self._steps(iter(self._source(epoch)), (0, 0) if self.unit == "steps" else position)
+        if self.unit == "steps":
+            for _ in range(position[0]):
+                next(steps, None)
+        return steps, None if total is None else max(total - position[0], 0)
+
+    def _steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
+        if self.layout.all_replicas == 1:
+            yield from (Step([b], (i + 1, 0)) for i, b in enumerate(batches) if i >= position[0])
+            return
+        full, made = 0, 0
+        for number, batch in enumerate(batches):
+            size = leading_size(batch)
+            full = max(full, size)
+            if number < position[0]:
+                continue
+            done = position[1] if number == position[0] else 0
+            steps = steps_of_batch(size - done, full, self.layout, self._policy)
+            for index, pieces in enumerate(steps, start=1):
+                made += 1
+                after = (number + 1, 0) if index == len(steps) else (number, done + pieces[-1].stop)
+                yield Step(cut(batch, pieces, -done), (made, 0) if self.unit == "steps" else after, batch)
+
+
+class DealtPipeline(Pipeline):
+    """Deals out the batches of a ``dataset_fn`` as they are: the r-th of every L consecutive ones to replica r.
+
+    Args:
+        sources: one iterable for the worker, or one for each of its replicas.
+        layout: numbers of workers and replicas.
+        lengths: the number of elements of each source, where known.
+    """
+
+    unit = "steps"
+
+    def __init__(self, sources: Sequence[Iterable[Any]], layout: Layout, lengths: Sequence[int | None]) -> None:
+        self._sources, self.layout, self._lengths = sources, layout, lengths
+
+    def steps_per_epoch(self) -> int | None:
+        """See ``Pipeline``."""
+        known = [n for n in self._lengths if n is not None]
+        if len(known) < len(self._lengths):
+            return None
+        return max(known) if len(known) > 1 else -(-known[0] // self.layout.replicas)
+
+    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+        """See ``Pipeline``: elements before ``position`` are read and dropped."""
+        for source in self._sources:
+            tell_epoch(source, epoch)
+        replicas = self.layout.replicas
+        streams = [iter(s) for s in self._sources]
+        if len(streams) < replicas:
+            streams *= replicas
+        steps = self._steps(streams)
+        for _ in range(position[0]):
+            next(steps, None)
+        return steps, None
+
+    def _steps(self, streams: Sequence[Iterator[Any]]) -> Iterator[Step]:
+        made, nothing = 0, object()
+        while True:
+            elements = [next(stream, nothing) for stream in streams]
+            got = [e for e in elements if e is not nothing]
+            if not got or (len(got) < len(elements) and is_scalar(got[0])):
+                return
+            missing = empty_like(got[0]) if len(got) < len(elements) else None
+            made += 1
+            yield Step([missing if e is nothing else e for e in elements], (made, 0))
+
+
+def tell_epoch(source: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` of whatever has one: the source, its dataset, its samplers."""
+    for holder in (source, *(getattr(source, name, None) for name in ("dataset", "batch_sampler", "sampler"))):
+        inner = getattr(holder, "sampler", None)
+        for thing in (holder, inner):
+            if callable(getattr(thing, "set_epoch", None)):
+                thing.set_epoch(epoch)  # type: ignore[union-attr]

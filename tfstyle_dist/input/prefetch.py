@@ -1,0 +1,77 @@
+"""Moves batches to the replicas' devices ahead of time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tfstyle_dist.input.pipeline import Step
+from tfstyle_dist.input.split import map_leaves
+
+
+class DevicePrefetcher:
+    """The steps of a pipeline with their parts on the replicas' devices.
+
+    On CUDA the copies run on a stream of their own, ``depth`` steps ahead of the training step; copies from pinned
+    memory do not wait. On the CPU nothing is copied and nothing is read ahead.
+
+    Args:
+        steps: a pipeline's steps.
+        devices: one for each local replica.
+        depth: how many steps are moved ahead.
+    """
+
+    def __init__(self, steps: Iterator[Step], devices: Sequence[torch.device], depth: int) -> None:
+        self._steps, self._devices, self._depth = steps, devices, depth
+        self._ready: deque[tuple[Step, list[torch.cuda.Event]]] = deque()
+        self._streams = {d: torch.cuda.Stream(d) for d in set(devices) if d.type == "cuda"}
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if not self._streams:
+            return self._moved(next(self._steps)) if any(d.type != "cpu" for d in self._devices) else next(self._steps)
+        while len(self._ready) <= self._depth:
+            step = next(self._steps, None)
+            if step is None:
+                break
+            self._ready.append(self._copied(step))
+        if not self._ready:
+            raise StopIteration
+        step, events = self._ready.popleft()
+        for part, device, event in zip(step.parts, self._devices, events, strict=True):
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            # The memory belongs to the copying stream: it must not be given away while this one still reads it.
+            map_leaves(lambda leaf, s=stream: _record(leaf, s), part)
+        return step
+
+    def _moved(self, step: Step) -> Step:
+        return replace(step, parts=[to_device(p, d) for p, d in zip(step.parts, self._devices, strict=True)])
+
+    def _copied(self, step: Step) -> tuple[Step, list[torch.cuda.Event]]:
+        parts, events = [], []
+        for part, device in zip(step.parts, self._devices, strict=True):
+            stream = self._streams[device]
+            with torch.cuda.stream(stream):
+                parts.append(to_device(part, device))
+                event = torch.cuda.Event()
+                event.record(stream)
+            events.append(event)
+        return replace(step, parts=parts), events
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with its tensors on ``device``; arrays and texts stay as they are."""
+    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _record(leaf: Any, stream: torch.cuda.Stream) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        leaf.record_stream(stream)
+    return leaf

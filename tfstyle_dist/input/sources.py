@@ -1,0 +1,337 @@
+"""From what the user has (DataLoader, Dataset, iterable) to this worker's pipeline; what is refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.input.files import ListsFiles
+from tfstyle_dist.input.loader import SamplerPipeline
+from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.pipeline import BatchPipeline, Pipeline, tell_epoch
+from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
+from tfstyle_dist.input.sharding import Layout, check_files, count_samples, resolve_policy, shard_files
+from tfstyle_dist.runtime.worker import Worker
+
+_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+         "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
+
+
+@dataclass
+class Request:
+    """What the user asked for.
+
+    Attributes:
+        worker: replicas and group.
+        policy: the sharding policy, not yet resolved.
+        batch_size: ``global_batch_size=``.
+        shuffle: whether a map-style dataset is shuffled anew in each epoch.
+        seed: of the shuffled order; ``None``: drawn from torch's random numbers on worker 0.
+        drop_remainder: whether a smaller last batch is left out.
+        loader_options: further arguments of ``DataLoader``.
+    """
+
+    worker: Worker
+    policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    batch_size: int | None = None
+    shuffle: bool = False
+    seed: int | None = None
+    drop_remainder: bool = False
+    loader_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """Numbers of workers and replicas."""
+        return Layout(self.worker.group.size, self.worker.group.rank, self.worker.num_local_replicas)
+
+
+@dataclass
+class Plan:
+    """A pipeline and what the shard report says of it.
+
+    Attributes:
+        pipeline: this worker's steps.
+        policy: the policy that holds.
+        batch_size: samples of a global batch, when known.
+        samples: samples of an epoch, when known.
+        reads: what a worker reads, in words.
+        files: the files of each worker, when whole files are dealt out.
+        notes: what the user may want to change.
+    """
+
+    pipeline: Pipeline
+    policy: AutoShardPolicy | None
+    batch_size: int | None
+    samples: int | None
+    reads: str
+    files: Sequence[Sequence[str]] = ()
+    notes: Sequence[str] = ()
+
+    def samples_of(self, layout: Layout) -> int | None:
+        """Samples that one worker's replicas get."""
+        if self.samples is None or self.batch_size is None or self.policy is None:
+            return None
+        drop = getattr(getattr(self.pipeline, "sampler", None), "drop_remainder", False)
+        return count_samples(self.samples, self.batch_size, drop, layout, self.policy)
+
+
+def make_plan(dataset: Any, request: Request) -> Plan:
+    """The pipeline for a dataset.
+
+    Args:
+        dataset: a DataLoader, map-style Dataset, IterableDataset, or iterable of global batches.
+        request: the options.
+
+    Raises:
+        TypeError: not a dataset.
+        ValueError: an unbatched dataset, a sampler that already shards, or options that do not fit.
+        NotFoundError: ``FILE`` or ``HINT`` with a dataset that cannot do that.
+        InvalidArgumentError: fewer files than workers, or a batch too small to be full on every replica.
+    """
+    if isinstance(dataset, DataLoader):
+        return _plan_loader(dataset, request)
+    refuse(dataset)
+    if request.batch_size is not None:
+        return _plan_samples(dataset, request)
+    if request.shuffle or request.drop_remainder or request.loader_options:
+        raise ValueError(
+            "shuffle, drop_remainder and the options of a DataLoader need global_batch_size=: without it the dataset's own "
+            "batches are taken as they come."
+        )
+    if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{type(dataset).__name__} is not batched: pass global_batch_size= (examples of all replicas together), or a "
+            "DataLoader whose batch_size is the global batch size."
+        )
+    return _plan_stream(dataset, request, "the whole stream of batches")
+
+
+def refuse(dataset: Any) -> None:
+    """Raises TypeError for what is not a dataset, with what to write instead."""
+    what = type(dataset).__name__
+    if isinstance(dataset, torch.Tensor | np.ndarray | tuple | Mapping | str | bytes):
+        raise TypeError(
+            f"A {what} is not a dataset of batches. Pass torch.utils.data.TensorDataset(...) with global_batch_size=, a "
+            "DataLoader, or a list of batches."
+        )
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"A {what} can be read only once, so a second epoch would be empty. Pass an object whose __iter__ starts anew "
+            "(an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
+        )
+    iterable = isinstance(dataset, Iterable | Dataset) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    if not iterable:
+        raise TypeError(f"{dataset!r} is not a dataset: pass a DataLoader, a Dataset or an iterable of batches.")
+
+
+def refuse_scalars(batches: Any) -> None:
+    """Raises TypeError for a list of Python numbers where batches are meant."""
+    if isinstance(batches, list) and batches and isinstance(batches[0], bool | int | float | complex | str | bytes):
+        raise TypeError(
+            f"A list of {type(batches[0]).__name__} is not a dataset of batches: its elements must be tensors or nests of "
+            "tensors. Pass e.g. [torch.tensor([1.0, 2.0]), ...], or the samples with global_batch_size=."
+        )
+
+
+def _check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> None:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"global_batch_size must be a whole number, got {type(size).__name__}: {size!r}.")
+    if size < 1:
+        raise ValueError(f"global_batch_size must be at least 1, got {size}.")
+    if drop_remainder and size < layout.all_replicas:
+        raise InvalidArgumentError(
+            f"A global batch of {size} is smaller than the {layout.all_replicas} replicas, so some replicas would never get "
+            "an example although smaller batches are dropped. Use a larger global batch, or fewer replicas, or do not drop "
+            "the remainder."
+        )
+
+
+def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
+    """A DataLoader of global batches: rebuilt over this worker's share where that is possible."""
+    if request.batch_size is not None or request.shuffle or request.drop_remainder or request.loader_options:
+        raise ValueError(
+            f"A DataLoader has its own batch_size ({loader.batch_size}), sampler and options; set them there (batch_size is "
+            "the global batch size), or pass its dataset with global_batch_size=."
+        )
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise ValueError(
+                "This DataLoader has a DistributedSampler, so it is already sharded; sharding it again would lose samples. "
+                "Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader over in "
+                "strategy.distribute_datasets_from_function."
+            )
+    policy = resolve_policy(_asked(loader.dataset, request), request.layout.workers, *_abilities(loader.dataset))
+    why = _not_rebuilt(loader)
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) or why:
+        return _plan_stream(loader, request, f"every batch of the DataLoader ({why})" if why else "its own DataLoader")
+    size = int(loader.batch_sampler.batch_size)  # type: ignore[union-attr]
+    drop = bool(loader.batch_sampler.drop_last)  # type: ignore[union-attr]
+    _check_batch_size(size, drop, request.layout)
+    order = _order_of(loader, request)
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if not options["num_workers"]:
+        options["prefetch_factor"] = None
+    return _sampler_plan(loader.dataset, order, size, drop, policy, options, request)
+
+
+def _not_rebuilt(loader: DataLoader[Any]) -> str:
+    """Why a DataLoader must be read as it is; empty when it can be rebuilt with another batch sampler."""
+    custom = type(loader).__iter__ is not DataLoader.__iter__
+    if custom and not type(loader).__module__.startswith("torchdata."):
+        return f"{type(loader).__name__} has an __iter__ of its own"
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset has no indices"
+    if loader.batch_sampler is None:
+        return "batch_size=None: the dataset makes its own batches"
+    if type(loader.batch_sampler) is not BatchSampler:
+        return f"its batch sampler is a {type(loader.batch_sampler).__name__}"
+    return ""
+
+
+def _order_of(loader: DataLoader[Any], request: Request) -> EpochOrder:
+    sampler: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler))
+    generator = getattr(sampler, "generator", None) or loader.generator
+    seed = agreed_seed(request, None if generator is None else generator.initial_seed())
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return ShuffledOrder(size, seed)
+    if not hasattr(sampler, "__len__"):
+        raise TypeError(
+            f"{type(sampler).__name__} has no length, so its samples cannot be divided among the replicas. Give it a "
+            "__len__, or pass an iterable of global batches."
+        )
+    return SampledOrder(sampler, seed, request.worker)
+
+
+def agreed_seed(request: Request, own: int | None) -> int:
+    """One seed for all workers: the one given, or the one that worker 0 draws from torch's random numbers."""
+    seed = request.seed if request.seed is not None else own
+    if seed is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    if request.layout.workers == 1:
+        return seed
+    return int(request.worker.group.gather_objects(seed, "input: seed")[0])
+
+
+def _plan_samples(dataset: Any, request: Request) -> Plan:
+    """Samples and a global batch size."""
+    size = request.batch_size
+    _check_batch_size(size, request.drop_remainder, request.layout)
+    assert size is not None
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if request.shuffle:
+            raise ValueError("shuffle=True needs a dataset with indices and a length; shuffle inside the IterableDataset.")
+        if not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"global_batch_size= needs samples: a Dataset with __getitem__ and __len__, or an IterableDataset; "
+                f"{type(dataset).__name__} is neither."
+            )
+        loader = DataLoader(dataset, batch_size=size, drop_last=request.drop_remainder, **request.loader_options)
+        return _plan_stream(loader, request, "every sample of the IterableDataset")
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length (__len__), which is needed to divide its samples among the replicas. "
+            "Add one, or make it an IterableDataset."
+        ) from None
+    policy = resolve_policy(_asked(dataset, request), request.layout.workers, *_abilities(dataset))
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        raise ValueError(
+            f"AutoShardPolicy.{policy.name} deals out streams, but {type(dataset).__name__} has indices. Use "
+            "AutoShardPolicy.DATA, which reads each sample on one worker only, or an IterableDataset."
+        )
+    order: EpochOrder = SequentialOrder(count)
+    if request.shuffle:
+        generator = request.loader_options.get("generator")
+        order = ShuffledOrder(count, agreed_seed(request, None if generator is None else generator.initial_seed()))
+    return _sampler_plan(dataset, order, size, request.drop_remainder, policy, request.loader_options, request)
+
+
+def _sampler_plan(
+    dataset: Any, order: EpochOrder, size: int, drop: bool, policy: AutoShardPolicy, options: dict[str, Any], request: Request
+) -> Plan:
+    pipeline = SamplerPipeline(dataset, order, size, drop, request.layout, policy, options)
+    reads = "reads them all" if policy is AutoShardPolicy.OFF else "reads these only"
+    notes = []
+    if drop and len(order) < size:
+        notes.append(f"{len(order)} samples are less than one batch of {size}: with drop_remainder there is no step at all")
+    return Plan(pipeline, policy, size, len(order), reads, notes=notes)
+
+
+def _asked(dataset: Any, request: Request) -> AutoShardPolicy:
+    """The policy of the call, or the dataset's own attribute ``auto_shard_policy``."""
+    if request.policy is not AutoShardPolicy.AUTO:
+        return request.policy
+    own = getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
+    return own if isinstance(own, AutoShardPolicy) else AutoShardPolicy(own)
+
+
+def _abilities(dataset: Any) -> tuple[bool, bool]:
+    return lists_files(dataset), callable(getattr(dataset, "shard", None))
+
+
+def lists_files(dataset: Any) -> bool:
+    """Whether a dataset lists its files; a dataset may have the attribute and set it to ``None``."""
+    return isinstance(dataset, ListsFiles) and dataset.files is not None
+
+
+def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
+    """An iterable of batches: a DataLoader that is read as it is, a list, or any other."""
+    refuse_scalars(source)
+    layout = request.layout
+    loader = source if isinstance(source, DataLoader) else None
+    dataset = source if loader is None else loader.dataset
+    policy = resolve_policy(_asked(dataset, request), layout.workers, *_abilities(dataset))
+    files: list[list[str]] = []
+    own = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and layout.workers > 1
+    if own and policy is AutoShardPolicy.FILE:
+        check_files(dataset.files, layout.workers)
+        files = [[str(f) for f in shard_files(dataset.files, layout.workers, w)] for w in range(layout.workers)]
+        dataset = dataset.with_files(shard_files(dataset.files, layout.workers, layout.worker))
+        reads = "reads its own files"
+    elif own:
+        dataset = dataset.shard(layout.workers, layout.worker)
+        reads = "reads its own shard"
+    if own:
+        source = dataset if loader is None else _with_dataset(loader, dataset)
+    notes = []
+    if layout.workers > 1 and policy is AutoShardPolicy.DATA:
+        notes.append(
+            f"every worker reads {reads} and keeps its own piece of each batch; all workers must read the same "
+            "batches. A map-style Dataset with global_batch_size=, or a plain DataLoader over one, reads each sample once"
+        )
+        reads = "reads everything, keeps its pieces"
+    elif layout.workers > 1 and policy is AutoShardPolicy.OFF:
+        reads = "reads and keeps everything"
+    length = len(source) if isinstance(source, list) else None
+    pipeline = BatchPipeline(_Epochs(source), layout, policy, length)
+    size = None if loader is None else loader.batch_size
+    return Plan(pipeline, policy, size, None, reads, files, notes)
+
+
+class _Epochs:
+    """Reads a source once for each epoch, and tells it the epoch where it wants to know."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __call__(self, epoch: int) -> Iterable[Any]:
+        tell_epoch(self._source, epoch)
+        return self._source  # type: ignore[no-any-return]
+
+
+def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    """The same DataLoader over another IterableDataset."""
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if not options["num_workers"]:
+        options["prefetch_factor"] = None
+    return DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options)
