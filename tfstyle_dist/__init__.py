@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfstyle_dist.api import (
         AggregationMethod as AggregationMethod,
+        AutoShardPolicy as AutoShardPolicy,
         CrossDeviceOps as CrossDeviceOps,
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
         DistributedValues as DistributedValues,
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+        InputContext as InputContext,
+        InputOptions as InputOptions,
         InputReplicationMode as InputReplicationMode,
         MirroredStrategy as MirroredStrategy,
         NcclAllReduce as NcclAllReduce,
@@ -44,9 +49,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AggregationMethod",
+    "AutoShardPolicy",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
     "NcclAllReduce",

@@ -8,6 +8,7 @@ from tfstyle_dist.cross_device_ops import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
+from tfstyle_dist.input import AutoShardPolicy, DistributedDataset, DistributedIterator, InputContext, InputOptions
 from tfstyle_dist.strategies import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -26,9 +27,14 @@ from tfstyle_dist.variables import Variable
 
 __all__ = [
     "AggregationMethod",
+    "AutoShardPolicy",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
     "NcclAllReduce",

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import numpy as np
 import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 from tfstyle_dist.variables import logical_state
+
+sys.path.insert(0, str(Path(__file__).parent))
+import keras_rules  # noqa: E402
+import tf_data  # noqa: E402
 
 _DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -49,7 +57,7 @@ class Facade:
     VariableSynchronization = td.VariableSynchronization
     VariableAggregation = td.VariableAggregation
     AggregationMethod = td.AggregationMethod
-    AutoShardPolicy = _Absent("AutoShardPolicy")
+    AutoShardPolicy = td.AutoShardPolicy
     ClusterSpec = _Absent("ClusterSpec")
 
     # ---- strategies ----
@@ -106,6 +114,8 @@ class Facade:
     def to_list(self, t):
         if hasattr(t, "read_value"):
             t = t.read_value()
+        if isinstance(t, np.ndarray):
+            return t.tolist()
         return t.detach().tolist() if isinstance(t, torch.Tensor) else t
 
     def read(self, v):
@@ -172,11 +182,32 @@ class Facade:
     def optimizer(self, kind, **hp):
         rate = hp.pop("lr")
         makers = {
+            **keras_rules.MAKERS,
             "v1_sgd": td.train.GradientDescentOptimizer,
             "v1_momentum": td.train.MomentumOptimizer,
             "v1_adam": td.train.AdamOptimizer,
         }
         return makers[kind](rate, **hp)
+
+    # ---- datasets ----
+
+    def dataset_from_list(self, data, dtype="float32"):
+        return tf_data.Dataset(tf_data.Slices(data, _DTYPES[dtype]))
+
+    def dataset_range(self, n):
+        return tf_data.Dataset(tf_data.Slices(list(range(n)), torch.int64))
+
+    def dataset_from_text_files(self, paths):
+        return tf_data.Dataset(td.input.FileDataset(paths))
+
+    def auto_shard(self, dataset, num_workers, index, policy):
+        return tf_data.auto_shard(dataset, num_workers, index, policy)
+
+    def raw(self, dataset):
+        return dataset
+
+    def wrap_fn(self, fn):
+        return fn
 
     # ---- checkpoints ----
 

@@ -17,7 +17,7 @@ STATUS = Path(__file__).parents[2] / "docs" / "status.md"
 
 @pytest.fixture(scope="session")
 def recorded() -> Mapping[str, Any]:
-    """Our results of all six categories."""
+    """Our results of all these categories."""
     return record(CATEGORIES)
 
 

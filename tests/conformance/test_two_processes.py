@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_programs_agree(shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed(workers=2, timeout=60)
-@pytest.mark.parametrize("case", ["collectives_2", "variables_2"])
+@pytest.mark.parametrize("case", ["collectives_2", "variables_2", "train_2"])
 def test_multi_worker_programs_agree(case: str, rank: int) -> None:
     module = harness.load(str(HERE / "programs" / "programs_multiworker.py"))
     recorded = getattr(module, "case_" + case).params
@@ -123,3 +124,28 @@ def test_multi_worker_programs_agree(case: str, rank: int) -> None:
     # Paths of the recorded accidents (a worker's own first replica under ONLY_FIRST_REPLICA) begin with the worker.
     wrong = [o for o in out if not o[1] and not compare.accident("multiworker", "case_" + case, f"[{rank}]{o[0]}")]
     assert not wrong
+
+
+@pytest.mark.distributed(workers=2, timeout=60)
+def test_dataset_program_agrees(rank: int, shared_tmp_path: Path) -> None:
+    module = harness.load(str(HERE / "programs" / "programs_multiworker.py"))
+    params = dict(module.case_datasets_2.params)
+    params.pop("n")
+    xp, compare, out = Facade(), load_compare(), []
+    with td.MirroredStrategy() as strategy:
+        if rank == 0:
+            write_files(shared_tmp_path, params.pop("lines"))
+        strategy.worker.group.gather_objects(0, "files are written")
+        params.pop("lines", None)
+        program = bodies_multiworker.datasets
+        mine = harness.jsonable(program(xp, strategy, rank, files=None, directory=str(shared_tmp_path), **params))
+    compare.leaves(golden()["multiworker"]["case_datasets_2"][rank], mine, "", out, TOLERANCES)
+    assert not [o for o in out if not o[1]]
+
+
+def write_files(directory: Path, lines: Sequence[int]) -> None:
+    """Files of so many lines; the lines are numbered throughout."""
+    first = 0
+    for number, count in enumerate(lines):
+        (directory / f"part-{number:02d}.txt").write_text("".join(f"{first + i}\n" for i in range(count)))
+        first += count

@@ -30,7 +30,9 @@ def check_same(worker: Worker, facts: dict[str, Any], compared: bool) -> None:
     keys = list(facts) if compared else ["kind", "policy"]
     differing = [k for k in keys if any(other.get(k) != facts.get(k) for other in everyone)]
     if differing:
-        lines = "\n".join(f"  worker {r}: " + ", ".join(f"{k} {o.get(k)}" for k in differing) for r, o in enumerate(everyone))
+        lines = "\n".join(
+            f"  worker {r}: " + ", ".join(f"{k} {o.get(k)}" for k in differing) for r, o in enumerate(everyone)
+        )
         raise InvalidArgumentError(
             f"The workers were given different datasets:\n{lines}\nGive every worker the same dataset, batch size and "
             "policy; the strategy divides it. For a dataset of each worker's own use "
@@ -69,7 +71,9 @@ def any_has_more(worker: Worker, has_batch: bool, template: Any, compare: bool, 
             "AutoShardPolicy.FILE, or strategy.distribute_datasets_from_function."
         )
     if needing:
-        texts = group.gather_objects(describe(template) if template is not None else None, "input: structure of a batch")
+        texts = group.gather_objects(
+            describe(template) if template is not None else None, "input: structure of a batch"
+        )
         if needs:
             template = from_description(next(t for t in texts if t is not None))
     return True, template

@@ -18,10 +18,9 @@ from tfstyle_dist.input.prefetch import DevicePrefetcher
 from tfstyle_dist.input.report import ShardReport, WorkerShare
 from tfstyle_dist.input.sharding import Layout
 from tfstyle_dist.input.sources import Plan, Request, make_plan, refuse, refuse_scalars
-from tfstyle_dist.input.split import spec_of
+from tfstyle_dist.input.split import group, spec_of
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.values import regroup
 
 
 class DistributedDataset:
@@ -81,7 +80,7 @@ class DistributedDataset:
             step = next(steps, None)
             if step is None:
                 raise ValueError("An empty dataset has no element_spec.")
-            self._spec = regroup([spec_of(part) for part in step.parts], "specs")
+            self._spec = group([spec_of(part) for part in step.parts])
         return self._spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

@@ -10,9 +10,8 @@ import torch
 from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
 from tfstyle_dist.input.agreement import any_has_more
 from tfstyle_dist.input.pipeline import Position, Step
-from tfstyle_dist.input.prefetch import DevicePrefetcher, to_device
-from tfstyle_dist.input.split import empty_like, map_leaves
-from tfstyle_dist.values import regroup
+from tfstyle_dist.input.prefetch import to_device
+from tfstyle_dist.input.split import empty_like, group, map_leaves
 
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
@@ -41,7 +40,9 @@ class Optional:
             InvalidArgumentError: there is none.
         """
         if not self._values:
-            raise InvalidArgumentError("The given optional does not have a value: the iterator is at its end. Ask has_value().")
+            raise InvalidArgumentError(
+                "The given optional does not have a value: the iterator is at its end. Ask has_value()."
+            )
         return self._values[0]
 
 
@@ -88,7 +89,7 @@ class DistributedIterator:
         if step is None:
             self._ended = True
             raise StopIteration
-        return regroup(step.parts, "batches")
+        return group(step.parts)
 
     def get_next(self) -> Any:
         """The next batch, see ``next``.
@@ -215,12 +216,12 @@ class DistributedIterator:
         return Step([template if d is None else to_device(template, d) for d in devices], self._position)
 
     def _fail(self, error: Exception) -> None:
-        group = self._worker.group
-        if group.size == 1:
+        workers = self._worker.group
+        if workers.size == 1:
             return
-        if error is not group.errored():
-            group.report_failure(f"input: {type(error).__name__}: {error}")
-        error.add_note(f"[tfstyle_dist] raised by the input of worker {group.rank} of {group.size}")
+        if error is not workers.errored():
+            workers.report_failure(f"input: {type(error).__name__}: {error}")
+        error.add_note(f"[tfstyle_dist] raised by the input of worker {workers.rank} of {workers.size}")
 
 
 def _copied_empty(batch: Any) -> Any:

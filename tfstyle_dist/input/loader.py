@@ -144,7 +144,9 @@ class SamplerPipeline(Pipeline):
             fetch = getattr(self._dataset, "__getitems__", None)
             batch = self._collate(fetch([index]) if fetch is not None else [self._dataset[index]])
             leading_size(batch)
-            self._template = map_leaves(lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch)
+            self._template = map_leaves(
+                lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch
+            )
         return self._template
 
 

@@ -114,7 +114,9 @@ class InputOptions:
                 f"{experimental_per_replica_buffer_size}; to keep batches where they are pass "
                 "experimental_fetch_to_device=False."
             )
-        self.experimental_fetch_to_device = True if experimental_fetch_to_device is None else experimental_fetch_to_device
+        self.experimental_fetch_to_device = (
+            True if experimental_fetch_to_device is None else experimental_fetch_to_device
+        )
         self.experimental_replication_mode = experimental_replication_mode
         self.experimental_place_dataset_on_device = experimental_place_dataset_on_device
         self.experimental_per_replica_buffer_size = experimental_per_replica_buffer_size

@@ -87,6 +87,7 @@ class BatchPipeline(Pipeline):
         layout: numbers of workers and replicas.
         policy: ``DATA`` when all workers read the same batches, else they read their own or keep all.
         length: batches of an epoch, when that is certain.
+        batch_size: examples of a full batch; default: those of the first one.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class BatchPipeline(Pipeline):
         layout: Layout,
         policy: AutoShardPolicy,
         length: int | None = None,
+        batch_size: int | None = None,
     ) -> None:
+        self._batch_size = batch_size or 0
         self._source, self.layout, self._policy, self._length = source, layout, policy, length
         own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         self.unit = "steps" if own_stream else "batches"
@@ -125,7 +128,7 @@ class BatchPipeline(Pipeline):
         if self.layout.all_replicas == 1:
             yield from (Step([b], (i + 1, 0)) for i, b in enumerate(batches) if i >= position[0])
             return
-        full, made = 0, 0
+        full, made = self._batch_size, 0
         for number, batch in enumerate(batches):
             size = leading_size(batch)
             full = max(full, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class DevicePrefetcher:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(event)
             # The memory belongs to the copying stream: it must not be given away while this one still reads it.
-            map_leaves(lambda leaf, s=stream: _record(leaf, s), part)
+            map_leaves(partial(_record, stream), part)
         return step
 
     def _moved(self, step: Step) -> Step:
@@ -68,10 +69,12 @@ class DevicePrefetcher:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """``batch`` with its tensors on ``device``; arrays and texts stay as they are."""
-    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return map_leaves(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
 
 
-def _record(leaf: Any, stream: torch.cuda.Stream) -> Any:
+def _record(stream: torch.cuda.Stream, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
         leaf.record_stream(stream)
     return leaf

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input.files import ListsFiles
@@ -19,8 +27,18 @@ from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder
 from tfstyle_dist.input.sharding import Layout, check_files, count_samples, resolve_policy, shard_files
 from tfstyle_dist.runtime.worker import Worker
 
-_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-         "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 @dataclass
@@ -125,7 +143,9 @@ def refuse(dataset: Any) -> None:
             f"A {what} can be read only once, so a second epoch would be empty. Pass an object whose __iter__ starts anew "
             "(an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
         )
-    iterable = isinstance(dataset, Iterable | Dataset) or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    iterable = isinstance(dataset, Iterable | Dataset) or (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    )
     if not iterable:
         raise TypeError(f"{dataset!r} is not a dataset: pass a DataLoader, a Dataset or an iterable of batches.")
 
@@ -228,7 +248,9 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
     assert size is not None
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if request.shuffle:
-            raise ValueError("shuffle=True needs a dataset with indices and a length; shuffle inside the IterableDataset.")
+            raise ValueError(
+                "shuffle=True needs a dataset with indices and a length; shuffle inside the IterableDataset."
+            )
         if not isinstance(dataset, IterableDataset):
             raise TypeError(
                 f"global_batch_size= needs samples: a Dataset with __getitem__ and __len__, or an IterableDataset; "
@@ -257,13 +279,21 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
 
 
 def _sampler_plan(
-    dataset: Any, order: EpochOrder, size: int, drop: bool, policy: AutoShardPolicy, options: dict[str, Any], request: Request
+    dataset: Any,
+    order: EpochOrder,
+    size: int,
+    drop: bool,
+    policy: AutoShardPolicy,
+    options: dict[str, Any],
+    request: Request,
 ) -> Plan:
     pipeline = SamplerPipeline(dataset, order, size, drop, request.layout, policy, options)
     reads = "reads them all" if policy is AutoShardPolicy.OFF else "reads these only"
     notes = []
     if drop and len(order) < size:
-        notes.append(f"{len(order)} samples are less than one batch of {size}: with drop_remainder there is no step at all")
+        notes.append(
+            f"{len(order)} samples are less than one batch of {size}: with drop_remainder there is no step at all"
+        )
     return Plan(pipeline, policy, size, len(order), reads, notes=notes)
 
 
@@ -289,7 +319,7 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     refuse_scalars(source)
     layout = request.layout
     loader = source if isinstance(source, DataLoader) else None
-    dataset = source if loader is None else loader.dataset
+    dataset: Any = source if loader is None else loader.dataset
     policy = resolve_policy(_asked(dataset, request), layout.workers, *_abilities(dataset))
     files: list[list[str]] = []
     own = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and layout.workers > 1
@@ -313,8 +343,9 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     elif layout.workers > 1 and policy is AutoShardPolicy.OFF:
         reads = "reads and keeps everything"
     length = len(source) if isinstance(source, list) else None
-    pipeline = BatchPipeline(_Epochs(source), layout, policy, length)
-    size = None if loader is None else loader.batch_size
+    size = getattr(source, "batch_size", None)
+    size = size if isinstance(size, int) else None
+    pipeline = BatchPipeline(_Epochs(source), layout, policy, length, size)
     return Plan(pipeline, policy, size, None, reads, files, notes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.values import PerReplica
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,24 @@ def is_scalar(batch: Any) -> bool:
         batch,
     )
     return any(found)
+
+
+def group(parts: Sequence[Any]) -> Any:
+    """One nest of the replicas' batches: a ``PerReplica`` for each leaf; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    if any(is_text_list(p) for p in parts) or all(p is None for p in parts):
+        return None if first is None else PerReplica(parts)
+    if isinstance(first, dict):
+        entries: Any = {k: group([p[k] for p in parts]) for k in first}
+        return entries if type(first) is dict else PerReplica(parts)
+    if isinstance(first, list | tuple):
+        grouped = [group(column) for column in zip(*parts, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*grouped)  # a namedtuple
+        return type(first)(grouped)
+    return PerReplica(parts)
 
 
 def spec_of(batch: Any) -> Any:

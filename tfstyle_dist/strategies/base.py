@@ -24,6 +24,7 @@ from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_e
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.strategies import buffers, reductions
 from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.inputs import InputMethods
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_arguments, select_replica
@@ -52,7 +53,7 @@ class RunOptions:
         self.experimental_xla_options = experimental_xla_options
 
 
-class Strategy:
+class Strategy(InputMethods):
     """State and policy of one way to distribute training (``tf.distribute.Strategy``).
 
     Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.

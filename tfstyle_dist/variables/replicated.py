@@ -212,22 +212,16 @@ def _data_ptr(tensor: Any) -> int:
 
 
 def _autograd_grad(
-    outputs: Any,
-    inputs: Any,
+    outputs: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     *rest: Any,
     allow_unused: bool | None = None,
     materialize_grads: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad``: where a custom autograd Function took the object itself, that part counts too."""
     grad: Any = torch.autograd.grad
-    if isinstance(inputs, dict):
-        options = {**kwargs, "allow_unused": allow_unused, "materialize_grads": materialize_grads}
-        values = _autograd_grad(outputs, list(inputs.values()), *rest, **options)
-        return dict(zip(inputs, values, strict=True))
-    single = isinstance(inputs, torch.autograd.graph.GradientEdge) or not isinstance(inputs, list | tuple)
-    wanted = [inputs] if single else list(inputs)
-    groups = [[_resolve(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in wanted]
+    groups = [[_resolve(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in inputs]
     with raw():
         flat = [t for group in groups for t in group]
         found = iter(grad(_resolve(outputs), flat, *_resolve(rest), allow_unused=True, **kwargs))
@@ -237,7 +231,7 @@ def _autograd_grad(
         if parts:
             result.append(sum(parts[1:], parts[0]))
         elif materialize_grads:
-            result.append(torch.zeros_like(group[0]))  # torch refuses it for anything but a tensor
+            result.append(torch.zeros_like(group[0]))
         elif allow_unused:
             result.append(None)
         else:
