@@ -6,9 +6,10 @@ shared machines are noisy, so the forms take turns for several rounds and the me
     python benchmarks/step_overhead.py                      # both models, 5 rounds
     python benchmarks/step_overhead.py --model tiny --rounds 3 --out benchmarks/results/step_overhead.json
 
-Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas in one process).
-The cost of a strategy with one replica is measured apart: steps of the bare loop and of OneDeviceStrategy alternate in one
-process.
+Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas in one
+process).
+The cost of a strategy with one replica is measured apart: steps of the bare loop and of OneDeviceStrategy alternate
+in one process.
 """
 
 from __future__ import annotations
@@ -133,9 +134,15 @@ def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
     print(f"\n{model_name}: {parameters:,} parameters, global batch {BATCH}, {rounds} rounds, {cores} cores")
     print("| form | steps/s (median) | x bare | x DDP |\n|---|---|---|---|")
     for form in FORMS:
-        print(f"| {form} | {1 / statistics.median(seconds[form]):.1f} | {ratio(form, 'bare'):.2f} | {ratio(form, 'ddp'):.2f} |")
+        print(
+            f"| {form} | {1 / statistics.median(seconds[form]):.1f} | {ratio(form, 'bare'):.2f} | "
+            f"{ratio(form, 'ddp'):.2f} |"
+        )
     bare, one, overhead = launch("one", model_name, cores)
-    print(f"one replica: {overhead * 1e6:+.1f} us a step over the bare loop ({overhead / bare:+.2%} of {bare * 1e3:.3f} ms)")
+    print(
+        f"one replica: {overhead * 1e6:+.1f} us a step over the bare loop ({overhead / bare:+.2%} of "
+        f"{bare * 1e3:.3f} ms)"
+    )
     return {"model": model_name, "parameters": parameters, "cores": cores, "seconds": seconds,
             "ours_over_ddp": ratio("ours", "ddp"), "replicas_over_ddp": ratio("replicas", "ddp"),
             "one_replica": {"bare_seconds": bare, "seconds": one, "overhead_seconds": overhead}}  # fmt: skip

@@ -35,9 +35,7 @@ def load_data() -> tuple[torch.Tensor, torch.Tensor]:
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
 
 
-def losses_of(
-    strategy: tfd.Strategy, make_optimizer: Callable[[], tfd.train.TFOptimizer], method: int
-) -> list[float]:
+def losses_of(strategy: tfd.Strategy, make_optimizer: Callable[[], tfd.train.TFOptimizer], method: int) -> list[float]:
     """The loss of every step; a step uses all patients, replica r of n those numbered r, r + n, ..."""
     x, y = load_data()
     with strategy.scope():
@@ -51,9 +49,7 @@ def losses_of(
         # These optimizers SUM the gradients over the replicas, so the loss is divided by the size of the
         # GLOBAL batch. Then uneven shares are right too.
         loss = tfd.nn.compute_average_loss(errors, global_batch_size=len(y))
-        grads_and_vars = optimizer.compute_gradients(
-            loss
-        )  # of this replica, for the variables that loss depends on
+        grads_and_vars = optimizer.compute_gradients(loss)  # of this replica, for the variables that loss depends on
         optimizer.apply_gradients(grads_and_vars, aggregation_method=method)
         return loss.detach()
 

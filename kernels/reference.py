@@ -32,9 +32,7 @@ _SUPPORTED: Final = _DIVISIBLE | {torch.uint8, torch.int8, torch.int16, torch.in
 _Order: TypeAlias = Callable[[Tensor, Sequence[Tensor], "_Scratch"], None]
 
 
-def add_n(
-    contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None
-) -> Tensor:
+def add_n(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None) -> Tensor:
     """Sums the contributions in TensorFlow's eager order; float32 results have TensorFlow's bits.
 
     Args:
@@ -60,9 +58,7 @@ def add_n(
     return _reduce(_add_n_order, contributions, out, divisor)
 
 
-def tree(
-    contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None
-) -> Tensor:
+def tree(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None) -> Tensor:
     """Sums the contributions pairwise, split at the largest power of two below N.
 
     The shape depends on N alone, so contributions that arrive one by one can be merged by a binary counter
@@ -187,9 +183,7 @@ class _Scratch:
 
 
 @torch.no_grad()
-def _reduce(
-    order: _Order, contributions: Sequence[Tensor], out: Tensor | None, divisor: int | float | None
-) -> Tensor:
+def _reduce(order: _Order, contributions: Sequence[Tensor], out: Tensor | None, divisor: int | float | None) -> Tensor:
     problem = find_problem(contributions, out, divisor=divisor)
     if problem is None and any(t.layout != torch.strided for t in contributions):
         problem = "sparse contributions cannot be summed here: make them dense first"

@@ -1,7 +1,13 @@
 """The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
 
 from tfstyle_dist import experimental, nn, train
-from tfstyle_dist.core.enums import AggregationMethod, InputReplicationMode, ReduceOp, VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.enums import (
+    AggregationMethod,
+    InputReplicationMode,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from tfstyle_dist.cross_device_ops import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,

@@ -15,7 +15,7 @@ def compute_average_loss(
     sample_weight: torch.Tensor | float | None = None,
     global_batch_size: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of this replica's examples, scaled so that the SUM over the replicas is the average over the global batch.
+    """This replica's part of the average loss: the SUM over the replicas is the average over the global batch.
 
     Args:
         per_example_loss: losses of this replica's examples, at least one dimension, first the batch.
@@ -44,11 +44,14 @@ def compute_average_loss(
             "Invalid value passed for `per_example_loss`: a scalar (rank 0). Give one loss per example, e.g. "
             "cross_entropy(..., reduction='none')."
         )
-    weighted = loss if sample_weight is None else loss * torch.as_tensor(sample_weight, dtype=loss.dtype, device=loss.device)
+    weighted = (
+        loss if sample_weight is None else loss * torch.as_tensor(sample_weight, dtype=loss.dtype, device=loss.device)
+    )
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
-                "compute_average_loss without global_batch_size must be called in replica context: the number of examples of "
+                "compute_average_loss without global_batch_size must be called in replica context: the number "
+                "of examples of "
                 "the other replicas is not known in cross-replica context. Pass global_batch_size."
             )
         size = loss.shape[0] * get_strategy().num_replicas_in_sync
@@ -85,7 +88,8 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
     """
     if has_strategy() and in_cross_replica_context():
         raise RuntimeError(
-            "You are calling scale_regularization_loss in cross-replica context, while it was expected to be called in replica "
+            "You are calling scale_regularization_loss in cross-replica context, while it was expected to be "
+            "called in replica "
             "context (inside strategy.run)."
         )
     return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync

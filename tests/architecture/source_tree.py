@@ -75,9 +75,7 @@ def source_files() -> tuple[SourceFile, ...]:
             parts = list(path.relative_to(folder).with_suffix("").parts)
             if parts[-1] == "__init__":
                 parts.pop()
-            files.append(
-                SourceFile(path, ".".join([package, *parts]), ast.parse(path.read_text(encoding="utf-8")))
-            )
+            files.append(SourceFile(path, ".".join([package, *parts]), ast.parse(path.read_text(encoding="utf-8"))))
     return tuple(files)
 
 

@@ -28,9 +28,7 @@ EXPENSIVE = (
 def modules_after(statement: str) -> set[str]:
     """The modules a fresh interpreter has loaded after ``statement``."""
     program = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 

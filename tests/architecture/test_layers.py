@@ -65,9 +65,7 @@ def part_of(module: str) -> str:
 def imported_part(imported: Import) -> str:
     """Like ``part_of``; a name that is not a sub-package was imported from the public root."""
     part = part_of(imported.module)
-    if imported.base == PACKAGE and not (
-        (ROOT / PACKAGE / part).is_dir() or (ROOT / PACKAGE / f"{part}.py").is_file()
-    ):
+    if imported.base == PACKAGE and not ((ROOT / PACKAGE / part).is_dir() or (ROOT / PACKAGE / f"{part}.py").is_file()):
         return ""
     return part
 
@@ -86,9 +84,7 @@ def package_files() -> list[SourceFile]:
 
 def test_every_part_of_the_package_has_a_layer() -> None:
     parts = {part_of(file.name) for file in package_files()} - REEXPORTS
-    assert parts <= LAYERS.keys(), (
-        f"give these a layer here and in docs/architecture.md: {parts - LAYERS.keys()}"
-    )
+    assert parts <= LAYERS.keys(), f"give these a layer here and in docs/architecture.md: {parts - LAYERS.keys()}"
 
 
 def test_imports_go_downward() -> None:
@@ -98,9 +94,7 @@ def test_imports_go_downward() -> None:
         for imported in file.imports():
             if starts_with(imported.module, PACKAGE) and not may_import(importer, imported_part(imported)):
                 target = imported_part(imported) or "the public root"
-                wrong.append(
-                    f"{file.where}:{imported.line}: {importer or 'the public root'} imports {target}"
-                )
+                wrong.append(f"{file.where}:{imported.line}: {importer or 'the public root'} imports {target}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -125,9 +119,7 @@ def test_kernels_stand_alone() -> None:
 
 
 def test_kernels_folder_is_a_namespace() -> None:
-    assert not (FOLDERS[KERNELS] / "__init__.py").exists(), (
-        "an __init__.py would shadow another package named kernels"
-    )
+    assert not (FOLDERS[KERNELS] / "__init__.py").exists(), "an __init__.py would shadow another package named kernels"
 
 
 @pytest.mark.parametrize("optional", OPTIONAL_PACKAGES)
@@ -135,9 +127,7 @@ def test_optional_package_is_imported_in_one_module(optional: str) -> None:
     importers: dict[str, set[int]] = defaultdict(set)
     for file in source_files():
         for imported in file.imports():
-            aliases = {
-                name for alias, name in OPTIONAL_ALIASES.items() if starts_with(imported.module, alias)
-            }
+            aliases = {name for alias, name in OPTIONAL_ALIASES.items() if starts_with(imported.module, alias)}
             if starts_with(imported.module, optional) or optional in aliases:
                 importers[file.where].add(imported.line)
     assert len(importers) <= 1, f"{optional} is imported in {dict(importers)}"
@@ -161,9 +151,7 @@ def test_environment_is_read_in_one_module() -> None:
         if file.name == f"{PACKAGE}.core.env" or part_of(file.name) == "testing":
             continue
         lines = attribute_lines(file, "os", ENVIRONMENT)
-        lines += [
-            i.line for i in file.imports() if i.base == "os" and i.module.removeprefix("os.") in ENVIRONMENT
-        ]
+        lines += [i.line for i in file.imports() if i.base == "os" and i.module.removeprefix("os.") in ENVIRONMENT]
         wrong += [f"{file.where}:{line}" for line in lines]
     assert not wrong, f"read environment variables in tfstyle_dist/core/env.py only: {wrong}"
 

@@ -41,9 +41,7 @@ def test_setup_cfg_lists_every_package() -> None:
 
 def test_every_folder_of_the_package_is_a_package() -> None:
     folders = {path.parent for path in FOLDERS[PACKAGE].rglob("*.py")}
-    missing = [
-        folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").is_file()
-    ]
+    missing = [folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").is_file()]
     assert not missing, f"add an __init__.py: {missing}"
 
 

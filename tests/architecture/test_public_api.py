@@ -53,9 +53,7 @@ def has_member(owner: type, name: str) -> bool:
 def members_of(symbol: str) -> set[str]:
     """The members of a TensorFlow class that the table must list."""
     entry = SURFACE[symbol]
-    return {
-        name for group in ("methods", "properties", "names", "constants") for name in entry.get(group, ())
-    }
+    return {name for group in ("methods", "properties", "names", "constants") for name in entry.get(group, ())}
 
 
 def status_of(symbol: str) -> str:
@@ -76,9 +74,7 @@ def check_parameters(where: str, theirs: list[str], ours: Any) -> None:
     expected = [name for name in required if name not in left_out(where)]
     shared = [p for p in parameters if p.name in required]
     assert [p.name for p in shared] == expected, f"{where}{signature} should take {expected}; or see LEFT_OUT"
-    not_optional = [
-        p.name for p in shared if p.default is p.empty and not required[p.name] and p.kind not in VARIADIC
-    ]
+    not_optional = [p.name for p in shared if p.default is p.empty and not required[p.name] and p.kind not in VARIADIC]
     assert not not_optional, f"{where}: {not_optional} have a default in TensorFlow"
     keyword_only = [p.name for p in shared if p.kind is p.KEYWORD_ONLY]
     assert not keyword_only, f"{where}: {keyword_only} can be passed by position in TensorFlow"
@@ -133,9 +129,7 @@ def test_symbol_is_there(symbol: str) -> None:
 
 @pytest.mark.parametrize("symbol", ABSENT)
 def test_symbol_is_not_there_yet(symbol: str) -> None:
-    assert resolve(port_path(symbol)) is MISSING, (
-        f"{port_path(symbol)} exists: change its entry {status_of(symbol)!r}"
-    )
+    assert resolve(port_path(symbol)) is MISSING, f"{port_path(symbol)} exists: change its entry {status_of(symbol)!r}"
 
 
 @pytest.mark.parametrize("symbol", CLASSES)
@@ -153,9 +147,7 @@ def test_members(symbol: str) -> None:
             problems.append(f"{where} is missing")
         elif name in theirs.get("methods", {}):
             try:
-                check_parameters(
-                    where, theirs["methods"][name], ours if name == "__init__" else getattr(ours, name)
-                )
+                check_parameters(where, theirs["methods"][name], ours if name == "__init__" else getattr(ours, name))
             except AssertionError as error:
                 problems.append(str(error).splitlines()[0])
         elif inspect.isroutine(getattr(ours, name, None)):

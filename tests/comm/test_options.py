@@ -57,7 +57,5 @@ def test_nccl_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TFSTYLE_RENDEZVOUS_FILE", str(tmp_path / "rendezvous"))
-    with pytest.raises(
-        ValueError, match=r"NCCL was asked for, but the replicas are on cpu .*Use AUTO or RING"
-    ):
+    with pytest.raises(ValueError, match=r"NCCL was asked for, but the replicas are on cpu .*Use AUTO or RING"):
         make_group(torch.device("cpu"), CommunicationOptions(implementation="nccl"))

@@ -14,8 +14,8 @@ from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 from tfstyle_dist.variables import logical_state
 
 sys.path.insert(0, str(Path(__file__).parent))
-import keras_rules  # noqa: E402
-import tf_data  # noqa: E402
+import keras_rules
+import tf_data
 
 _DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,

@@ -1,6 +1,6 @@
 """Recorded programs in the torchrun form: two processes of one replica each agree with TensorFlow as well.
 
-A program run on two replicas gives each process its own half: where TensorFlow shows ``PerReplica([a, b])`` or a list with
+A program run on two replicas gives each process its own half: where TensorFlow shows ``PerReplica([a, b])`` or a list of
 one entry per replica, rank 0 has ``a`` and rank 1 has ``b``. The halves are put together along the golden.
 """
 
@@ -19,32 +19,44 @@ from results import HERE, TOLERANCES, golden, load_compare
 import tfstyle_dist as td
 
 sys.path.insert(0, str(HERE))
-import harness  # noqa: E402
-from lib import bodies_multiworker, util  # noqa: E402
+import harness
+from lib import bodies_multiworker, util
 
 MEANINGFUL = {
-    "context": (
-        "all_gather_empty_piece", "all_gather_even_axis0", "all_gather_even_axis1", "all_gather_forms_n2", "all_gather_int",
-        "all_gather_rank_differs", "all_gather_uneven_axis0", "all_gather_uneven_axis1", "all_gather_uneven_other_axis",
-        "all_reduce_MEAN_n2", "all_reduce_SUM_n2", "all_reduce_forms_n2", "all_reduce_grad_MEAN_n2", "all_reduce_grad_SUM_n2",
-        "all_reduce_uneven_n2",
-    ),
-    "reduce": (
-        "gather_even_n2", "gather_uneven_n2", "grid_all_empty_n2", "grid_empty_piece_n2", "grid_matrix_n2", "grid_scalar_n2",
-        "grid_uneven_axis0_n2", "grid_uneven_axisnone_n2", "grid_uneven_matrix_n2", "grid_vector_n2", "ints_n2",
-    ),
-    "run": ("returns_mirrored_n2",),
-    "train": ("average_loss_n2", "batchnorm_FIRST_n2", "batchnorm_MEAN_n2", "grads_per_replica_n2",
-              "grads_per_replica_on_read", "manual_sgd_MEAN_n2", "manual_sgd_SUM_n2"),
-    "variables": (
-        *(f"matrix_{sync}_{agg}_n2" for sync in ("AUTO", "NONE", "ON_WRITE", "ON_READ")
-          for agg in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")),
-        "matrix_int32_ON_READ_SUM", "matrix_int32_ON_WRITE_MEAN", "matrix_int32_ON_WRITE_SUM", "initializers_n2",
-        "operators_n2", "python_values_MEAN", "python_values_SUM", "return_of_assign_ON_READ_MEAN",
-        "return_of_assign_ON_READ_SUM", "return_of_assign_ON_WRITE_SUM", "sequence_on_read_sum", "sequence_on_write_mean",
-        "trainable_n2",
-    ),
-}  # fmt: skip
+    category: tuple(names.split())
+    for category, names in {
+        "context": """
+            all_gather_empty_piece all_gather_even_axis0 all_gather_even_axis1 all_gather_forms_n2
+            all_gather_int all_gather_rank_differs all_gather_uneven_axis0 all_gather_uneven_axis1
+            all_gather_uneven_other_axis all_reduce_MEAN_n2 all_reduce_SUM_n2 all_reduce_forms_n2
+            all_reduce_grad_MEAN_n2 all_reduce_grad_SUM_n2 all_reduce_uneven_n2
+        """,
+        "reduce": """
+            gather_even_n2 gather_uneven_n2 grid_all_empty_n2 grid_empty_piece_n2 grid_matrix_n2
+            grid_scalar_n2 grid_uneven_axis0_n2 grid_uneven_axisnone_n2 grid_uneven_matrix_n2 grid_vector_n2
+            ints_n2
+        """,
+        "run": """
+            returns_mirrored_n2
+        """,
+        "train": """
+            average_loss_n2 batchnorm_FIRST_n2 batchnorm_MEAN_n2 grads_per_replica_n2
+            grads_per_replica_on_read manual_sgd_MEAN_n2 manual_sgd_SUM_n2
+        """,
+        "variables": """
+            matrix_int32_ON_READ_SUM matrix_int32_ON_WRITE_MEAN matrix_int32_ON_WRITE_SUM initializers_n2
+            operators_n2 python_values_MEAN python_values_SUM return_of_assign_ON_READ_MEAN
+            return_of_assign_ON_READ_SUM return_of_assign_ON_WRITE_SUM sequence_on_read_sum
+            sequence_on_write_mean trainable_n2
+        """,
+    }.items()
+}
+MATRICES = tuple(
+    f"matrix_{sync}_{aggregation}_n2"
+    for sync in ("AUTO", "NONE", "ON_WRITE", "ON_READ")
+    for aggregation in ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA")
+)
+MEANINGFUL["variables"] += MATRICES
 CASES = [(category, "case_" + name) for category, names in MEANINGFUL.items() for name in names]
 
 
@@ -106,7 +118,9 @@ def test_programs_agree(shared_tmp_path: Path) -> None:
         compare.leaves(expected, together(expected, parts), "", out, TOLERANCES)
         for path, good, wanted, found in out:
             if not good and not compare.accident(category, case, path):
-                wrong.append(f"{category}.{case}{path}\n    TensorFlow {json.dumps(wanted)}\n    here       {json.dumps(found)}")
+                wrong.append(
+                    f"{category}.{case}{path}\n    TensorFlow {json.dumps(wanted)}\n    here       {json.dumps(found)}"
+                )
     xp.mirrored.close()
     assert not wrong, "\n".join(wrong)
 

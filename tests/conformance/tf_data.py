@@ -99,6 +99,8 @@ def auto_shard(dataset, num_workers, index, policy):
     resolved = resolve_policy(policy, num_workers, dataset.files is not None, has_hint=False)
     if resolved is td.AutoShardPolicy.FILE:
         return dataset.with_files(shard_files(dataset.files, num_workers, index))
-    return dataset if resolved is td.AutoShardPolicy.OFF else dataset._then(
-        lambda make: shard_elements(make(), num_workers, index)
+    return (
+        dataset
+        if resolved is td.AutoShardPolicy.OFF
+        else dataset._then(lambda make: shard_elements(make(), num_workers, index))
     )

@@ -270,9 +270,7 @@ def test_only_one_replica_steps(two: Any, stepping: int) -> None:
         if replica_id() == stepping:
             optimizer.step()
 
-    with pytest.raises(
-        CollectiveMismatchError, match=f"replica {stepping}: SGD.step at .*test_in_process.py:"
-    ):
+    with pytest.raises(CollectiveMismatchError, match=f"replica {stepping}: SGD.step at .*test_in_process.py:"):
         two.run(step)
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
 
@@ -388,9 +386,7 @@ def test_a_late_first_replica_is_named_in_the_log(caplog: pytest.LogCaptureFixtu
                     time.sleep(0.05)
             all_reduce()
 
-        with pytest.raises(
-            DeadlineExceededError, match=r"Replica\(s\) \[0\] of 2 did not come to all_reduce at"
-        ):
+        with pytest.raises(DeadlineExceededError, match=r"Replica\(s\) \[0\] of 2 did not come to all_reduce at"):
             strategy.run(step)
         assert_usable(strategy)
 

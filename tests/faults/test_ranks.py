@@ -87,9 +87,7 @@ def test_a_stopped_rank_is_named(rank: int, ranks: Any, shared_tmp_path: Path) -
         return
     wait_until(lambda: state_of(ranks.pids[1]) == "T")
     try:
-        with pytest.raises(
-            (PeerLostError, TimeoutError), match=r"Worker 1 is missing(.|\n)*stopped \(SIGSTOP\)"
-        ):
+        with pytest.raises((PeerLostError, TimeoutError), match=r"Worker 1 is missing(.|\n)*stopped \(SIGSTOP\)"):
             strategy.run(all_reduce)
     finally:
         strategy.worker.group.abort()
@@ -136,9 +134,7 @@ def test_a_rank_that_raises_between_backward_and_step(rank: int) -> None:
             strategy.run(step)
     else:
         strategy.run(step)  # this one needs nobody any more
-        with pytest.raises(
-            PeerLostError, match=r"Worker 1 is missing(.|\n)*failed: ValueError: between backward"
-        ):
+        with pytest.raises(PeerLostError, match=r"Worker 1 is missing(.|\n)*failed: ValueError: between backward"):
             strategy.run(step)
     strategy.close()
 
@@ -159,9 +155,7 @@ def test_a_rank_that_fails_with_several_replicas_leaves_word(rank: int) -> None:
         with pytest.raises(ValueError, match="in replica 3"):
             strategy.run(step)
     else:
-        with pytest.raises(
-            PeerLostError, match=r"Worker 1 is missing(.|\n)*failed: ValueError: in replica 3"
-        ):
+        with pytest.raises(PeerLostError, match=r"Worker 1 is missing(.|\n)*failed: ValueError: in replica 3"):
             strategy.run(step)
     strategy.close()
 
@@ -286,9 +280,7 @@ def test_different_models(rank: int, kind: str) -> None:
                 if kind == "extra" and rank == 1:
                     layers.append(torch.nn.Linear(2, 2, bias=False))
 
-        with pytest.raises(
-            CollectiveMismatchError, match=r"built different models: entry [0-9]+ .* on worker 1"
-        ):
+        with pytest.raises(CollectiveMismatchError, match=r"built different models: entry [0-9]+ .* on worker 1"):
             make()
 
 
@@ -296,9 +288,7 @@ def test_different_models(rank: int, kind: str) -> None:
 def test_one_rank_builds_no_model(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         calls = [lambda: build(strategy), lambda: strategy.run(all_reduce)]
-        with pytest.raises(
-            CollectiveMismatchError, match=r"worker 0: model structure(.|\n)*worker 1: all_reduce"
-        ):
+        with pytest.raises(CollectiveMismatchError, match=r"worker 0: model structure(.|\n)*worker 1: all_reduce"):
             calls[rank]()
 
 

@@ -190,9 +190,7 @@ def test_a_rank_that_never_starts_with_a_master_address(start: Any) -> None:
         TFSTYLE_TIMEOUT_SECONDS="3",
     )
     assert script.end() == 1
-    assert "DeadlineExceededError: Worker(s) [1] of 2 did not start within 3 s" in script.output, (
-        script.output
-    )
+    assert "DeadlineExceededError: Worker(s) [1] of 2 did not start within 3 s" in script.output, script.output
 
 
 @pytest.mark.slow

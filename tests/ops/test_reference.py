@@ -27,9 +27,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def make(
-    n: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0
-) -> list[Tensor]:
+def make(n: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     """N tensors whose sum depends on the order: the magnitudes differ widely."""
     generator = torch.Generator().manual_seed(seed)
     size = (shape,) if isinstance(shape, int) else shape
@@ -149,9 +147,7 @@ def test_error_of_half_is_one_rounding(total: Callable[..., Tensor], dtype: torc
 @pytest.mark.parametrize("size", [31, 32, 33, 47, 48, 49, 64, 65, 200])
 @pytest.mark.parametrize("n", [1, 2, 5, 17, 24])
 @pytest.mark.usefixtures("tiny_blocks")
-def test_blocks_keep_the_bits(
-    total: Callable[..., Tensor], oracle: Callable[..., Tensor], size: int, n: int
-) -> None:
+def test_blocks_keep_the_bits(total: Callable[..., Tensor], oracle: Callable[..., Tensor], size: int, n: int) -> None:
     contributions = make(n, size)
     assert_same(total(contributions), oracle(contributions))
     halves = make(n, size, torch.bfloat16)
@@ -311,9 +307,7 @@ def test_conjugate_views(total: Callable[..., Tensor]) -> None:
 
 @with_oracle
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_divisor_divides_truly(
-    total: Callable[..., Tensor], oracle: Callable[..., Tensor], dtype: torch.dtype
-) -> None:
+def test_divisor_divides_truly(total: Callable[..., Tensor], oracle: Callable[..., Tensor], dtype: torch.dtype) -> None:
     contributions = make(7, 1000, dtype)
     expected = oracle(contributions).numpy() / np.asarray(7, dtype=oracle(contributions).numpy().dtype)
     result = total(contributions, divisor=7)

@@ -49,9 +49,7 @@ def test_a_debugger_stops_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_debugger_active_in_another_thread() -> None:
     """A thread inside a function ``interaction`` of a file called pdb counts."""
     here, leave = threading.Event(), threading.Event()
-    code = compile(
-        "def interaction(here, leave):\n    here.set()\n    leave.wait(30)\n", "/usr/lib/pdb.py", "exec"
-    )
+    code = compile("def interaction(here, leave):\n    here.set()\n    leave.wait(30)\n", "/usr/lib/pdb.py", "exec")
     namespace = types.SimpleNamespace()
     exec(code, namespace.__dict__)
     assert not debugger_active()

@@ -83,9 +83,7 @@ def test_stuck_threads_are_replaced() -> None:
         release.wait(30)
 
     try:
-        with pytest.raises(
-            DeadlineExceededError, match=r"Replica\(s\) \[1\] did not finish within the limit of 0.3 s"
-        ):
+        with pytest.raises(DeadlineExceededError, match=r"Replica\(s\) \[1\] did not finish within the limit of 0.3 s"):
             executor.run([lambda run: None, wait])
         assert thread_ids(executor)[1] != stuck[0]
     finally:

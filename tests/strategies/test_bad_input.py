@@ -38,9 +38,7 @@ def test_devices(devices: Any, error: Any, message: str) -> None:
 
 def test_absent_device() -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    with pytest.raises(
-        ValueError, match=f"Device cuda:{count} was asked for, but this process sees {count} CUDA"
-    ):
+    with pytest.raises(ValueError, match=f"Device cuda:{count} was asked for, but this process sees {count} CUDA"):
         td.MirroredStrategy([f"/gpu:{count}"])
     with pytest.raises(ValueError, match=f"Device cuda:{count} was asked for"):
         td.OneDeviceStrategy(f"cuda:{count}")
@@ -53,9 +51,7 @@ def test_mixed_kinds_are_refused_before_their_presence_is_checked() -> None:
 
 @pytest.mark.parametrize("ops", ["nccl", td.ReductionToOneDevice, 1])
 def test_cross_device_ops(ops: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice\(\), got"
-    ):
+    with pytest.raises(TypeError, match=r"must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice\(\), got"):
         td.MirroredStrategy(["cpu:0"], cross_device_ops=ops)
 
 
@@ -86,9 +82,7 @@ def test_launcher_variables(monkeypatch: pytest.MonkeyPatch, rank: str, world: s
 
 
 def test_args_of_run(two: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"args of run must be a list or tuple, got Tensor; write args=\(value,\)"
-    ):
+    with pytest.raises(ValueError, match=r"args of run must be a list or tuple, got Tensor; write args=\(value,\)"):
         two.run(lambda x: x, args=torch.ones(1))
     with pytest.raises(ValueError, match="kwargs of run must be a dict, got list"):
         two.run(lambda x: x, kwargs=[1])
@@ -146,9 +140,7 @@ def test_replica_calls_inside_merge_call(two: Any) -> None:
         assert replica is not None
         replica.merge_call(lambda strategy: replica.all_reduce("SUM", torch.ones(1)))
 
-    with pytest.raises(
-        RuntimeError, match="all_reduce needs replica context, but this is cross-replica context"
-    ):
+    with pytest.raises(RuntimeError, match="all_reduce needs replica context, but this is cross-replica context"):
         two.run(fn)
 
 
@@ -202,9 +194,7 @@ def test_all_reduce_of_no_tensor(two: Any) -> None:
         replica.all_reduce("SUM", value)
 
     for value in (None, 3):
-        with pytest.raises(
-            ValueError, match=r"all_reduce: a leaf of type .* cannot be reduced.*Pass torch.tensor"
-        ):
+        with pytest.raises(ValueError, match=r"all_reduce: a leaf of type .* cannot be reduced.*Pass torch.tensor"):
             two.run(fn, args=(value,))
 
 
@@ -291,9 +281,7 @@ def test_variable_options(two: Any, options: dict[str, Any], message: str) -> No
 def test_a_variable_of_another_strategy(two: Any) -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
         v = variable(other, aggregation=td.VariableAggregation.MEAN)
-        with pytest.raises(
-            RuntimeError, match=r"Mixing different tf.distribute strategies: assigning variable 'v'"
-        ):
+        with pytest.raises(RuntimeError, match=r"Mixing different tf.distribute strategies: assigning variable 'v'"):
             two.run(lambda: v.assign(1.0))
 
 
@@ -330,9 +318,7 @@ def test_parameters_of_no_strategy(two: Any) -> None:
     with two.scope():
         own = torch.nn.Linear(2, 1)
     mixed = torch.optim.SGD([*own.parameters(), *torch.nn.Linear(2, 1).parameters()], lr=0.1)
-    with pytest.raises(
-        RuntimeError, match=r"mixes parameters of .* that belong to no strategy.*shape \(1, 2\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"mixes parameters of .* that belong to no strategy.*shape \(1, 2\)"):
         two.run(mixed.step)
 
 
@@ -342,18 +328,14 @@ def test_lbfgs_and_schedulers(two: Any) -> None:
     with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
         two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
-    with pytest.raises(
-        RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 times"
-    ):
+    with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 times"):
         two.run(scheduler.step)
 
 
 def test_adopting_what_is_no_module(two: Any) -> None:
     with pytest.raises(TypeError, match=r"experimental_adopt takes a torch.nn.Module, got list"):
         two.experimental_adopt([torch.nn.Linear(1, 1)])
-    with pytest.raises(
-        ValueError, match=r"Parameter weight has no shape yet \(lazy module\). Run the module once"
-    ):
+    with pytest.raises(ValueError, match=r"Parameter weight has no shape yet \(lazy module\). Run the module once"):
         two.experimental_adopt(torch.nn.LazyLinear(2))
 
 

@@ -46,9 +46,7 @@ def replica() -> Any:
 def test_close_and_run_again(two: Any) -> None:
     two.close()
     two.close()
-    with pytest.raises(
-        RuntimeError, match=r"MirroredStrategy on .* was closed; make a new strategy to run again"
-    ):
+    with pytest.raises(RuntimeError, match=r"MirroredStrategy on .* was closed; make a new strategy to run again"):
         two.run(lambda: None)
 
 
@@ -305,9 +303,7 @@ def test_first_replica_of_ranks_is_the_global_one(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         with strategy.scope():
             written = td.Variable(0.0, aggregation=only_first)
-            read = td.Variable(
-                0.0, synchronization=td.VariableSynchronization.ON_READ, aggregation=only_first
-            )
+            read = td.Variable(0.0, synchronization=td.VariableSynchronization.ON_READ, aggregation=only_first)
 
         def fn() -> None:
             written.assign(torch.tensor(10.0 + rank))

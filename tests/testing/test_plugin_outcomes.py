@@ -46,9 +46,7 @@ def test_marker_selects_how_often_the_body_runs(inner: InnerPytest) -> None:
     assert len(notes) == 4
 
 
-def test_failures_of_all_ranks_are_shown_in_their_order(
-    inner: InnerPytest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_all_ranks_are_shown_in_their_order(inner: InnerPytest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = inner.run(
         source="""
@@ -265,6 +263,4 @@ def test_failed_import_in_a_rank_is_reported(inner: InnerPytest) -> None:
         """,
     )
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(
-        ["*rank 1 of 2 could not collect the test*", "*ImportError: only in rank one*"]
-    )
+    result.stdout.fnmatch_lines(["*rank 1 of 2 could not collect the test*", "*ImportError: only in rank one*"])

@@ -19,9 +19,7 @@ def _script(folder: Path, source: str) -> Path:
 def test_plain_script(tmp_path: Path) -> None:
     script = _script(
         tmp_path,
-        "import os, sys\n"
-        "print(sys.argv[1:], os.environ['GIVEN'], 'HOME' in os.environ)\n"
-        "sys.exit('bad end')\n",
+        "import os, sys\nprint(sys.argv[1:], os.environ['GIVEN'], 'HOME' in os.environ)\nsys.exit('bad end')\n",
     )
     done = run_script([script, "--steps", "2"], env={"GIVEN": "yes", "HOME": None})
     assert done.returncode == 1

@@ -327,9 +327,7 @@ def test_applying_a_reduced_gradient_raises(strategy: td.Strategy, process_model
 
 @both_process_models
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_claimed_parameters_stay_local_in_backward(
-    strategy: td.Strategy, process_model: str, wrapped: bool
-) -> None:
+def test_claimed_parameters_stay_local_in_backward(strategy: td.Strategy, process_model: str, wrapped: bool) -> None:
     """``train.Optimizer`` sums what a torch optimizer then applies."""
     variable = parameter(strategy, [3.0])
     inner = torch.optim.SGD([variable], lr=0.1)

@@ -37,7 +37,9 @@ def _backend(device: torch.device, options: CommunicationOptions) -> str:
     if wanted is CommunicationImplementation.RING or device.type != "cuda":
         return "gloo"
     if not dist.is_nccl_available():
-        get_logger().warning("NCCL is missing from this torch build: gradients between GPUs go through Gloo, which is slow.")
+        get_logger().warning(
+            "NCCL is missing from this torch build: gradients between GPUs go through Gloo, which is slow."
+        )
         return "gloo"
     return "nccl"
 
@@ -55,7 +57,8 @@ def _meet(launch: env.Launch, timeout: timedelta | None) -> Any:
         store = _network_store(launch, address, limit)
     else:
         raise ValueError(
-            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, but neither MASTER_ADDR and MASTER_PORT nor "
+            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, but neither MASTER_ADDR and "
+            f"MASTER_PORT nor "
             "TFSTYLE_RENDEZVOUS_FILE says where the workers meet. Start the script with torchrun, or unset RANK and "
             "WORLD_SIZE to run one process."
         )
@@ -75,7 +78,8 @@ def _meet(launch: env.Launch, timeout: timedelta | None) -> Any:
                     continue
             absent.append(rank)
         raise DeadlineExceededError(
-            f"Worker(s) {absent} of {launch.world_size} did not start within {limit.total_seconds():g} s. Start one process "
+            f"Worker(s) {absent} of {launch.world_size} did not start within {limit.total_seconds():g} s. Start "
+            f"one process "
             "for each rank, or raise TFSTYLE_TIMEOUT_SECONDS."
         ) from error
     return store
@@ -126,7 +130,8 @@ def make_group(device: torch.device, options: CommunicationOptions) -> WorkerGro
     initialized = dist.is_available() and dist.is_initialized()
     if initialized and launch is not None and dist.get_world_size() != launch.world_size:
         raise ValueError(
-            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but WORLD_SIZE={launch.world_size}. "
+            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but "
+            f"WORLD_SIZE={launch.world_size}. "
             "Initialise it for all ranks, or let the strategy do it."
         )
     if not initialized and (launch is None or launch.world_size == 1):

@@ -51,12 +51,14 @@ class CommunicationOptions:
         if isinstance(implementation, str):
             if implementation.upper() not in CommunicationImplementation.__members__:
                 raise ValueError(
-                    f"implementation must be one of {list(CommunicationImplementation.__members__)}, got {implementation!r}."
+                    f"implementation must be one of {list(CommunicationImplementation.__members__)}, got "
+                    f"{implementation!r}."
                 )
             implementation = CommunicationImplementation[implementation.upper()]
         if not isinstance(implementation, CommunicationImplementation):
             raise ValueError(
-                f"implementation must be a CommunicationImplementation or its name, got {type(implementation).__name__}."
+                f"implementation must be a CommunicationImplementation or its name, got "
+                f"{type(implementation).__name__}."
             )
         self.bytes_per_pack = bytes_per_pack
         self.timeout_seconds = timeout_seconds
@@ -75,7 +77,9 @@ class CommunicationOptions:
 
 
 class CollectiveHints:
-    """The older name: constructing one gives a ``CommunicationOptions`` (``tf.distribute.experimental.CollectiveHints``).
+    """The older name of ``CommunicationOptions``: constructing one gives such an object.
+
+    Source: ``tf.distribute.experimental.CollectiveHints``.
 
     Args:
         bytes_per_pack: as in ``CommunicationOptions``.

@@ -97,7 +97,9 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
         part = buffer.numel() // self.size
         if part * self.size != buffer.numel():
-            raise ValueError(f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers.")
+            raise ValueError(
+                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
+            )
         if dist.get_backend(self._group) == "nccl":
             out = torch.empty(part, dtype=buffer.dtype, device=buffer.device)
             scatter = lambda: dist.reduce_scatter_tensor(out, buffer, group=self._group, async_op=True)  # noqa: E731

@@ -30,7 +30,9 @@ class ReduceOp(enum.Enum):
             return op
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
-        raise ValueError(f"reduce_op must be a valid ReduceOp (ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'), got {op!r}.")
+        raise ValueError(
+            f"reduce_op must be a valid ReduceOp (ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'), got {op!r}."
+        )
 
 
 class VariableSynchronization(enum.Enum):

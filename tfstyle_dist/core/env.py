@@ -1,4 +1,4 @@
-"""Every environment variable the package reads, in one place (the table of docs/environment.md)."""
+"""Every environment variable the package reads, in one place (the table in README.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"Environment variable {name}={text!r} is not a whole number; unset it or write e.g. {name}=0.") from None
+        raise ValueError(
+            f"Environment variable {name}={text!r} is not a whole number; unset it or write e.g. {name}=0."
+        ) from None
 
 
 def launch() -> Launch | None:
@@ -70,7 +72,9 @@ def timeout() -> timedelta | None:
     try:
         seconds = float(text)
     except ValueError:
-        raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit.") from None
+        raise ValueError(
+            f"TFSTYLE_TIMEOUT_SECONDS={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit."
+        ) from None
     if seconds < 0:
         raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is negative; write e.g. 300, or 0 for no limit.")
     return timedelta(seconds=seconds) if seconds else None

@@ -54,7 +54,7 @@ class WrongContextError(RuntimeError):
     """A call was made in replica context that belongs in cross-replica context, or the other way round."""
 
 
-class ReplicaAborted(BaseException):  # noqa: N818 - not an error: it ends a replica because another one failed
+class ReplicaAborted(BaseException):
     """Unwinds a replica after another one failed.
 
     A ``BaseException``, so that a replica's own ``except Exception`` cannot swallow it: an exception inside

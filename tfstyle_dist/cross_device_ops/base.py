@@ -88,7 +88,9 @@ class CrossDeviceOps:
 
 def check_pairs(pairs: Any) -> None:
     """Raises TypeError unless ``pairs`` is a list or tuple, ValueError unless all its entries are pairs."""
-    message = "value_destination_pairs should be a tuple or list of (value, destinations) tuples: [(value, variable), ...]"
+    message = (
+        "value_destination_pairs should be a tuple or list of (value, destinations) tuples: [(value, variable), ...]"
+    )
     if not isinstance(pairs, list | tuple):
         raise TypeError(f"{message}, got {type(pairs).__name__}.")
     for place, pair in enumerate(pairs):

@@ -64,7 +64,9 @@ def sparse_sum_over_workers(worker: Worker, total: torch.Tensor, name: str) -> t
     group, total = worker.group, total.coalesce()
     if group.size == 1:
         return total
-    counts = [int(c) for c in group.all_gather(torch.tensor([total._nnz()], device=total.device), f"{name} (row counts)")]
+    counts = [
+        int(c) for c in group.all_gather(torch.tensor([total._nnz()], device=total.device), f"{name} (row counts)")
+    ]
     most = max(counts)
     indices = torch.zeros((total.sparse_dim(), most), dtype=torch.int64, device=total.device)
     indices[:, : total._nnz()] = total.indices()
@@ -121,8 +123,11 @@ def _check_gatherable(shapes: Sequence[list[int]], axis: int) -> None:
             f"{len(first) - 1}. A scalar has no axis: give it one with value.reshape(1)."
         )
     for replica, shape in enumerate(shapes):
-        if len(shape) != len(first) or any(a != b for d, (a, b) in enumerate(zip(shape, first, strict=True)) if d != axis):
+        if len(shape) != len(first) or any(
+            a != b for d, (a, b) in enumerate(zip(shape, first, strict=True)) if d != axis
+        ):
             raise InvalidArgumentError(
-                f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions and rank "
+                f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions "
+                f"and rank "
                 "may differ along that axis only."
             )

@@ -6,6 +6,7 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.values import ValueContext
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "ValueContext",
+    "exact_mean",
 ]

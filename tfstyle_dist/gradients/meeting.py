@@ -47,8 +47,8 @@ class MeetingReducer(GradientReducer):
     def _move_base_gradient(self, grad: torch.Tensor, record: Record) -> None:
         """A gradient that bypassed ``__torch_function__`` belongs to the replica whose backward made it.
 
-        All replicas share the object, so what autograd adds up in its own ``.grad`` is not used; the end of the pass drops
-        it.
+        All replicas share the object, so what autograd adds up in its own ``.grad`` is not used; the end of the pass
+        drops it.
         """
         base = record.tensor
         if base is None or _only_captured(base):
@@ -57,7 +57,8 @@ class MeetingReducer(GradientReducer):
         if index is None:
             if self.worker.executor.active_run is not None:
                 raise RuntimeError(
-                    f"A custom autograd.Function made a gradient of {record.describe()!r} in a thread that belongs to no "
+                    f"A custom autograd.Function made a gradient of {record.describe()!r} in a thread that "
+                    f"belongs to no "
                     "replica. Pass the parameter through a torch operation first, e.g. Function.apply(x, p * 1)."
                 )
             index = 0
@@ -94,7 +95,8 @@ class MeetingReducer(GradientReducer):
         """A backward in cross-replica context counts once, for all local replicas."""
         if self.worker.group.size > 1:
             raise RuntimeError(
-                f"backward() of {slot.record.describe()!r} outside strategy.run, with several workers of several replicas "
+                f"backward() of {slot.record.describe()!r} outside strategy.run, with several workers of "
+                f"several replicas "
                 "each. Call it inside strategy.run."
             )
 
@@ -144,7 +146,12 @@ class MeetingReducer(GradientReducer):
         first = record.components[0].grad
         divisor = self.divisor(record)
         out = None
-        if first is not None and not first.is_sparse and not first.requires_grad and parts[0].data_ptr() == first.data_ptr():
+        if (
+            first is not None
+            and not first.is_sparse
+            and not first.requires_grad
+            and parts[0].data_ptr() == first.data_ptr()
+        ):
             out = first if all(not p.is_sparse for p in parts) else None
         self._store(record, aggregate(parts, self.method, out=out, divisor=divisor))
 
@@ -207,7 +214,7 @@ class MeetingReducer(GradientReducer):
 
 
 def _only_captured(leaf: torch.Tensor) -> bool:
-    """Whether the pass under way is ``torch.autograd.grad`` for this leaf: its gradient is returned, not accumulated."""
+    """Whether the pass under way is ``torch.autograd.grad`` for this leaf: the gradient is returned, not kept."""
     with raw():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:

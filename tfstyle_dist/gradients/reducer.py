@@ -154,8 +154,10 @@ class GradientReducer(abc.ABC):
                 slots[replica].dirty = False
                 continue
             raise RuntimeError(
-                f"optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never reduced "
-                f"(parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() of the step "
+                f"optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and "
+                f"never reduced "
+                f"(parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() of "
+                f"the step "
                 "outside accumulate()."
             )
 

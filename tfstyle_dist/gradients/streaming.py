@@ -54,7 +54,8 @@ class StreamingReducer(GradientReducer):
             return
         if lane.pending is not None:
             raise RuntimeError(
-                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time after it was "
+                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time "
+                f"after it was "
                 "sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         with torch.no_grad():
@@ -112,9 +113,7 @@ class StreamingReducer(GradientReducer):
                 self._active = False  # nobody has sent anything of this pass, and all workers know
                 raise
             self._unagreed = False
-        lane.pending = self.worker.group.all_reduce_async(
-            lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True
-        )
+        lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True)
 
     def _send_complete(self) -> None:
         while self._next < len(self._lanes) and self._lanes[self._next].missing == 0:

@@ -72,7 +72,8 @@ class UpdateRunner:
             return None
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RuntimeError(
-                "torch.optim.LBFGS calls its closure a different number of times on each replica, so the replicas would not "
+                "torch.optim.LBFGS calls its closure a different number of times on each replica, so the "
+                "replicas would not "
                 "meet. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy."
             )
         frame = current_frame()
@@ -125,21 +126,26 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     in_run = frame is not None and frame.replica is not None and frame.strategy.num_replicas_in_sync > 1
     if owner.records and owner.foreign and owner.strategies[0].num_replicas_in_sync > 1:
         raise RuntimeError(
-            f"{type(optimizer).__name__} mixes parameters of {owner.strategies[0]!r} with {len(owner.foreign)} that belong to "
-            f"no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to replica. Build the whole model "
+            f"{type(optimizer).__name__} mixes parameters of {owner.strategies[0]!r} with {len(owner.foreign)} "
+            f"that belong to "
+            f"no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to replica. Build "
+            f"the whole model "
             "inside strategy.scope(), or call strategy.experimental_adopt(module); deepcopy, to_empty, peft and "
             "load_state_dict(assign=True) make new parameters that must be adopted again."
         )
     if len(owner.strategies) > 1:
         raise RuntimeError(
-            f"{type(optimizer).__name__} holds parameters of several strategies ({owner.strategies}). Use one optimizer for each."
+            f"{type(optimizer).__name__} holds parameters of several strategies ({owner.strategies}). Use one "
+            f"optimizer for each."
         )
     if not owner.records:
         if in_run and owner.key:
             assert frame is not None
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its parameters "
-                "belongs to the strategy: nothing would keep the replicas equal. Build the model inside strategy.scope(), or "
+                f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its "
+                f"parameters "
+                "belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
+                "strategy.scope(), or "
                 "call strategy.experimental_adopt(module) before building the optimizer."
             )
         return None
@@ -197,7 +203,8 @@ def _guard_schedulers() -> _Restore:
         if frame is not None and frame.replica is not None and frame.strategy.worker.num_local_replicas > 1:
             raise RuntimeError(
                 f"{type(self).__name__}.step() inside strategy.run would run once per replica "
-                f"({frame.strategy.worker.num_local_replicas} times a step): a scheduler belongs to the worker. Call it after "
+                f"({frame.strategy.worker.num_local_replicas} times a step): a scheduler belongs to the worker. "
+                f"Call it after "
                 "strategy.run(...), or in merge_call."
             )
         return original(self, *args, **kwargs)

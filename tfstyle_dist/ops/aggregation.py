@@ -169,9 +169,7 @@ def explain(n: int, nbytes: int, dtype: torch.dtype, method: int | None = Aggreg
     )
 
 
-def _check(
-    contributions: Sequence[Tensor | None], out: Tensor | None, divisor: int | float | None
-) -> list[Tensor]:
+def _check(contributions: Sequence[Tensor | None], out: Tensor | None, divisor: int | float | None) -> list[Tensor]:
     """The contributions that are not ``None``, if they can be summed; errors name the original index."""
     given: object = contributions
     if isinstance(given, Tensor):  # it would iterate over its rows

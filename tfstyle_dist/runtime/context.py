@@ -25,7 +25,9 @@ class Frame:
 
     __slots__ = ("component", "follower", "replica", "strategy")
 
-    def __init__(self, strategy: Any, replica: Any = None, component: int | None = None, follower: bool = False) -> None:
+    def __init__(
+        self, strategy: Any, replica: Any = None, component: int | None = None, follower: bool = False
+    ) -> None:
         self.strategy, self.replica, self.component, self.follower = strategy, replica, component, follower
 
 
@@ -39,7 +41,7 @@ _global_frame: Frame | None = None
 
 
 def current_frame() -> Frame | None:
-    """The innermost frame of this thread; the global strategy's when the stack is empty; ``None`` outside everything."""
+    """The innermost frame of this thread, or the global strategy's; ``None`` outside everything."""
     frames = _stack.frames
     return frames[-1] if frames else _global_frame
 
@@ -50,7 +52,7 @@ def set_global_strategy(strategy: Any | None) -> None:
     _global_frame = None if strategy is None else Frame(strategy)
 
 
-class entered:  # noqa: N801 - used like a function: with entered(frame):
+class entered:
     """Context manager that puts a frame on this thread's stack.
 
     Leaving it also drops whatever an interrupted update left above the frame.
@@ -92,6 +94,7 @@ def pop(frame: Frame) -> None:
 def mixing_error(inner: Any, outer: Any, what: str) -> RuntimeError:
     """The error for two strategies at work in one thread."""
     return RuntimeError(
-        f"Mixing different tf.distribute strategies: {what} of {inner!r} while {outer!r} is in force. Leave the scope or "
+        f"Mixing different tf.distribute strategies: {what} of {inner!r} while {outer!r} is in force. Leave the "
+        f"scope or "
         "run of the one before using the other."
     )

@@ -144,7 +144,7 @@ class ThreadedRun:
             self.threads[replica] = None
             self._done[replica] = True
             self._finished += 1
-            if self._error is None and 0 < self._arrived and self._arrived + self._finished == self.count:
+            if self._error is None and self._arrived > 0 and self._arrived + self._finished == self.count:
                 self._abort_locked(self._mismatch())
             self._pass_turn(replica)
             self._condition.notify_all()
@@ -213,7 +213,8 @@ class ThreadedRun:
         )
         if 0 in absent:
             get_logger().error(
-                "replica 0 did not come to %s within %s. It runs in the thread that called run, which cannot be abandoned: "
+                "replica 0 did not come to %s within %s. It runs in the thread that called run, which cannot be "
+                "abandoned: "
                 "the error is raised when its function returns.\n%s",
                 call.describe(),
                 deadline,
@@ -231,8 +232,10 @@ class ThreadedRun:
             did = call.describe() if call is not None else "finished without another call"
             lines.append(f"  replica {replica}: {did}")
         return CollectiveMismatchError(
-            "The replicas made different calls: a different number of merge_call / all_reduce / all_gather calls, gradient "
-            "reductions or optimizer steps. Every replica must make the same ones in the same order:\n" + "\n".join(lines)
+            "The replicas made different calls: a different number of merge_call / all_reduce / all_gather "
+            "calls, gradient "
+            "reductions or optimizer steps. Every replica must make the same ones in the same order:\n"
+            + "\n".join(lines)
         )
 
     # ---- serial mode ------------------------------------------------------------------------------------------
@@ -250,9 +253,7 @@ class ThreadedRun:
             return
         if self._rng is not None and self._error is None:
             self._rng[replica] = torch.get_rng_state()
-        self._turn = next(
-            (r for r in range(replica + 1, self.count) if not self._done[r]), self.count
-        )
+        self._turn = next((r for r in range(replica + 1, self.count) if not self._done[r]), self.count)
         self._condition.notify_all()
 
 

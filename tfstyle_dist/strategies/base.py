@@ -165,7 +165,8 @@ class Strategy(InputMethods):
             The nest that ``fn`` returns, regrouped over the local replicas.
 
         Raises:
-            RuntimeError: called in replica context or with another strategy in force; or the replicas made different calls.
+            RuntimeError: called in replica context or with another strategy in force; or the replicas made
+                different calls.
             ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
             Exception: whatever a replica raises, the same object.
         """
@@ -177,7 +178,8 @@ class Strategy(InputMethods):
                 raise mixing_error(self, frame.strategy, "run")
             if frame.replica is not None:
                 raise WrongContextError(
-                    f"{self!r}.run was called in replica context (inside another run). Call it outside, or inside merge_call."
+                    f"{self!r}.run was called in replica context (inside another run). Call it outside, or "
+                    f"inside merge_call."
                 )
         arguments, keywords = self._run_arguments(fn, args, kwargs)
         self.parameter_store.ensure_equal()
@@ -190,9 +192,7 @@ class Strategy(InputMethods):
             self._report_failure(error)
             raise
 
-    def _run_arguments(
-        self, fn: Any, args: Any, kwargs: dict[str, Any] | None
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _run_arguments(self, fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
         if not callable(fn):
             raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
         if not isinstance(args, list | tuple):
@@ -240,7 +240,8 @@ class Strategy(InputMethods):
         frame = current_frame()
         if frame is not None and frame.replica is not None:
             raise WrongContextError(
-                f"{what} must be called in cross-replica context, not in replica context (inside strategy.run). Use {instead}."
+                f"{what} must be called in cross-replica context, not in replica context (inside strategy.run). "
+                f"Use {instead}."
             )
 
     # ---- values -----------------------------------------------------------------------------------------------
@@ -274,7 +275,8 @@ class Strategy(InputMethods):
         """Concatenates per-replica tensors of all workers along ``axis`` in replica order.
 
         Args:
-            value: a nest of ``PerReplica`` or, with one local replica, of tensors; sizes may differ along ``axis`` only.
+            value: a nest of ``PerReplica`` or, with one local replica, of tensors; sizes may differ along
+                ``axis`` only.
             axis: a dimension, not negative.
 
         Raises:
@@ -378,8 +380,8 @@ class Strategy(InputMethods):
         record = find_record(parameter)
         if record is None or record.store is not self.parameter_store:
             raise ValueError(
-                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in scope() or "
-                "call experimental_adopt(module)."
+                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in "
+                "scope() or call experimental_adopt(module)."
             )
         return record
 

@@ -43,7 +43,11 @@ class DefaultStrategy(Strategy):
         return _Scope(self)
 
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, options: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
     ) -> Any:
         """Calls ``fn(*args, **kwargs)`` at once; see ``Strategy.run``."""
         frame = current_frame()

@@ -203,7 +203,8 @@ class StrategyExtended:
         record = find_record(colocate_with_variable)
         if record is None or record.store is not self.strategy.parameter_store:
             raise ValueError(
-                f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; `colocate_with_variable` "
+                f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; "
+                f"`colocate_with_variable` "
                 "belongs to another strategy or to none."
             )
         yield
@@ -217,5 +218,7 @@ class StrategyExtended:
                 + ". Create it inside strategy.scope()."
             )
         if isinstance(var, VariableComponent):
-            raise AssertionError(f"{what} takes the variable, not one of its copies; use extended.value_container(copy).")
+            raise AssertionError(
+                f"{what} takes the variable, not one of its copies; use extended.value_container(copy)."
+            )
         return record

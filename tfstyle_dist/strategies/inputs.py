@@ -84,7 +84,8 @@ class InputMethods:
         """A distributed dataset of pipelines that the user divides; nothing is split or sharded.
 
         Args:
-            dataset_fn: called once for each input pipeline of this worker with its ``InputContext``; returns an iterable
+            dataset_fn: called once for each input pipeline of this worker with its ``InputContext``; returns an
+            iterable
                 of per-replica batches (a ``DataLoader``, an ``IterableDataset``, a list).
             options: how batches reach the replicas, and whether there is one pipeline for each replica.
 

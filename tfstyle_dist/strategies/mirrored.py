@@ -56,7 +56,8 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(
-                f"cross_device_ops must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice(), got {cross_device_ops!r}."
+                f"cross_device_ops must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice(), got "
+                f"{cross_device_ops!r}."
             )
         options = communication_options or CommunicationOptions()
         places = device_names.parse_replica_devices(devices) if devices is not None else _devices_of_this_process()
@@ -68,7 +69,8 @@ class MirroredStrategy(Strategy):
         """A variable with a copy on every replica."""
         if spec.synchronization is VariableSynchronization.NONE:
             raise ValueError(
-                "VariableSynchronization.NONE is not supported by MirroredStrategy: its variables have a copy on every replica. "
+                "VariableSynchronization.NONE is not supported by MirroredStrategy: its variables have a copy "
+                "on every replica. "
                 "Use AUTO, ON_WRITE or ON_READ."
             )
         if spec.synchronization is VariableSynchronization.AUTO:
@@ -86,7 +88,8 @@ class MirroredStrategy(Strategy):
         tensor = spec.initial_tensor()
         if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
-                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for {spec.name or 'Variable'!r}. "
+                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
+                f"{spec.name or 'Variable'!r}. "
                 "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
             )
         return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
@@ -102,7 +105,8 @@ def _devices_of_this_process() -> tuple[ReplicaDevice, ...]:
         return found
     if launch.local_rank >= len(found):
         raise ValueError(
-            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at most one process "
+            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at "
+            f"most one process "
             "per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return (found[launch.local_rank],)

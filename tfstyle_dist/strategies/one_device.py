@@ -15,7 +15,9 @@ from tfstyle_dist.variables.variable import VariableSpec, build_variable
 
 
 class OneDeviceStrategy(Strategy):
-    """Runs everything on one device, to try distributed code without distributing (``tf.distribute.OneDeviceStrategy``).
+    """Runs everything on one device, to try distributed code without distributing.
+
+    Source: ``tf.distribute.OneDeviceStrategy``.
 
     Args:
         device: e.g. ``"cpu:0"``, ``"/gpu:1"``.

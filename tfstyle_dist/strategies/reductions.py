@@ -30,7 +30,8 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     raise ValueError(
-        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and Python "
+        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values "
+        f"and Python "
         "numbers have no per-replica value. Pass torch.tensor(...)."
     )
 
@@ -75,7 +76,8 @@ def _meet_and_reduce(
         totals = reduce_columns(strategy, op, columns, what)
         devices = [strategy.worker.torch_device(r) if strategy.worker.devices else None for r in range(len(payloads))]
         return [
-            [t.to(d if d is not None else t.device, copy=replica > 0) for t in totals] for replica, d in enumerate(devices)
+            [t.to(d if d is not None else t.device, copy=replica > 0) for t in totals]
+            for replica, d in enumerate(devices)
         ]
 
     return context.meet(what, tensors, reduce_all)  # type: ignore[no-any-return]
@@ -109,7 +111,8 @@ def _check_axis(tensor: torch.Tensor, axis: Any) -> None:
         raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
     if not 0 <= axis < tensor.dim():
         raise InvalidArgumentError(
-            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension from 0 "
+            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a "
+            f"dimension from 0 "
             f"to {tensor.dim() - 1}; negative axes are not accepted, and a scalar needs value.reshape(1) first."
         )
 
@@ -171,7 +174,9 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None)
             )
     with torch.no_grad():
         # A sum of zero rows is 0 whatever the dtype; the counts weight each replica by its examples.
-        sums = [v.detach().sum(dim=axis, dtype=None if v.is_floating_point() or v.is_complex() else v.dtype) for v in values]
+        sums = [
+            v.detach().sum(dim=axis, dtype=None if v.is_floating_point() or v.is_complex() else v.dtype) for v in values
+        ]
         total = reduce_columns(strategy, ReduceOp.SUM, [sums], "reduce")[0]
         if op is ReduceOp.SUM:
             return total
@@ -192,7 +197,8 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         if op is ReduceOp.MEAN:
             return value
         raise AssertionError(
-            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not meant. Reduce a "
+            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not "
+            f"meant. Reduce a "
             "value computed in strategy.run, or multiply by num_replicas_in_sync."
         )
     if isinstance(value, PerReplica):
@@ -203,8 +209,10 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
-        f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the {strategy.num_replicas_in_sync} "
-        "replicas holds the same one. Return a tensor from strategy.run and reduce that; use MEAN for a value that is equal "
+        f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the "
+        f"{strategy.num_replicas_in_sync} "
+        "replicas holds the same one. Return a tensor from strategy.run and reduce that; use MEAN for a value "
+        "that is equal "
         "everywhere."
     )
 

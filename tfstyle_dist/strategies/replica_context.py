@@ -87,7 +87,8 @@ class ReplicaContext:
 
         Args:
             merge_fn: called as ``merge_fn(strategy, *args, **kwargs)``; values that differ from replica to replica, and
-                tensors, arrive as ``PerReplica``. If the replicas give different functions, the first replica's is used.
+                tensors, arrive as ``PerReplica``. If the replicas give different functions, the first replica's is
+                used.
             args: positional arguments of this replica.
             kwargs: keyword arguments of this replica.
 
@@ -114,9 +115,7 @@ class ReplicaContext:
         result = self.meet("merge_call", (args, kwargs or {}), merge)
         return select_replica(0, result) if strategy.worker.num_local_replicas == 1 else result
 
-    def all_reduce(
-        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
-    ) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Reduces ``value`` over all replicas of all workers; every replica gets the result.
 
         Differentiable: the gradient of a SUM is the sum over the replicas of the incoming gradients, of a MEAN their
@@ -184,8 +183,10 @@ class ReplicaContext:
                 f"Mismatching ReplicaContext: call strategy.reduce or strategy.gather here."
             )
         raise RuntimeError(
-            f"Mismatching ReplicaContext: {what} was called on the context of replica {self._replica_id} of {self._strategy!r}, "
-            "which is not the one in force (its run has ended, or this is another thread). Call get_replica_context() anew "
+            f"Mismatching ReplicaContext: {what} was called on the context of replica {self._replica_id} of "
+            f"{self._strategy!r}, "
+            "which is not the one in force (its run has ended, or this is another thread). Call "
+            "get_replica_context() anew "
             "inside strategy.run."
         )
 

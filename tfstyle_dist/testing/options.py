@@ -65,9 +65,7 @@ def options_from_mark(
         )
     unknown = sorted(set(mark.kwargs) - set(_ARGUMENTS))
     if unknown:
-        raise ValueError(
-            f"@pytest.mark.{MARKER} got the unknown arguments {unknown}; it knows {', '.join(_ARGUMENTS)}"
-        )
+        raise ValueError(f"@pytest.mark.{MARKER} got the unknown arguments {unknown}; it knows {', '.join(_ARGUMENTS)}")
     workers = _count("workers", mark.kwargs.get("workers", DEFAULT_WORKERS))
     timeout = _seconds("timeout", mark.kwargs.get("timeout", timeout))
     if "deadline" in mark.kwargs:

@@ -105,9 +105,7 @@ class RankPool:
             self.kill()
         return results
 
-    def _run_collected(
-        self, ranks: list[RankProcess], item: pytest.Item, options: DistributedOptions
-    ) -> Gathered:
+    def _run_collected(self, ranks: list[RankProcess], item: pytest.Item, options: DistributedOptions) -> Gathered:
         self._num_tests += 1
         directory = self._base / f"test-{self._num_tests}"
         shared = directory / "shared"
@@ -123,9 +121,7 @@ class RankPool:
                 "TFSTYLE_TIMEOUT_SECONDS": f"{options.deadline:g}",
                 **options.env,
             }
-            process.send(
-                messages.Run(item.nodeid, process.rank, environment, pids, str(shared), options.devices)
-            )
+            process.send(messages.Run(item.nodeid, process.rank, environment, pids, str(shared), options.devices))
         return gather(ranks, options.timeout, options.may_die)
 
     def _ranks(self, workers: int) -> tuple[list[RankProcess], Gathered]:

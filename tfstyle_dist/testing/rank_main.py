@@ -60,9 +60,7 @@ def _serve(connection: Connection[Any, Any]) -> None:
         session = RankSession(connection, message)
         problem = problem_of(lambda: session.run({**start.options, "basetemp": basetemp}, start.args))  # noqa: B023
         if not session.began:
-            connection.send(
-                messages.Ready(problem or "pytest ended before it collected the test, see stderr")
-            )
+            connection.send(messages.Ready(problem or "pytest ended before it collected the test, see stderr"))
         elif session.next_message is None:
             # In the middle of a test, after which nothing in this process can be relied on.
             sys.stderr.write(problem or "pytest ended in the middle of a test\n")

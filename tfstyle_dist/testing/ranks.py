@@ -84,7 +84,5 @@ class Ranks:
 
     def _pid(self, rank: int) -> int:
         if not 0 <= rank < len(self._pids):
-            raise ValueError(
-                f"rank {rank} does not exist; this test has the ranks 0 to {len(self._pids) - 1}"
-            )
+            raise ValueError(f"rank {rank} does not exist; this test has the ranks 0 to {len(self._pids) - 1}")
         return self._pids[rank]

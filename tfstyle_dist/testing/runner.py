@@ -78,9 +78,7 @@ def run_script(
     """
     arguments = [os.fspath(argument) for argument in argv]
     if not arguments:
-        raise ValueError(
-            "run_script got an empty argv; write the script and its arguments, like ['train.py']"
-        )
+        raise ValueError("run_script got an empty argv; write the script and its arguments, like ['train.py']")
     if nproc < 1:
         raise ValueError(f"run_script got nproc={nproc}; write at least 1")
     if not timeout > 0:

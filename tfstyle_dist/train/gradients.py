@@ -58,7 +58,9 @@ def gradients(
     outputs, inputs = _as_list(ys), _as_list(xs)
     weights = [None] * len(outputs) if grad_ys is None else _as_list(grad_ys)
     if len(weights) != len(outputs):
-        raise ValueError(f"Passed {len(weights)} grad_ys for {len(outputs)} ys; grad_ys needs one entry (or None) for each y.")
+        raise ValueError(
+            f"Passed {len(weights)} grad_ys for {len(outputs)} ys; grad_ys needs one entry (or None) for each y."
+        )
     outputs = [y._tfstyle_value() if isinstance(y, Replicated) else y for y in outputs]
     seeds = [
         torch.ones_like(y) if w is None else torch.as_tensor(w, dtype=y.dtype)
@@ -84,7 +86,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _leaf(x: Any) -> list[torch.Tensor]:
-    """The tensors of the graph that stand for ``x``: the replica's copy, and the object itself where an op bypassed it."""
+    """The tensors of the graph that stand for ``x``: the replica's copy, and the object where an op bypassed it."""
     if isinstance(x, Replicated):
         value = x._tfstyle_value()
         return [value, x] if isinstance(x, MirroredParameter) else [value]

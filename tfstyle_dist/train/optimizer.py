@@ -25,8 +25,8 @@ GradsAndVars = Sequence[tuple[Any, Any]]
 class TFOptimizer(abc.ABC):
     """Base of the optimizers of ``tf.compat.v1.train``.
 
-    In replica context ``apply_gradients`` sums the gradients over all replicas and updates once, so scale the loss by the
-    global batch (``nn.compute_average_loss``). Parameters it has seen are no longer reduced by ``backward()``.
+    In replica context ``apply_gradients`` sums the gradients over all replicas and updates once, so scale the loss
+    by the global batch (``nn.compute_average_loss``). Parameters it has seen are no longer reduced by ``backward()``.
 
     Example:
         >>> optimizer = GradientDescentOptimizer(learning_rate=0.1)
@@ -75,12 +75,16 @@ class TFOptimizer(abc.ABC):
         variables = list(var_list) if var_list is not None else _union(trainable_variables_of(y) for y in losses)
         if not variables:
             raise ValueError(
-                "compute_gradients found no trainable variable that the loss depends on. Compute the loss from parameters "
+                "compute_gradients found no trainable variable that the loss depends on. Compute the loss from "
+                "parameters "
                 "that require gradients, or give var_list."
             )
         self._claim(variables, ())
         found = gradients(
-            losses, variables, None if grad_loss is None else [grad_loss] * len(losses), aggregation_method=aggregation_method
+            losses,
+            variables,
+            None if grad_loss is None else [grad_loss] * len(losses),
+            aggregation_method=aggregation_method,
         )
         return list(zip(found, variables, strict=True))
 
@@ -158,7 +162,8 @@ class TFOptimizer(abc.ABC):
         for replica, other in enumerate(payloads):
             if [id(v) for _, v in other] != [id(v) for v in variables]:
                 raise RuntimeError(
-                    f"apply_gradients: replica {replica} lists other variables, or another order, than replica 0. Give the same "
+                    f"apply_gradients: replica {replica} lists other variables, or another order, than replica "
+                    f"0. Give the same "
                     "list on every replica; a missing gradient is None."
                 )
         columns = [[_value(p[i][0]) for p in payloads] for i in range(len(variables))]
@@ -196,7 +201,9 @@ class TFOptimizer(abc.ABC):
 
     def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         if not pairs:
-            raise ValueError("No gradients provided for any variable: all are None. Does the loss depend on the variables?")
+            raise ValueError(
+                "No gradients provided for any variable: all are None. Does the loss depend on the variables?"
+            )
         self.begin_step()
         with torch.no_grad():
             for grad, variable in pairs:
@@ -224,7 +231,9 @@ class TFOptimizer(abc.ABC):
         """Applies the rule to the rows that have a gradient, as TF's sparse updates do."""
         rows = grad.indices()[0]
         part = target[rows]
-        row_slots = {k: s[rows] if isinstance(s, torch.Tensor) and s.shape == target.shape else s for k, s in slots.items()}
+        row_slots = {
+            k: s[rows] if isinstance(s, torch.Tensor) and s.shape == target.shape else s for k, s in slots.items()
+        }
         self.update(part, grad.values(), row_slots)
         target[rows] = part
         for key, slot in row_slots.items():
@@ -238,6 +247,7 @@ class TFOptimizer(abc.ABC):
 
     def begin_step(self) -> None:
         """Called once before the variables of a step are updated."""
+        return
 
     @abc.abstractmethod
     def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
@@ -290,6 +300,7 @@ class TFOptimizer(abc.ABC):
 
     def load_common_state(self, state: dict[str, Any]) -> None:
         """Restores ``common_state``."""
+        return
 
     # ---- ownership --------------------------------------------------------------------------------------------
 
@@ -311,7 +322,8 @@ class TFOptimizer(abc.ABC):
                 continue
             if grads and grads[place] is not None and _is_own_grad(record, grads[place]):
                 raise RuntimeError(
-                    f"apply_gradients was given the .grad of {record.describe()!r}, which backward() has already reduced over the "
+                    f"apply_gradients was given the .grad of {record.describe()!r}, which backward() has "
+                    f"already reduced over the "
                     "replicas; summing it again would scale it wrongly. Use compute_gradients(loss), or call "
                     "strategy.set_gradient_policy(parameters, reduce_at='apply') before the first backward()."
                 )
@@ -384,7 +396,9 @@ class Optimizer(TFOptimizer):
         given = {id(v): g for g, v in pairs}
         unknown = set(given) - {id(p) for g in self.torch_optimizer.param_groups for p in g["params"]}
         if unknown:
-            raise ValueError(f"{len(unknown)} variable(s) given to apply_gradients are not in the torch optimizer's groups.")
+            raise ValueError(
+                f"{len(unknown)} variable(s) given to apply_gradients are not in the torch optimizer's groups."
+            )
         kept = []
         for group in self.torch_optimizer.param_groups:
             for parameter in group["params"]:

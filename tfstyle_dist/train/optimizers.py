@@ -203,7 +203,9 @@ class RMSPropOptimizer(TFOptimizer):
         if self.centered:
             slots["mg"].add_((grad - slots["mg"]) * (1 - decay))
             spread = rms - slots["mg"] ** 2
-        m.mul_(_number(self.momentum)).add_(grad * _number(self.learning_rate) / (spread + _number(self.epsilon)).sqrt())
+        m.mul_(_number(self.momentum)).add_(
+            grad * _number(self.learning_rate) / (spread + _number(self.epsilon)).sqrt()
+        )
         value.sub_(m)
 
 

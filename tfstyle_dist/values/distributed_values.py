@@ -119,7 +119,7 @@ def regroup(per_replica: Sequence[Any], what: str = "return values", wrap: type[
 
 
 def select_replica(local_replica_id: int, structure: Any) -> Any:
-    """``structure`` as one replica sees it: ``PerReplica`` leaves unpacked, everything else (variables too) as it is."""
+    """``structure`` as one replica sees it: ``PerReplica`` leaves unpacked, all else (variables too) as it is."""
 
     def pick(leaf: Any) -> Any:
         return leaf.values[local_replica_id] if isinstance(leaf, PerReplica) else leaf

@@ -1,7 +1,7 @@
 """State under logical names: full tensors and metadata, independent of workers and replicas.
 
-What a checkpoint holds. ``train.Checkpoint`` will write it with ``torch.distributed.checkpoint``; anything that maps names
-to tensors can carry it.
+What a checkpoint holds. ``train.Checkpoint`` will write it with ``torch.distributed.checkpoint``; anything that maps
+names to tensors can carry it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class LogicalState:
 
     Attributes:
         tensors: one CPU tensor for each logical name.
-        metadata: for each name its ``kind``, ``synchronization`` and ``aggregation``; under ``""`` the format's version.
+        metadata: for each name its ``kind``, ``synchronization`` and ``aggregation``; under ``""`` the format's
+        version.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

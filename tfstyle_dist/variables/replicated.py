@@ -22,7 +22,22 @@ _DATA: Any = _Tensor.data
 _REQUIRES_GRAD: Any = _Tensor.requires_grad
 _IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__"
-    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "matmul",
+    )
 ) | {"__setitem__"}
 _MODULE_APPLY = torch.nn.Module._apply.__code__
 _CONVERSIONS = frozenset(
@@ -38,7 +53,9 @@ def _writes(func: Any) -> bool:
     known = _mutating.get(func)
     if known is None:
         name = getattr(func, "__name__", "")
-        known = name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES)
+        known = name in _IN_PLACE_DUNDERS or (
+            name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
+        )
         _mutating[func] = known
     return known
 
@@ -120,7 +137,7 @@ class Replicated:
         """Pickles as the plain parameter or tensor."""
         return _plain(self, clone=False).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         record = self._tfstyle_record
         return f"{type(self).__name__} with {len(record.components)} copies, here: {self._tfstyle_value()!r}"
 
@@ -236,7 +253,8 @@ def _autograd_grad(
             result.append(None)
         else:
             raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "One of the differentiated Tensors appears to not have been used in the graph. Set "
+                "allow_unused=True if this "
                 "is the desired behavior."
             )
     return tuple(result)
@@ -259,7 +277,8 @@ def _convert_buffer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     buffer, record = args[0], args[0]._tfstyle_record
     if record.index() is not None:
         raise WrongContextError(
-            f"A module with the buffer {record.describe()!r} was converted (to(), double(), cuda(), ...) inside strategy.run. "
+            f"A module with the buffer {record.describe()!r} was converted (to(), double(), cuda(), ...) inside "
+            f"strategy.run. "
             "Convert it outside."
         )
     record.store.ensure_equal()
@@ -275,9 +294,23 @@ def _convert_buffer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 _METADATA = frozenset(
     [
         getattr(_Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_sparse", "is_cuda", "is_meta")
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "layout",
+            "is_sparse",
+            "is_cuda",
+            "is_meta",
+        )
     ]
-    + [getattr(_Tensor, name) for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")]
+    + [
+        getattr(_Tensor, name)
+        for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
+    ]
 )
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

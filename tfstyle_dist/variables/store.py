@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 
@@ -175,8 +175,8 @@ class ParameterStore:
     def alive_everywhere(self, records: Sequence[Record]) -> list[Record]:
         """Those of ``records`` that live on all workers; collective.
 
-        A model that is no longer used may wait for the garbage collector on some workers and be gone on others; messages
-        laid out by the living records would then differ.
+        A model that is no longer used may wait for the garbage collector on some workers and be gone on others;
+        messages laid out by the living records would then differ.
         """
         if self.worker.group.size == 1:
             return list(records)
@@ -258,8 +258,10 @@ class ParameterStore:
                 for place, (a, b) in enumerate(zip_longest(first, other)):
                     if a != b:
                         raise CollectiveMismatchError(
-                            f"The workers built different models: entry {place} in the order of creation is {a} on worker 0 "
-                            f"but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build the same model "
+                            f"The workers built different models: entry {place} in the order of creation is {a} "
+                            f"on worker 0 "
+                            f"but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build "
+                            f"the same model "
                             "on every worker.",
                             error.calls,
                         ) from None

@@ -36,11 +36,15 @@ class VariableComponent(torch.nn.Parameter):
         """Sets this copy alone. Args and result as in ``Variable.assign``."""
         return self._write("assign", value)
 
-    def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
         """Adds to this copy alone."""
         return self._write("assign_add", delta)
 
-    def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
         """Subtracts from this copy alone."""
         return self._write("assign_sub", delta)
 
@@ -182,11 +186,15 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         """
         return self._assign("assign", value)
 
-    def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
         """Adds ``delta``; with SUM the sum of all replicas' deltas is added once. See ``assign``."""
         return self._assign("assign_add", delta)
 
-    def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
         """Subtracts ``delta``. See ``assign``."""
         return self._assign("assign_sub", delta)
 
@@ -230,7 +238,8 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         if aggregation is VariableAggregation.SUM and not isinstance(value, torch.Tensor) and worker.num_replicas > 1:
             raise ValueError(
                 f"{value!r} cannot be reduced: variable {self.name!r} has aggregation SUM over {worker.num_replicas} "
-                f"replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a tensor, e.g. "
+                f"replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a "
+                f"tensor, e.g. "
                 f"variable.{op}(torch.tensor({value!r}))."
             )
         value = checked(value, record.components[replica.local_replica_id], self.name)
@@ -257,7 +266,8 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         if record.aggregation is VariableAggregation.SUM:
             if op != "assign":
                 raise ValueError(
-                    f"{op} of ON_READ variable {self.name!r} with aggregation SUM is not defined in cross-replica context: "
+                    f"{op} of ON_READ variable {self.name!r} with aggregation SUM is not defined in "
+                    f"cross-replica context: "
                     "each replica holds a part of the sum. Call it inside strategy.run, or use assign."
                 )
             count = record.store.worker.num_replicas
@@ -297,11 +307,15 @@ class VariableSpec:
 
     def initial_tensor(self) -> torch.Tensor:
         """The first value as a new tensor; a callable is called once."""
-        value = self.initial_value() if callable(self.initial_value) and not isinstance(
-            self.initial_value, torch.Tensor
-        ) else self.initial_value
+        value = (
+            self.initial_value()
+            if callable(self.initial_value) and not isinstance(self.initial_value, torch.Tensor)
+            else self.initial_value
+        )
         if value is None:
-            raise ValueError("Variable needs an initial_value: a number, list, array or tensor, or a function returning one.")
+            raise ValueError(
+                "Variable needs an initial_value: a number, list, array or tensor, or a function returning one."
+            )
         if isinstance(value, PerReplica):
             raise ValueError("initial_value must be the same on all replicas, got a PerReplica; pass one tensor.")
         try:
@@ -345,9 +359,7 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
         component._tfstyle_device = store.worker.devices[replica].logical if store.worker.devices else data.device
         components.append(component)
     variable: Variable = torch.Tensor._make_subclass(cls, components[0].detach(), wants_grad)
-    record = Record(
-        store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy()
-    )
+    record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())
     record.local_name = name
     variable._tfstyle_record = record
     variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
@@ -393,7 +405,9 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
         try:
             tensor = torch.as_tensor(value, dtype=like.dtype, device=where)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidArgumentError(f"Variable {name!r} was assigned {value!r}, which is no tensor: {error}") from error
+            raise InvalidArgumentError(
+                f"Variable {name!r} was assigned {value!r}, which is no tensor: {error}"
+            ) from error
     if tensor.shape != like.shape:
         raise InvalidArgumentError(
             f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}."
@@ -442,7 +456,8 @@ def read_across_replicas(record: Record, name: str) -> torch.Tensor:
     """
     if record.aggregation is VariableAggregation.NONE:
         raise ValueError(
-            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica context. Read it "
+            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica "
+            f"context. Read it "
             "inside strategy.run, take experimental_local_results(variable), or give it an aggregation."
         )
     with torch.no_grad():

@@ -1,0 +1,60 @@
+"""A DataLoader process that raises or is killed ends the iteration with an error, on every rank, and does not hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import PeerLostError, UnavailableError
+
+BAD = 5
+
+
+class Faulty(Dataset[torch.Tensor]):
+    """Sample ``BAD`` fails in the way it is told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == BAD and self.how == "raise":
+            raise OSError("cannot read sample 5")
+        if index == BAD and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(float(index))
+
+
+def read(strategy: td.Strategy, how: str) -> Any:
+    return list(strategy.experimental_distribute_dataset(Faulty(how), global_batch_size=2, num_workers=1))
+
+
+@pytest.mark.parametrize(("how", "error", "words"), [("raise", OSError, "sample 5"), ("kill", RuntimeError, "exited")])
+def test_one_process(how: str, error: type[Exception], words: str) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, pytest.raises(error, match=words):
+        read(strategy, how)
+
+
+@pytest.mark.distributed(workers=2, timeout=60, deadline=8)
+@pytest.mark.parametrize(("how", "error"), [("raise", OSError), ("kill", RuntimeError)])
+def test_the_other_ranks_hear_of_it(how: str, error: type[Exception], rank: int) -> None:
+    """Sample 5 is rank 1's; rank 0 meets the news in its next collective call."""
+    strategy = td.MirroredStrategy()
+    with pytest.raises((error, PeerLostError, UnavailableError, TimeoutError)) as caught:  # noqa: PT012
+        for batch in strategy.experimental_distribute_dataset(Faulty(how), global_batch_size=2, num_workers=1):
+            strategy.reduce("SUM", batch, axis=0)
+        strategy.close()
+    if rank == 1:
+        assert isinstance(caught.value, error)
+        assert any("input of worker 1" in note for note in caught.value.__notes__)
+    else:
+        assert "input" in str(caught.value), caught.value
+    strategy.close()
