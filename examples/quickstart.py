@@ -11,12 +11,14 @@ below 97 %, or when the weights after 50 steps differ from those of one device b
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import tfstyle_dist as tfd
@@ -34,9 +36,12 @@ def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     return images[train], labels[train], images[test], labels[test]
 
 
-def global_batches(num_examples: int, batch_size: int, epoch: int) -> tuple[torch.Tensor, ...]:
-    # The seed is the epoch: every process makes the same batches.
-    return torch.randperm(num_examples, generator=torch.Generator().manual_seed(epoch)).split(batch_size)
+def training_batches(strategy: tfd.Strategy, batch_size: int) -> tfd.DistributedDataset:
+    # batch_size counts all replicas. The order is new in each epoch, and the same for any number of replicas.
+    images, labels, _, _ = load_data()
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=batch_size, shuffle=True, generator=generator)
+    return strategy.experimental_distribute_dataset(loader)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -56,32 +61,23 @@ def make_strategy(name: str, replicas: int | None) -> tfd.Strategy:
     return tfd.MirroredStrategy([f"cpu:{r}" for r in range(replicas)])
 
 
-def split(strategy: tfd.Strategy, *tensors: torch.Tensor) -> Any:
-    """Every replica's share of a global batch: replica r of n takes the examples r, r + n, r + 2n, ..."""
-
-    def share(context: tfd.experimental.ValueContext) -> tuple[torch.Tensor, ...]:
-        return tuple(t[context.replica_id_in_sync_group :: context.num_replicas_in_sync] for t in tensors)
-
-    return strategy.experimental_distribute_values_from_function(share)
-
-
 def weights_on_one_device(start: dict[str, torch.Tensor], device: torch.device, batch_size: int) -> Any:
-    """The weights after the first steps of the same job in plain PyTorch."""
-    images, labels, _, _ = load_data()
+    """The weights after the first steps of the same job in plain PyTorch, with the same whole batches."""
     with device:
         model, optimizer = build()
     model.load_state_dict(start)
-    for step in range(PARITY_STEPS):
-        epoch, place = divmod(step, len(labels) // batch_size)
-        batch = global_batches(len(labels), batch_size, epoch)[place]
-        optimizer.zero_grad()
-        cross_entropy(model(images[batch].to(device)), labels[batch].to(device)).backward()
-        optimizer.step()
+    with tfd.OneDeviceStrategy(device) as one:
+        batches = training_batches(one, batch_size)
+        epochs = itertools.chain.from_iterable(itertools.repeat(batches))
+        for x, y in itertools.islice(epochs, PARITY_STEPS):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
-    images, labels, test_images, test_labels = load_data()
+    _, labels, test_images, test_labels = load_data()
     num_replicas, num_steps = strategy.num_replicas_in_sync, len(labels) // batch_size
     # Gradients of a plain torch.optim optimizer are AVERAGED over the replicas. The average of the replicas'
     # mean losses is that of the global batch only if the shares are equal, so batches must split evenly.
@@ -96,25 +92,26 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
     start = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # once on each replica, with its share
-        here = tfd.get_replica_context().device
         optimizer.zero_grad()
-        loss = cross_entropy(model(x.to(here)), y.to(here))
+        loss = cross_entropy(model(x), y)
         loss.backward()  # when it returns, p.grad is the mean over the replicas
         optimizer.step()
         return loss.detach()
 
     @torch.no_grad()
     def test_step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        right = model(x.to(tfd.get_replica_context().device)).argmax(1).cpu() == y
-        return right.sum(), torch.tensor(len(y))
+        right = model(x).argmax(1) == y
+        return right.sum(), torch.tensor(len(y), device=y.device)
 
+    batches = training_batches(strategy, batch_size)
+    (test_batch,) = strategy.experimental_distribute_dataset([(test_images, test_labels)])  # one batch of all
     step, parity, accuracy = 0, float("nan"), 0.0
     strategy.print(f"{num_replicas} replica(s): {strategy}")
     bar = tqdm(total=epochs * num_steps, desc="training", unit="step", disable=not strategy.is_chief)
     for epoch in range(epochs):
         total = 0.0
-        for batch in global_batches(len(labels), batch_size, epoch):
-            losses = strategy.run(train_step, args=split(strategy, images[batch], labels[batch]))
+        for batch in batches:
+            losses = strategy.run(train_step, args=batch)
             # Every worker must call reduce, not the chief alone. Equal shares: the mean of means is the mean.
             total += float(strategy.reduce("MEAN", losses, axis=None))
             step += 1
@@ -124,7 +121,7 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
                 weights = nn.utils.parameters_to_vector(model.parameters()).detach()
                 parity = float((weights - expected).abs().max() / expected.abs().max())
         # The shares of the test set differ by one image, so add counts; a mean of accuracies would be wrong.
-        counts = strategy.run(test_step, args=split(strategy, test_images, test_labels))
+        counts = strategy.run(test_step, args=test_batch)
         right, seen = (int(strategy.reduce("SUM", count, axis=None)) for count in counts)
         accuracy = right / seen
         if strategy.is_chief:

@@ -181,6 +181,7 @@ DIFFERENT = {
     "rank": (lambda m: reduce("SUM", torch.ones(4)), lambda m: reduce("SUM", torch.ones(2, 2))),
     "dtype": (lambda m: reduce("SUM", torch.ones(2)), lambda m: reduce("SUM", torch.ones(2).double())),
     "call": (lambda m: reduce("SUM", torch.ones(2)), lambda m: gather(torch.ones(2))),
+    "backward": (lambda m: m(torch.ones(1, 3)).sum().backward(), lambda m: reduce("SUM", torch.ones(2))),
 }
 
 
@@ -212,14 +213,30 @@ def test_an_extra_call_on_one_rank(rank: int) -> None:
                 reduce("MEAN", torch.ones(5))
             train_step(model, optimizer)
 
-        # Gradients are compared once for each plan, not in every pass: the wait for what the other does not send ends
-        # at the deadline, and the message says where both are.
+        with pytest.raises(CollectiveMismatchError, match=r"worker 0: gradients(.|\n)*worker 1: all_reduce MEAN"):
+            strategy.run(step)
+
+
+@pytest.mark.distributed(workers=2, timeout=50, deadline=10, env={"TFSTYLE_SHARED_MEMORY": "0"})
+def test_an_extra_call_without_shared_memory(rank: int) -> None:
+    """Over sockets gradients are compared once for each plan: the wait ends at the deadline and says where both are."""
+    with td.MirroredStrategy() as strategy:
+        model, optimizer = build(strategy)
+        strategy.run(lambda: train_step(model, optimizer))
+
+        def step() -> None:
+            if rank == 1:
+                reduce("MEAN", torch.ones(5))
+            train_step(model, optimizer)
+
         expected = r"'gradients\[0\]'(.|\n)*waits in operation" if rank == 0 else r"'all_reduce(.|\n)*gradients\[0\]"
         with pytest.raises((DeadlineExceededError, PeerLostError), match=expected):
             strategy.run(step)
 
 
-@pytest.mark.distributed(workers=2, timeout=50, deadline=10, env={"TFSTYLE_DEBUG": "collectives"})
+@pytest.mark.distributed(
+    workers=2, timeout=50, deadline=10, env={"TFSTYLE_DEBUG": "collectives", "TFSTYLE_SHARED_MEMORY": "0"}
+)
 def test_debug_mode_compares_gradients_too(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         model, optimizer = build(strategy)

@@ -97,7 +97,7 @@ def test_a_position_saved_by_two_ranks_goes_on_in_one_process(rank: int) -> None
         iterator = iter(of(strategy))
         seen = [x for _ in range(2) for x in next(iterator)[0].tolist()]
         state = iterator.state_dict()
-        head = sum(everywhere(strategy, seen), [])
+        head = [x for part in everywhere(strategy, seen) for x in part]
     with td.OneDeviceStrategy("cpu") as alone:
         batches = iter(of(alone))
         batches.load_state_dict(state)
@@ -117,3 +117,27 @@ def test_exact_mean_counts_every_example(rank: int) -> None:
         assert float(strategy.run(lambda: exact(values, counts))) == 2.0
         with pytest.raises(RuntimeError, match="outside of every scope"):
             exact(values, counts)
+
+
+@two_ranks
+def test_a_position_in_own_files_fits_the_same_workers_only(rank: int, shared_tmp_path: Path) -> None:
+    with td.MirroredStrategy() as strategy:
+        if rank == 0:
+            for name, lines in (("a", "1\n2\n3\n4\n5\n"), ("b", "6\n7\n8\n")):
+                (shared_tmp_path / name).write_text(lines)
+        strategy.worker.group.gather_objects(0, "files are written")
+        files = FileDataset([shared_tmp_path / "a", shared_tmp_path / "b"], decode=float)
+        batches = strategy.experimental_distribute_dataset(files, global_batch_size=4)
+        iterator = iter(batches)
+        head = [next(iterator).tolist() for _ in range(2)]
+        state = iterator.state_dict()
+        again = iter(batches)
+        again.load_state_dict(state)
+        tail = [b.tolist() for b in again]
+        both = everywhere(strategy, state)
+    assert both[0] == both[1]
+    assert head + tail == ([[1, 2], [3, 4], [5]] if rank == 0 else [[6, 7], [8], []])
+    with td.OneDeviceStrategy("cpu") as alone:
+        other = iter(alone.experimental_distribute_dataset(files, global_batch_size=4))
+        with pytest.raises(ValueError, match=r"saved with 2 worker\(s\)"):
+            other.load_state_dict(state)

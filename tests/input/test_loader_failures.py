@@ -37,7 +37,9 @@ def read(strategy: td.Strategy, how: str) -> Any:
     return list(strategy.experimental_distribute_dataset(Faulty(how), global_batch_size=2, num_workers=1))
 
 
-@pytest.mark.parametrize(("how", "error", "words"), [("raise", OSError, "sample 5"), ("kill", RuntimeError, "exited")])
+@pytest.mark.parametrize(
+    ("how", "error", "words"), [("raise", OSError, "sample 5"), ("kill", RuntimeError, "DataLoader worker")]
+)
 def test_one_process(how: str, error: type[Exception], words: str) -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, pytest.raises(error, match=words):
         read(strategy, how)
@@ -52,9 +54,12 @@ def test_the_other_ranks_hear_of_it(how: str, error: type[Exception], rank: int)
         for batch in strategy.experimental_distribute_dataset(Faulty(how), global_batch_size=2, num_workers=1):
             strategy.reduce("SUM", batch, axis=0)
         strategy.close()
-    if rank == 1:
-        assert isinstance(caught.value, error)
+    text = str(caught.value)
+    if rank == 0:
+        assert "worker 1" in text.lower(), text
+    elif how == "raise":
+        assert isinstance(caught.value, OSError)
         assert any("input of worker 1" in note for note in caught.value.__notes__)
-    else:
-        assert "input" in str(caught.value), caught.value
+    else:  # torch's signal handler raises wherever the main thread is: in next(), or while it waits in reduce()
+        assert "DataLoader worker" in text, text
     strategy.close()

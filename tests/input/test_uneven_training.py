@@ -1,4 +1,4 @@
-"""Uneven last batches: three replicas train to the weights of one device, and BatchNorm does what docs/input.md says."""
+"""Uneven last batches: three replicas train to the weights of one device; BatchNorm does what docs/input.md says."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_batch_norm_statistics_are_the_mean_of_the_replicas() -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
         with strategy.scope():
             net = model(norm=True)
-        for x, _ in strategy.experimental_distribute_dataset(TensorDataset(*(t[:12] for t in rows.tensors)), global_batch_size=6):
+        for x, _ in strategy.experimental_distribute_dataset(
+            TensorDataset(*(t[:12] for t in rows.tensors)), global_batch_size=6
+        ):
             strategy.run(lambda part: [net(part), None][1], args=(x,))
         strategy.run(lambda part: [net(part), None][1], args=(torch.empty(0, 4),))
         strategy.sync_buffers()

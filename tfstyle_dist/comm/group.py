@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -64,6 +64,9 @@ class Done:
         """Returns at once."""
 
 
+SumInto = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+
+
 class WorkerGroup(abc.ABC):
     """W worker processes, each with a rank; all operations work on flat, contiguous buffers.
 
@@ -79,6 +82,14 @@ class WorkerGroup(abc.ABC):
     rank: int = 0
     size: int = 1
     timeout: timedelta | None = None
+
+    def use_summation(self, sum_into: SumInto) -> None:
+        """Says how this group adds tensors where it does so itself; the layers above own the summation.
+
+        Args:
+            sum_into: writes the sum of some tensors into another one, in a fixed order.
+        """
+        return
 
     @abc.abstractmethod
     def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tfstyle_dist.comm import diagnosis
-from tfstyle_dist.comm.group import Operation, Pending, WorkerGroup, call_site
+from tfstyle_dist.comm.group import Done, Operation, Pending, SumInto, WorkerGroup, call_site
+from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
 
+# What travels through shared memory; other element types are rare and take the sockets.
+_LANE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")
 
 
@@ -63,6 +67,8 @@ class TorchGroup(WorkerGroup):
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.timeout = timeout
         self._group, self._store, self._device, self._on_close = process_group, store, device, on_close
+        self._lane: SharedLane | None = None
+        self._sum_into: SumInto = _left_to_right
         # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
         # would stop the stream: only on request.
         self._debug = env.debug_collectives()
@@ -75,17 +81,57 @@ class TorchGroup(WorkerGroup):
         self._peers: list[diagnosis.Peer] = []
         self._prefix = "tfstyle/?"
         me = diagnosis.this_peer(self.rank)
-        facts = self.gather_objects([me.pid, me.host, me.boot, _next_group_number()], "who is there")
+        mine = [me.pid, me.host, me.boot, _next_group_number(), env.shared_memory()]
+        facts = self.gather_objects(mine, "who is there")
         self._peers = [diagnosis.Peer(r, *fact[:3]) for r, fact in enumerate(facts)]
         self._prefix = "tfstyle/" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        one_host = len({(fact[1], fact[2]) for fact in facts}) == 1 and all(fact[4] for fact in facts)
+        if one_host and self.size > 1 and device.type == "cpu":
+            self._open_lane()
         _open_groups.add(self)
+
+    def _open_lane(self) -> None:
+        """Maps a common segment, if all workers can; its name is gone afterwards, so nothing can be left behind."""
+        path = self.gather_objects(create_segment(self.size) if self.rank == 0 else None, "shared memory")[0]
+        if path is None:
+            return
+        lane = None
+        with suppress(OSError, ValueError):
+            state_of = lambda rank: self._peers[rank].state()  # noqa: E731
+            add = lambda parts, out: self._sum_into(parts, out)  # noqa: E731
+            lane = SharedLane(path, self.rank, self.size, self.timeout, state_of, add)
+        everywhere = all(self.gather_objects(lane is not None, "shared memory is open"))
+        if self.rank == 0:
+            remove_segment(path)
+        if everywhere and lane is not None:
+            self._lane = lane
+            self._leave_lane = weakref.finalize(self, lane.leave)
+
+    def use_summation(self, sum_into: SumInto) -> None:
+        """See ``WorkerGroup``."""
+        self._sum_into = sum_into
 
     # ---- operations -------------------------------------------------------------------------------------------
 
     def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
         """See ``WorkerGroup``."""
+        if self._lane is not None and buffer.device.type == "cpu" and buffer.dtype in _LANE_TYPES:
+            return self._meet_in_memory(self._lane, buffer, name)
         begin = lambda: dist.all_reduce(buffer, group=self._group, async_op=True)  # noqa: E731
         return self._start(name, buffer, begin, compare=self._debug or not agreed)
+
+    def _meet_in_memory(self, lane: SharedLane, buffer: torch.Tensor, name: str) -> Pending:
+        """The sum through shared memory; compared on the way, at no cost."""
+        operation = self._next_operation(name, buffer)
+        text = f"{name} ({operation.numel} x {operation.dtype})"
+        try:
+            same = lane.all_reduce(buffer, _digest(text))
+        except LaneError as error:
+            self._fail(operation, error)
+            raise  # not reached
+        if not same:
+            self._raise_mismatch(text, name)
+        return Done()
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """See ``WorkerGroup``."""
@@ -144,14 +190,25 @@ class TorchGroup(WorkerGroup):
         Every message of this kind has the same size, so workers that make different calls still understand each other.
         """
         self._agreed = ""
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        digest = _digest(text)
         mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
-        out, pending = self._gather_async(mine, name)
-        pending.wait()
-        pairs = [tuple(int(n) for n in other.tolist()) for other in out]
-        if all(other == digest for other, _ in pairs):
-            return [size for _, size in pairs]
-        # All workers see the difference, so all of them come here.
+        if self._lane is not None:
+            operation = self._next_operation(name, mine)
+            try:
+                same, numbers = self._lane.compare(digest, number)
+            except LaneError as error:
+                self._fail(operation, error)
+        else:
+            out, pending = self._gather_async(mine, name)
+            pending.wait()
+            pairs = [other.tolist() for other in out]
+            same, numbers = all(other == digest for other, _ in pairs), [n for _, n in pairs]
+        if not same:
+            self._raise_mismatch(text, name)
+        return numbers
+
+    def _raise_mismatch(self, text: str, name: str) -> None:
+        """All workers see the difference, so all of them come here."""
         calls = self._texts(f"{text} at {call_site()}", name)
         lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
         raise CollectiveMismatchError(
@@ -204,6 +261,9 @@ class TorchGroup(WorkerGroup):
         if not self._closed:
             self._closed = True
             _open_groups.discard(self)
+            if self._lane is not None:
+                self._leave_lane()
+                self._lane = None
             idle = self._idle()
             self.abort()
             self._on_close()
@@ -219,14 +279,9 @@ class TorchGroup(WorkerGroup):
     # ---- errors -----------------------------------------------------------------------------------------------
 
     def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any], compare: bool = True) -> Pending:
-        if self._error is not None:
-            raise self._error
-        dtype = str(buffer.dtype).removeprefix("torch.")
         if compare and self._compares and (self._debug or not self._has_agreed(name)):
-            self._exchange(f"{name} ({buffer.numel()} x {dtype})", name)
-        # The site costs a walk up the stack: taken when the wait fails, while the caller is still on the stack.
-        operation = Operation(name, self._sequence, dtype, buffer.numel(), "")
-        self._sequence += 1
+            self._exchange(f"{name} ({buffer.numel()} x {_name_of(buffer.dtype)})", name)
+        operation = self._next_operation(name, buffer)
         try:
             pending = _Pending(self, operation, begin(), buffer)
         except RuntimeError as error:
@@ -234,6 +289,16 @@ class TorchGroup(WorkerGroup):
             raise  # not reached
         self._in_flight.add(operation.sequence)
         return pending
+
+    def _next_operation(self, name: str, buffer: torch.Tensor) -> Operation:
+        """Numbers an operation; raises if the group is broken.
+
+        Its call site costs a walk up the stack: taken when the wait fails, while the caller is still on the stack.
+        """
+        if self._error is not None:
+            raise self._error
+        self._sequence += 1
+        return Operation(name, self._sequence - 1, _name_of(buffer.dtype), buffer.numel(), "")
 
     def _has_agreed(self, name: str) -> bool:
         """Whether ``agree`` was called for ``name``, or for all of ``name[0]``, ``name[1]``, ..., just before."""
@@ -256,6 +321,21 @@ class TorchGroup(WorkerGroup):
             "TFSTYLE_DEBUG=collectives to compare them."
         )
         raise self._error from error
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _left_to_right(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum before a strategy says how its sums are made."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
 def _shortened(text: str, most: int = 400) -> str:

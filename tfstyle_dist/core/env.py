@@ -85,6 +85,11 @@ def debug_collectives() -> bool:
     return "collectives" in os.environ.get("TFSTYLE_DEBUG", "").split(",")
 
 
+def shared_memory() -> bool:
+    """``TFSTYLE_SHARED_MEMORY``: 0 makes CPU workers of one host use sockets instead; default 1."""
+    return os.environ.get("TFSTYLE_SHARED_MEMORY", "1") != "0"
+
+
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()

@@ -105,15 +105,16 @@ class StreamingReducer(GradientReducer):
             lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
 
     def _send(self, lane: _Lane) -> None:
-        if self._unagreed:
-            # Once for each plan: comparing every pass would cost as much as a small model's gradients.
-            try:
-                self.worker.group.agree(self._signature, "gradients")
-            except CollectiveMismatchError:
-                self._active = False  # nobody has sent anything of this pass, and all workers know
-                raise
-            self._unagreed = False
-        lane.pending = self.worker.group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True)
+        group = self.worker.group
+        try:
+            if self._unagreed:
+                # Once for each plan: comparing every pass could cost as much as a small model's gradients.
+                group.agree(self._signature, "gradients")
+                self._unagreed = False
+            lane.pending = group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True)
+        except CollectiveMismatchError:
+            self._active = False  # all workers know, and nobody goes on with this pass
+            raise
 
     def _send_complete(self) -> None:
         while self._next < len(self._lanes) and self._lanes[self._next].missing == 0:

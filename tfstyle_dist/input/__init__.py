@@ -6,7 +6,7 @@ from tfstyle_dist.input.files import FileDataset, ListsFiles, read_lines, read_t
 from tfstyle_dist.input.iterator import DistributedIterator, Optional
 from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
 from tfstyle_dist.input.report import ShardReport, WorkerShare
-from tfstyle_dist.input.sources import Request
+from tfstyle_dist.input.request import Request
 from tfstyle_dist.input.split import TensorSpec
 
 __all__ = [

@@ -11,13 +11,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.input.agreement import check_same
+from tfstyle_dist.input.checks import refuse, refuse_scalars
 from tfstyle_dist.input.iterator import DistributedIterator
 from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
 from tfstyle_dist.input.pipeline import DealtPipeline, Pipeline, Step
 from tfstyle_dist.input.prefetch import DevicePrefetcher
 from tfstyle_dist.input.report import ShardReport, WorkerShare
+from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sharding import Layout
-from tfstyle_dist.input.sources import Plan, Request, make_plan, refuse, refuse_scalars
+from tfstyle_dist.input.sources import make_plan
 from tfstyle_dist.input.split import group, spec_of
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
@@ -64,7 +66,8 @@ class DistributedDataset:
         steps = self.pipeline.steps_per_epoch()
         if steps is None or (self.layout.workers > 1 and not self.pipeline.same_on_all):
             raise TypeError(
-                "The number of steps of this distributed dataset is not known in advance: it reads a stream. Iterate over "
+                "The number of steps of this distributed dataset is not known in advance: it reads a stream. Iterate "
+                "over "
                 "it, or give a map-style Dataset with global_batch_size=, a DataLoader over one, or a list of batches."
             )
         return steps
@@ -139,7 +142,8 @@ class DistributedDataset:
         frame = current_frame()
         if frame is not None and frame.replica is not None:
             raise ValueError(
-                f"{what} must be called outside of strategy.run: each replica would take a batch of its own. Iterate outside "
+                f"{what} must be called outside of strategy.run: each replica would take a batch of its own. Iterate "
+                "outside "
                 "and pass the batch: strategy.run(step, args=(batch,))."
             )
 

@@ -102,7 +102,8 @@ class DistributedIterator:
             return next(self)
         except StopIteration:
             raise OutOfRangeError(
-                "End of sequence: the iterator has no more batches on any worker. Call iter(dataset) for another epoch, or "
+                "End of sequence: the iterator has no more batches on any worker. Call iter(dataset) for another "
+                "epoch, or "
                 "use get_next_as_optional()."
             ) from None
 
@@ -168,7 +169,8 @@ class DistributedIterator:
         unit, facts = self._pipeline.unit, self._pipeline.facts()
         if state["unit"] != unit:
             raise ValueError(
-                f"The saved position counts {state['unit']}, but this input counts {unit}: it was saved for another kind of "
+                f"The saved position counts {state['unit']}, but this input counts {unit}: it was saved for another "
+                "kind of "
                 "dataset or policy."
             )
         for key in ("samples", "batches"):
@@ -181,8 +183,10 @@ class DistributedIterator:
         alone = layout.workers == 1 and state["layout"][0] == 1 and state["facts"].get("policy") is not None
         if unit == "steps" and state["layout"] != now and not alone:
             raise ValueError(
-                f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); here are "
-                f"{now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an epoch fits "
+                f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); "
+                "here are "
+                f"{now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an "
+                "epoch fits "
                 "the same numbers only. Use AutoShardPolicy.DATA, or save at the end of an epoch."
             )
 

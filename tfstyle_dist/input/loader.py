@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut
+from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
 from tfstyle_dist.input.sharding import Layout, Pieces, count_steps
 from tfstyle_dist.input.split import leading_size, map_leaves
@@ -61,7 +61,7 @@ class SamplerPipeline(Pipeline):
         batch_size: samples of a global batch.
         drop_remainder: whether a smaller last batch is left out.
         layout: numbers of workers and replicas.
-        policy: ``DATA`` or ``OFF``.
+        policy: ``DATA`` or ``OFF``; with one worker any.
         loader_options: further arguments of ``DataLoader``.
     """
 
@@ -124,6 +124,10 @@ class SamplerPipeline(Pipeline):
             return self._new_loader()
         return self._loader
 
+    def forget_loader(self) -> None:
+        """The next epoch gets new processes: these have failed."""
+        self._loader = None
+
     def _new_loader(self) -> DataLoader[Any]:
         options = dict(self._options)
         generator = options.pop("generator", None)
@@ -174,7 +178,12 @@ class _Reader:
         size = sum(len(p) for p in pieces)
         if size == 0:
             return [self._pipeline.empty()] * len(pieces)
-        batch = next(self._batches, _DONE)
+        try:
+            with stopping(self._batches):
+                batch = next(self._batches, _DONE)
+        except BaseException:
+            self._pipeline.forget_loader()
+            raise
         if batch is _DONE:
             raise RuntimeError("The DataLoader ended before the samples did. Its batch sampler must not be changed.")
         if len(pieces) == 1:

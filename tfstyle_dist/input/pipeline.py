@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,9 +126,13 @@ class BatchPipeline(Pipeline):
         return steps, None if total is None else max(total - position[0], 0)
 
     def _steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
-        if self.layout.all_replicas == 1:
-            yield from (Step([b], (i + 1, 0)) for i, b in enumerate(batches) if i >= position[0])
-            return
+        with stopping(batches):
+            if self.layout.all_replicas == 1:
+                yield from (Step([b], (i + 1, 0)) for i, b in enumerate(batches) if i >= position[0])
+            else:
+                yield from self._cut_steps(batches, position)
+
+    def _cut_steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
         full, made = self._batch_size, 0
         for number, batch in enumerate(batches):
             size = leading_size(batch)
@@ -179,13 +184,52 @@ class DealtPipeline(Pipeline):
     def _steps(self, streams: Sequence[Iterator[Any]]) -> Iterator[Step]:
         made, nothing = 0, object()
         while True:
-            elements = [next(stream, nothing) for stream in streams]
+            with stopping(*streams):
+                elements = [next(stream, nothing) for stream in streams]
             got = [e for e in elements if e is not nothing]
             if not got or (len(got) < len(elements) and is_scalar(got[0])):
                 return
             missing = empty_like(got[0]) if len(got) < len(elements) else None
             made += 1
             yield Step([missing if e is nothing else e for e in elements], (made, 0))
+
+
+@contextlib.contextmanager
+def stopping(*streams: Any) -> Iterator[None]:
+    """Ends the processes of DataLoader iterators when reading them fails.
+
+    The error's traceback keeps such an iterator alive, and as long as it lives torch's handler raises again and
+    again for a process that was killed.
+    """
+    try:
+        yield
+    except GeneratorExit:  # left early: nothing failed
+        raise
+    except BaseException as error:
+        dead = [pid for stream in streams for pid in _killed(stream, error)]
+        for stream in streams:
+            shut_down = getattr(stream, "_shutdown_workers", None)
+            if shut_down is not None:
+                shut_down()
+        if dead:
+            raise RuntimeError(
+                f"DataLoader worker (pid {', '.join(map(str, dead))}) was killed while it was read. Look for the "
+                "kernel's "
+                "out-of-memory killer, and at what the dataset does in its processes; num_workers=0 shows the latter."
+            ) from error
+        raise
+
+
+def _killed(stream: Any, error: BaseException) -> list[int]:
+    """The processes behind a broken connection; torch reports the connection, not the process."""
+    if not isinstance(error, ConnectionError | EOFError):
+        return []
+    dead = []
+    for process in getattr(stream, "_workers", ()):
+        process.join(0.5)
+        if process.exitcode is not None and process.exitcode != 0:
+            dead.append(process.pid)
+    return dead
 
 
 def tell_epoch(source: Any, epoch: int) -> None:

@@ -59,6 +59,10 @@ class DevicePrefetcher:
         parts, events = [], []
         for part, device in zip(step.parts, self._devices, strict=True):
             stream = self._streams[device]
+            for other in {
+                leaf.device for leaf in _cuda_leaves(part)
+            }:  # made on a GPU: by work that may not be done yet
+                stream.wait_stream(torch.cuda.current_stream(other))
             with torch.cuda.stream(stream):
                 parts.append(to_device(part, device))
                 event = torch.cuda.Event()
@@ -72,6 +76,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
+
+
+def _cuda_leaves(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_cuda else None, batch)
+    return found
 
 
 def _record(stream: torch.cuda.Stream, leaf: Any) -> Any:

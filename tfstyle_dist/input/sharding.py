@@ -103,7 +103,8 @@ def resolve_policy(policy: AutoShardPolicy, workers: int, has_files: bool, has_h
     if policy is AutoShardPolicy.FILE and workers > 1 and not has_files:
         raise NotFoundError(
             "Found an unshardable source dataset: AutoShardPolicy.FILE needs a dataset that lists its files (attribute "
-            "`files`, method `with_files(files)`, e.g. tfstyle_dist.input.FileDataset). Use AutoShardPolicy.DATA or OFF."
+            "`files`, method `with_files(files)`, e.g. tfstyle_dist.input.FileDataset). Use AutoShardPolicy.DATA or "
+            "OFF."
         )
     if policy is AutoShardPolicy.HINT and workers > 1 and not has_hint:
         raise NotFoundError(

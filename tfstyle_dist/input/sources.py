@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -18,14 +16,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.input.checks import check_batch_size, refuse, refuse_scalars
 from tfstyle_dist.input.files import ListsFiles
 from tfstyle_dist.input.loader import SamplerPipeline
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.pipeline import BatchPipeline, Pipeline, tell_epoch
+from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
+from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
-from tfstyle_dist.input.sharding import Layout, check_files, count_samples, resolve_policy, shard_files
-from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.input.sharding import check_files, resolve_policy, shard_files
 
 _KEPT = (
     "num_workers",
@@ -39,64 +37,6 @@ _KEPT = (
     "persistent_workers",
     "in_order",
 )
-
-
-@dataclass
-class Request:
-    """What the user asked for.
-
-    Attributes:
-        worker: replicas and group.
-        policy: the sharding policy, not yet resolved.
-        batch_size: ``global_batch_size=``.
-        shuffle: whether a map-style dataset is shuffled anew in each epoch.
-        seed: of the shuffled order; ``None``: drawn from torch's random numbers on worker 0.
-        drop_remainder: whether a smaller last batch is left out.
-        loader_options: further arguments of ``DataLoader``.
-    """
-
-    worker: Worker
-    policy: AutoShardPolicy = AutoShardPolicy.AUTO
-    batch_size: int | None = None
-    shuffle: bool = False
-    seed: int | None = None
-    drop_remainder: bool = False
-    loader_options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> Layout:
-        """Numbers of workers and replicas."""
-        return Layout(self.worker.group.size, self.worker.group.rank, self.worker.num_local_replicas)
-
-
-@dataclass
-class Plan:
-    """A pipeline and what the shard report says of it.
-
-    Attributes:
-        pipeline: this worker's steps.
-        policy: the policy that holds.
-        batch_size: samples of a global batch, when known.
-        samples: samples of an epoch, when known.
-        reads: what a worker reads, in words.
-        files: the files of each worker, when whole files are dealt out.
-        notes: what the user may want to change.
-    """
-
-    pipeline: Pipeline
-    policy: AutoShardPolicy | None
-    batch_size: int | None
-    samples: int | None
-    reads: str
-    files: Sequence[Sequence[str]] = ()
-    notes: Sequence[str] = ()
-
-    def samples_of(self, layout: Layout) -> int | None:
-        """Samples that one worker's replicas get."""
-        if self.samples is None or self.batch_size is None or self.policy is None:
-            return None
-        drop = getattr(getattr(self.pipeline, "sampler", None), "drop_remainder", False)
-        return count_samples(self.samples, self.batch_size, drop, layout, self.policy)
 
 
 def make_plan(dataset: Any, request: Request) -> Plan:
@@ -119,80 +59,43 @@ def make_plan(dataset: Any, request: Request) -> Plan:
         return _plan_samples(dataset, request)
     if request.shuffle or request.drop_remainder or request.loader_options:
         raise ValueError(
-            "shuffle, drop_remainder and the options of a DataLoader need global_batch_size=: without it the dataset's own "
+            "shuffle, drop_remainder and the options of a DataLoader need global_batch_size=: without it the "
+            "dataset's own "
             "batches are taken as they come."
         )
     if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{type(dataset).__name__} is not batched: pass global_batch_size= (examples of all replicas together), or a "
+            f"{type(dataset).__name__} is not batched: pass global_batch_size= (examples of all replicas together), "
+            "or a "
             "DataLoader whose batch_size is the global batch size."
         )
     return _plan_stream(dataset, request, "the whole stream of batches")
-
-
-def refuse(dataset: Any) -> None:
-    """Raises TypeError for what is not a dataset, with what to write instead."""
-    what = type(dataset).__name__
-    if isinstance(dataset, torch.Tensor | np.ndarray | tuple | Mapping | str | bytes):
-        raise TypeError(
-            f"A {what} is not a dataset of batches. Pass torch.utils.data.TensorDataset(...) with global_batch_size=, a "
-            "DataLoader, or a list of batches."
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"A {what} can be read only once, so a second epoch would be empty. Pass an object whose __iter__ starts anew "
-            "(an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
-        )
-    iterable = isinstance(dataset, Iterable | Dataset) or (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    )
-    if not iterable:
-        raise TypeError(f"{dataset!r} is not a dataset: pass a DataLoader, a Dataset or an iterable of batches.")
-
-
-def refuse_scalars(batches: Any) -> None:
-    """Raises TypeError for a list of Python numbers where batches are meant."""
-    if isinstance(batches, list) and batches and isinstance(batches[0], bool | int | float | complex | str | bytes):
-        raise TypeError(
-            f"A list of {type(batches[0]).__name__} is not a dataset of batches: its elements must be tensors or nests of "
-            "tensors. Pass e.g. [torch.tensor([1.0, 2.0]), ...], or the samples with global_batch_size=."
-        )
-
-
-def _check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"global_batch_size must be a whole number, got {type(size).__name__}: {size!r}.")
-    if size < 1:
-        raise ValueError(f"global_batch_size must be at least 1, got {size}.")
-    if drop_remainder and size < layout.all_replicas:
-        raise InvalidArgumentError(
-            f"A global batch of {size} is smaller than the {layout.all_replicas} replicas, so some replicas would never get "
-            "an example although smaller batches are dropped. Use a larger global batch, or fewer replicas, or do not drop "
-            "the remainder."
-        )
 
 
 def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
     """A DataLoader of global batches: rebuilt over this worker's share where that is possible."""
     if request.batch_size is not None or request.shuffle or request.drop_remainder or request.loader_options:
         raise ValueError(
-            f"A DataLoader has its own batch_size ({loader.batch_size}), sampler and options; set them there (batch_size is "
+            f"A DataLoader has its own batch_size ({loader.batch_size}), sampler and options; set them there "
+            "(batch_size is "
             "the global batch size), or pass its dataset with global_batch_size=."
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
-                "This DataLoader has a DistributedSampler, so it is already sharded; sharding it again would lose samples. "
+                "This DataLoader has a DistributedSampler, so it is already sharded; sharding it again would lose "
+                "samples. "
                 "Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader over in "
                 "strategy.distribute_datasets_from_function."
             )
     policy = resolve_policy(_asked(loader.dataset, request), request.layout.workers, *_abilities(loader.dataset))
     why = _not_rebuilt(loader)
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) or why:
+    own_stream = request.layout.workers > 1 and policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
+    if own_stream or why:
         return _plan_stream(loader, request, f"every batch of the DataLoader ({why})" if why else "its own DataLoader")
     size = int(loader.batch_sampler.batch_size)  # type: ignore[union-attr]
     drop = bool(loader.batch_sampler.drop_last)  # type: ignore[union-attr]
-    _check_batch_size(size, drop, request.layout)
+    check_batch_size(size, drop, request.layout)
     order = _order_of(loader, request)
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if not options["num_workers"]:
@@ -244,7 +147,7 @@ def agreed_seed(request: Request, own: int | None) -> int:
 def _plan_samples(dataset: Any, request: Request) -> Plan:
     """Samples and a global batch size."""
     size = request.batch_size
-    _check_batch_size(size, request.drop_remainder, request.layout)
+    check_batch_size(size, request.drop_remainder, request.layout)
     assert size is not None
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if request.shuffle:
@@ -262,11 +165,12 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
         count = len(dataset)
     except (TypeError, NotImplementedError):
         raise TypeError(
-            f"{type(dataset).__name__} has no length (__len__), which is needed to divide its samples among the replicas. "
+            f"{type(dataset).__name__} has no length (__len__), which is needed to divide its samples among the "
+            "replicas. "
             "Add one, or make it an IterableDataset."
         ) from None
     policy = resolve_policy(_asked(dataset, request), request.layout.workers, *_abilities(dataset))
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and request.layout.workers > 1:
         raise ValueError(
             f"AutoShardPolicy.{policy.name} deals out streams, but {type(dataset).__name__} has indices. Use "
             "AutoShardPolicy.DATA, which reads each sample on one worker only, or an IterableDataset."
@@ -337,7 +241,8 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     if layout.workers > 1 and policy is AutoShardPolicy.DATA:
         notes.append(
             f"every worker reads {reads} and keeps its own piece of each batch; all workers must read the same "
-            "batches. A map-style Dataset with global_batch_size=, or a plain DataLoader over one, reads each sample once"
+            "batches. A map-style Dataset with global_batch_size=, or a plain DataLoader over one, reads each sample "
+            "once"
         )
         reads = "reads everything, keeps its pieces"
     elif layout.workers > 1 and policy is AutoShardPolicy.OFF:

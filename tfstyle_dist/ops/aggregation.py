@@ -79,6 +79,16 @@ def aggregate(
 
 
 @torch.no_grad()
+def aggregate_into(contributions: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Writes the ADD_N sum of ``contributions`` into ``out``; the form in which groups of workers add.
+
+    Args:
+        contributions: tensors of one shape and dtype, at least one.
+        out: of the same shape; may be none of the contributions.
+    """
+    aggregate(contributions, AggregationMethod.ADD_N, out=out)
+
+
 def aggregate_list(
     contribution_lists: Sequence[Sequence[Tensor | None]],
     method: int | None = AggregationMethod.DEFAULT,

@@ -19,9 +19,9 @@ from tfstyle_dist.values import component_values
 def exact_mean(values: Any, counts: Any, *, strategy: Strategy | None = None) -> torch.Tensor:
     """The mean over all examples of all replicas, from means of batches and the batches' sizes.
 
-    The average of averages is wrong as soon as two batches differ in size: the last one of an epoch, or the shares of an
-    uneven global batch. Here each value weighs as much as its count; one of count 0 (an empty share, whose mean is NaN)
-    weighs nothing.
+    The average of averages is wrong as soon as two batches differ in size: the last one of an epoch, or the shares
+    of an uneven global batch. Here each value weighs as much as its count; one of count 0 (an empty share, whose
+    mean is NaN) weighs nothing.
 
     Args:
         values: a mean, as a number or tensor; in cross-replica context also a ``PerReplica``; or a list of such, one
@@ -60,7 +60,8 @@ def _strategy_in_force() -> Strategy:
     launch = env.launch()
     if not has_strategy() and launch is not None and launch.world_size > 1:
         raise RuntimeError(
-            f"exact_mean was called outside of every scope in one of {launch.world_size} processes, so it cannot tell whose "
+            f"exact_mean was called outside of every scope in one of {launch.world_size} processes, so it cannot "
+            "tell whose "
             "values to combine. Call it inside strategy.scope() or strategy.run, or pass strategy=strategy."
         )
     return get_strategy()

@@ -20,6 +20,7 @@ from tfstyle_dist.gradients.meeting import MeetingReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.ops import aggregate_into
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.strategies import buffers, reductions
@@ -76,6 +77,7 @@ class Strategy(InputMethods):
         self.worker = extended.worker
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
+        self.worker.group.use_summation(aggregate_into)
         self.parameter_store = ParameterStore(self, self.worker)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None
