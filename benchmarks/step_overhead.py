@@ -1,15 +1,13 @@
 """What a strategy costs per training step, next to a bare loop and to DistributedDataParallel.
 
-All forms train the same model on the same global batch; each prints steps/s, and the ratios of one run are what counts:
-shared machines are noisy, so the forms take turns for several rounds and the median of the rounds' ratios is printed.
+All forms train the same model on the same global batch. Shared machines are noisy, so what is compared takes turns: DDP
+and ours run in the same two torchrun processes, in alternating blocks of steps; the bare loop and OneDeviceStrategy
+alternate step by step in one process; everything is repeated for several rounds, and medians of ratios are printed.
 
-    python benchmarks/step_overhead.py                      # both models, 5 rounds
-    python benchmarks/step_overhead.py --model tiny --rounds 3 --out benchmarks/results/step_overhead.json
+    python benchmarks/step_overhead.py --out benchmarks/results/step_overhead.json      # tiny and big, 5 rounds
+    python benchmarks/step_overhead.py --model mid --rounds 3
 
-Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas in one
-process).
-The cost of a strategy with one replica is measured apart: steps of the bare loop and of OneDeviceStrategy alternate
-in one process.
+Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas, 1 process).
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ from torch import nn
 
 FORMS = ("bare", "ddp", "ours", "replicas")
 WIDTHS = {"tiny": (64, 32, 32), "mid": (256, 1024, 512), "big": (1024, 4096, 4096)}
-STEPS = {"tiny": 400, "mid": 100, "big": 12}
+STEPS = {"tiny": 1000, "mid": 100, "big": 12}
+BLOCK = {"tiny": 25, "mid": 5, "big": 1}
 BATCH = 64
 
 
@@ -88,33 +87,40 @@ def make_step(form: str, model_name: str) -> Callable[[], object]:
     return lambda: strategy.run(step, args=data)
 
 
-def measure(form: str, model_name: str, threads: int) -> list[float]:
-    """Median seconds per step of this process; for ``one`` the bare loop's too, and the median difference."""
+def timed(steps: int, step: Callable[[], object]) -> float:
+    """Mean seconds of some steps."""
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - begin) / steps
+
+
+def measure(forms: list[str], model_name: str, threads: int) -> list[list[float]]:
+    """Seconds per step of each form in each block, the forms taking turns in this process."""
     torch.set_num_threads(threads)
-    steps = [make_step(f, model_name) for f in (("bare", "one") if form == "one" else (form,))]
-    times: list[list[float]] = [[] for _ in steps]
-    for number in range(5 + STEPS[model_name]):
+    steps = [make_step(form, model_name) for form in forms]
+    times: list[list[float]] = [[] for _ in forms]
+    block = 1 if "one" in forms else BLOCK[model_name]
+    for step in steps:
+        timed(5, step)
+    for _ in range(max(STEPS[model_name] // block, 4)):
         for step, record in zip(steps, times, strict=True):
-            begin = time.perf_counter()
-            step()
-            if number >= 5:
-                record.append(time.perf_counter() - begin)
-    if form != "one":
-        return [statistics.median(times[0])]
-    difference = statistics.median(b - a for a, b in zip(*times, strict=True))
-    return [statistics.median(times[0]), statistics.median(times[1]), difference]
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()
+            record.append(timed(block, step))
+    return times
 
 
-def launch(form: str, model_name: str, cores: int) -> list[float]:
-    """Runs one form in fresh processes; returns what ``measure`` gave on rank 0."""
+def launch(forms: list[str], model_name: str, cores: int) -> list[list[float]]:
+    """Runs forms together in fresh processes; returns what ``measure`` gave on rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "seconds"
-        two = form in ("ddp", "ours")
+        two = "ddp" in forms
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if two else []
-        threads = cores // 2 if two else cores
-        command = [sys.executable, *launcher, __file__, "--form", form, "--model", model_name]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(max(threads, 1))}
-        command += ["--threads", str(max(threads, 1)), "--write", str(out)]
+        threads = str(max(cores // 2 if two else cores, 1))
+        command = [sys.executable, *launcher, __file__, "--forms", *forms, "--model", model_name]
+        command += ["--threads", threads, "--write", str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": threads}
         subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
@@ -122,30 +128,37 @@ def launch(form: str, model_name: str, cores: int) -> list[float]:
 def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
     """Measures all forms ``rounds`` times, taking turns, and prints their table."""
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    over_ddp: list[float] = []
+    extra: list[float] = []
     for _ in range(rounds):
-        for form in FORMS:
-            seconds[form] += launch(form, model_name, cores)
-
-    def ratio(a: str, b: str) -> float:
-        """How many times as fast form ``a`` is as form ``b``."""
-        return statistics.median(y / x for x, y in zip(seconds[a], seconds[b], strict=True))
-
+        bare, one = launch(["bare", "one"], model_name, cores)
+        extra.append(statistics.median(b - a for a, b in zip(bare, one, strict=True)))
+        ddp, ours = launch(["ddp", "ours"], model_name, cores)
+        over_ddp += [a / b for a, b in zip(ddp, ours, strict=True)]
+        (replicas,) = launch(["replicas"], model_name, cores)
+        for form, values in zip(FORMS, (bare, ddp, ours, replicas), strict=True):
+            seconds[form].append(statistics.median(values))
     parameters = sum(p.numel() for p in build(model_name).parameters())
     print(f"\n{model_name}: {parameters:,} parameters, global batch {BATCH}, {rounds} rounds, {cores} cores")
     print("| form | steps/s (median) | x bare | x DDP |\n|---|---|---|---|")
+    typical = {form: statistics.median(values) for form, values in seconds.items()}
     for form in FORMS:
-        print(
-            f"| {form} | {1 / statistics.median(seconds[form]):.1f} | {ratio(form, 'bare'):.2f} | "
-            f"{ratio(form, 'ddp'):.2f} |"
+        bare, ddp = (
+            statistics.median(y / x for x, y in zip(seconds[form], seconds[b], strict=True)) for b in ("bare", "ddp")
         )
-    bare, one, overhead = launch("one", model_name, cores)
-    print(
-        f"one replica: {overhead * 1e6:+.1f} us a step over the bare loop ({overhead / bare:+.2%} of "
-        f"{bare * 1e3:.3f} ms)"
-    )
-    return {"model": model_name, "parameters": parameters, "cores": cores, "seconds": seconds,
-            "ours_over_ddp": ratio("ours", "ddp"), "replicas_over_ddp": ratio("replicas", "ddp"),
-            "one_replica": {"bare_seconds": bare, "seconds": one, "overhead_seconds": overhead}}  # fmt: skip
+        print(f"| {form} | {1 / typical[form]:.1f} | {bare:.2f} | {ddp:.2f} |")
+    low, middle, high = (statistics.quantiles(over_ddp, n=20)[k] for k in (3, 9, 15))
+    print(f"ours over DDP, block by block in the same processes: {middle:.2f} (20 % to 80 %: {low:.2f} to {high:.2f})")
+    overhead = statistics.median(extra)
+    print(f"one replica: {overhead * 1e6:+.1f} us a step ({overhead / typical['bare']:+.2%} of the bare loop's)")
+    return {
+        "model": model_name,
+        "parameters": parameters,
+        "cores": cores,
+        "seconds": seconds,
+        "ours_over_ddp": over_ddp,
+        "one_replica_overhead_seconds": extra,
+    }
 
 
 def main() -> None:
@@ -153,12 +166,12 @@ def main() -> None:
     parser.add_argument("--model", choices=WIDTHS, help="default: tiny and big")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
-    parser.add_argument("--form", choices=(*FORMS, "one"), help=argparse.SUPPRESS)
+    parser.add_argument("--forms", nargs="+", choices=(*FORMS, "one"), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.form:
-        seconds = measure(options.form, options.model, options.threads)
+    if options.forms:
+        seconds = measure(options.forms, options.model, options.threads)
         if int(os.environ.get("RANK", "0")) == 0:
             options.write.write_text(json.dumps(seconds))
         return

@@ -81,7 +81,7 @@ def timeout() -> timedelta | None:
 
 
 def debug_collectives() -> bool:
-    """``TFSTYLE_DEBUG`` contains ``collectives``: compare every call over the workers first, on GPUs too."""
+    """``TFSTYLE_DEBUG`` contains ``collectives``: compare every call over the workers first, gradients and GPUs too."""
     return "collectives" in os.environ.get("TFSTYLE_DEBUG", "").split(",")
 
 
