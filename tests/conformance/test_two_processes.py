@@ -1,7 +1,7 @@
 """Recorded programs in the torchrun form: two processes of one replica each agree with TensorFlow as well.
 
-A program run on two replicas gives each process its own half: where TensorFlow shows ``PerReplica([a, b])`` or a list of
-one entry per replica, rank 0 has ``a`` and rank 1 has ``b``. The halves are put together along the golden.
+A program run on two replicas gives each process its own half: where TensorFlow shows ``PerReplica([a, b])`` or a list
+of one entry per replica, rank 0 has ``a`` and rank 1 has ``b``. The halves are put together along the golden.
 """
 
 from __future__ import annotations

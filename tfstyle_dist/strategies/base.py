@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import nest
@@ -23,15 +21,15 @@ from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.ops import aggregate_into
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
-from tfstyle_dist.strategies import buffers, reductions
+from tfstyle_dist.strategies import reductions
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.inputs import InputMethods
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
+from tfstyle_dist.strategies.training import TrainingMethods
 from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_arguments, select_replica
-from tfstyle_dist.variables import ParameterStore, Variable, find_record
-from tfstyle_dist.variables.adoption import adopt_module
-from tfstyle_dist.variables.variable import VariableSpec
+from tfstyle_dist.variables import ParameterStore, Variable
+from tfstyle_dist.variables.creation import VariableSpec
 
 
 class RunOptions:
@@ -54,7 +52,7 @@ class RunOptions:
         self.experimental_xla_options = experimental_xla_options
 
 
-class Strategy(InputMethods):
+class Strategy(InputMethods, TrainingMethods):
     """State and policy of one way to distribute training (``tf.distribute.Strategy``).
 
     Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.
@@ -316,94 +314,6 @@ class Strategy(InputMethods):
     def create_variable(self, spec: VariableSpec) -> Variable:
         """Makes the variable that ``Variable(...)`` asks for under this strategy."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it makes variables")
-
-    def experimental_adopt(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Takes over a module that was built outside the scope, or that lost its adoption; in place.
-
-        Args:
-            module: its parameters and buffers become the strategy's; the first worker's values count.
-
-        Returns:
-            The same module.
-        """
-        if self.num_replicas_in_sync > 1:
-            adopt_module(self.parameter_store, module)
-            self.parameter_store.ensure_equal()
-        return module
-
-    def sync_buffers(self) -> None:
-        """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
-
-        Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
-        """
-        self.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
-        buffers.synchronize(self.worker, self.parameter_store)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
-
-        Enter it on every worker alike, around ``run`` or inside the replica function.
-        """
-        if self.gradient_reducer is None:
-            from contextlib import nullcontext
-
-            return nullcontext()
-        return self.gradient_reducer.accumulate()
-
-    def set_gradient_policy(
-        self,
-        parameters: Iterable[torch.Tensor] | None = None,
-        *,
-        scale: ReduceOp | str | None = None,
-        reduce_at: str | None = None,
-    ) -> None:
-        """Says how gradients of plain ``torch.optim`` training are reduced; alike on every worker.
-
-        Args:
-            parameters: which; ``None``: all that the strategy owns now.
-            scale: MEAN (the default) or SUM over the replicas.
-            reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
-
-        Raises:
-            ValueError: a parameter that this strategy does not own.
-        """
-        records = list(self.parameter_store.records()) if parameters is None else [self._own(p) for p in parameters]
-        for record in records:
-            if record.policy is None:
-                continue
-            if scale is not None:
-                record.policy.scale = ReduceOp.from_any(scale)
-                if record.policy.scale is ReduceOp.SUM and self.gradient_reducer is not None:
-                    self.gradient_reducer.watch_before(record)
-            if reduce_at is not None:
-                record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
-
-    def _own(self, parameter: Any) -> Any:
-        record = find_record(parameter)
-        if record is None or record.store is not self.parameter_store:
-            raise ValueError(
-                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in "
-                "scope() or call experimental_adopt(module)."
-            )
-        return record
-
-    def seed_replicas(self, seed: int) -> None:
-        """Gives every replica its own stream of random numbers, reproducible from ``seed``.
-
-        With one replica per process the process is seeded. With several, ``run_replicas="serial"`` is needed: threads
-        share torch's generator.
-
-        Args:
-            seed: the same on all workers.
-
-        Raises:
-            RuntimeError: several replicas in threads.
-        """
-        first = self.worker.replica_id(0)
-        if self.worker.num_local_replicas == 1:
-            torch.manual_seed(seed + first)
-            return
-        self.worker.executor.seed([seed + first + r for r in range(self.worker.num_local_replicas)])
 
     # ---- life -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.variables import Variable
-from tfstyle_dist.variables.variable import VariableSpec, build_variable, set_default_creator
+from tfstyle_dist.variables.creation import VariableSpec, build_variable, set_default_creator
 
 
 class _Scope:

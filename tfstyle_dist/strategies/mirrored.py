@@ -18,7 +18,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.variable import VariableSpec, build_variable
+from tfstyle_dist.variables.creation import VariableSpec, build_variable
 
 
 class MirroredStrategy(Strategy):

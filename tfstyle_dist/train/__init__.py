@@ -1,7 +1,7 @@
 """Layer 5: TF-style optimizers and gradients."""
 
 from tfstyle_dist.train.gradients import UnconnectedGradients, gradients
-from tfstyle_dist.train.optimizer import Optimizer, TFOptimizer
+from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.optimizers import (
     AdagradOptimizer,
     AdamOptimizer,
@@ -10,6 +10,7 @@ from tfstyle_dist.train.optimizers import (
     MomentumOptimizer,
     RMSPropOptimizer,
 )
+from tfstyle_dist.train.torch_optimizer import Optimizer
 
 __all__ = [
     "AdagradOptimizer",

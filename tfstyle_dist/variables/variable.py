@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
-from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame, mixing_error
-from tfstyle_dist.values import DistributedValues, PerReplica
-from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.values import DistributedValues
+from tfstyle_dist.variables.component import (
+    checked,
+    combine,
+    per_component,
+    read_across_replicas,
+    write_all,
+    write_component,
+)
+from tfstyle_dist.variables.creation import VariableSpec, default_creator
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
-
-_write_lock = threading.Lock()
-
-_APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "assign": lambda old, value: value,
-    "assign_add": lambda old, value: old + value,
-    "assign_sub": lambda old, value: old - value,
-}
-
-
-class VariableComponent(torch.nn.Parameter):
-    """One replica's copy of a variable: what ``experimental_local_results`` gives and ``extended.update`` passes."""
-
-    _tfstyle_name: str
-    _tfstyle_device: torch.device
-
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Sets this copy alone. Args and result as in ``Variable.assign``."""
-        return self._write("assign", value)
-
-    def assign_add(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Adds to this copy alone."""
-        return self._write("assign_add", delta)
-
-    def assign_sub(
-        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
-    ) -> Any:
-        """Subtracts from this copy alone."""
-        return self._write("assign_sub", delta)
-
-    def value(self) -> torch.Tensor:
-        """The copy's value, a new tensor."""
-        return self.detach().clone()
-
-    read_value = value
-
-    @property
-    def name(self) -> str:
-        """The variable's name; ``/replica_k`` is added from the second replica on."""
-        return self._tfstyle_name
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
-        """The replica's device as the user counts it (a logical CPU keeps its index)."""
-        return self._tfstyle_device
-
-    def _write(self, op: str, value: Any) -> VariableComponent:
-        write_component(self, op, checked(value, self, self._tfstyle_name))
-        return self
 
 
 class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
@@ -285,180 +238,3 @@ class DistributedVariable(DistributedValues, Variable):  # type: ignore[misc]  #
         """The copies of this worker's replicas."""
         self._tfstyle_record.store.ensure_equal()
         return tuple(self._tfstyle_record.components)
-
-
-# ---- creation -----------------------------------------------------------------------------------------------------
-
-
-class VariableSpec:
-    """The arguments of ``Variable(...)`` on their way through the strategy in force."""
-
-    def __init__(
-        self,
-        initial_value: Any,
-        trainable: bool | None,
-        name: str | None,
-        dtype: torch.dtype | None,
-        synchronization: VariableSynchronization,
-        aggregation: VariableAggregation,
-    ) -> None:
-        self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype
-        self.synchronization, self.aggregation = synchronization, aggregation
-
-    def initial_tensor(self) -> torch.Tensor:
-        """The first value as a new tensor; a callable is called once."""
-        value = (
-            self.initial_value()
-            if callable(self.initial_value) and not isinstance(self.initial_value, torch.Tensor)
-            else self.initial_value
-        )
-        if value is None:
-            raise ValueError(
-                "Variable needs an initial_value: a number, list, array or tensor, or a function returning one."
-            )
-        if isinstance(value, PerReplica):
-            raise ValueError("initial_value must be the same on all replicas, got a PerReplica; pass one tensor.")
-        try:
-            with torch.no_grad():
-                if isinstance(value, torch.Tensor):
-                    tensor = value.detach().clone()
-                    return tensor if self.dtype is None else tensor.to(self.dtype)
-                return torch.tensor(value, dtype=self.dtype)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(f"initial_value {value!r} is not a number, list, array or tensor: {error}") from error
-
-    def is_trainable(self) -> bool:
-        """``trainable``, or its default for the synchronization."""
-        if self.trainable is None:
-            return self.synchronization is not VariableSynchronization.ON_READ
-        return self.trainable
-
-
-def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: torch.Tensor, shown: Any) -> Variable:
-    """Makes the variable object and its components, and registers them.
-
-    Args:
-        cls: ``Variable`` or ``DistributedVariable``.
-        spec: what was asked for; its synchronization decides how copies behave.
-        store: the ParameterStore of the owner.
-        tensor: the initial value.
-        shown: the synchronization that the user sees.
-    """
-    trainable = spec.is_trainable()
-    wants_grad = trainable and (tensor.is_floating_point() or tensor.is_complex())
-    name = spec.name or "Variable"
-    separate = spec.synchronization is VariableSynchronization.ON_READ
-    components: list[torch.Tensor] = []
-    for replica in range(store.worker.num_local_replicas if cls is DistributedVariable else 1):
-        target = store.worker.torch_device(replica) if store.worker.devices else tensor.device
-        data = tensor.to(target)
-        if separate and replica > 0:
-            data = data.clone()
-        component = VariableComponent(data, requires_grad=wants_grad)
-        component._tfstyle_name = name if replica == 0 else f"{name}/replica_{replica}"
-        component._tfstyle_device = store.worker.devices[replica].logical if store.worker.devices else data.device
-        components.append(component)
-    variable: Variable = torch.Tensor._make_subclass(cls, components[0].detach(), wants_grad)
-    record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())
-    record.local_name = name
-    variable._tfstyle_record = record
-    variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
-    variable._tfstyle_synchronization = shown  # type: ignore[attr-defined]
-    store.add_variable(record)
-    return variable
-
-
-_default_creator: list[Callable[[VariableSpec], Variable]] = []
-
-
-def set_default_creator(creator: Callable[[VariableSpec], Variable]) -> None:
-    """Says how variables are made outside every scope; called once, by the default strategy's module."""
-    _default_creator[:] = [creator]
-
-
-def default_creator(spec: VariableSpec) -> Variable:
-    """Outside every scope: an ordinary variable of the default strategy."""
-    return _default_creator[0](spec)
-
-
-# ---- values -------------------------------------------------------------------------------------------------------
-
-
-def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
-    """``value`` as a tensor that fits the variable.
-
-    Raises:
-        InvalidArgumentError: wrong shape or dtype.
-    """
-    if isinstance(value, Replicated):
-        value = value._tfstyle_value()
-    where = true_device(like)
-    if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-        if tensor.dtype != like.dtype:
-            raise InvalidArgumentError(
-                f"Variable {name!r} has dtype {like.dtype}, but the assigned tensor has {tensor.dtype}; write "
-                f"value.to({like.dtype})."
-            )
-        tensor = tensor.to(where)
-    else:
-        try:
-            tensor = torch.as_tensor(value, dtype=like.dtype, device=where)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidArgumentError(
-                f"Variable {name!r} was assigned {value!r}, which is no tensor: {error}"
-            ) from error
-    if tensor.shape != like.shape:
-        raise InvalidArgumentError(
-            f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}."
-        )
-    return tensor
-
-
-def per_component(value: Any, count: int) -> list[Any]:
-    """The value for each component: a PerReplica's own entries, else the same for all."""
-    return list(value.values) if isinstance(value, PerReplica) else [value] * count
-
-
-def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
-    """Applies one write to one copy; replica threads that write the same copy take turns."""
-    with _write_lock, torch.no_grad():
-        component.copy_(_APPLY[op](component, value))
-
-
-def write_all(record: Record, op: str, value: torch.Tensor) -> None:
-    """Applies one write to every copy, once to those that share their storage."""
-    seen: set[int] = set()
-    for component in record.components:
-        if component.data_ptr() not in seen or component.numel() == 0:
-            seen.add(component.data_ptr())
-            write_component(component, op, value.to(true_device(component)))
-
-
-def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
-    """The value that all replicas of all workers write together."""
-    worker = record.store.worker
-    if record.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        first = values[0].detach().clone()
-        if worker.group.size > 1 and record.store.strategy.first_replica_is_global:
-            worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
-        return first
-    op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
-    total = reduce_over_workers(worker, op, local_sum(values), f"variable {record.local_name!r}")
-    return total.to(values[0].dtype)
-
-
-def read_across_replicas(record: Record, name: str) -> torch.Tensor:
-    """The aggregated value of an ON_READ variable.
-
-    Raises:
-        ValueError: its aggregation is NONE.
-    """
-    if record.aggregation is VariableAggregation.NONE:
-        raise ValueError(
-            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica "
-            f"context. Read it "
-            "inside strategy.run, take experimental_local_results(variable), or give it an aggregation."
-        )
-    with torch.no_grad():
-        return combine(record, [c.detach() for c in record.components])

@@ -1,0 +1,114 @@
+"""The methods of a strategy about modules, gradients and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies import buffers
+from tfstyle_dist.variables import ParameterStore, find_record
+from tfstyle_dist.variables.adoption import adopt_module
+
+
+class TrainingMethods:
+    """Part of ``Strategy``: adopting modules, buffers, accumulation, gradient policies, seeds."""
+
+    worker: Worker
+    parameter_store: ParameterStore
+    gradient_reducer: GradientReducer | None
+
+    def require_cross_replica_context(self, what: str, instead: str) -> None:
+        """See ``Strategy``."""
+        raise NotImplementedError
+
+    def experimental_adopt(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Takes over a module that was built outside the scope, or that lost its adoption; in place.
+
+        Args:
+            module: its parameters and buffers become the strategy's; the first worker's values count.
+
+        Returns:
+            The same module.
+        """
+        if self.worker.num_replicas > 1:
+            adopt_module(self.parameter_store, module)
+            self.parameter_store.ensure_equal()
+        return module
+
+    def sync_buffers(self) -> None:
+        """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
+
+        Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
+        """
+        self.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
+        buffers.synchronize(self.worker, self.parameter_store)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
+
+        Enter it on every worker alike, around ``run`` or inside the replica function.
+        """
+        if self.gradient_reducer is None:
+            return nullcontext()
+        return self.gradient_reducer.accumulate()
+
+    def set_gradient_policy(
+        self,
+        parameters: Iterable[torch.Tensor] | None = None,
+        *,
+        scale: ReduceOp | str | None = None,
+        reduce_at: str | None = None,
+    ) -> None:
+        """Says how gradients of plain ``torch.optim`` training are reduced; alike on every worker.
+
+        Args:
+            parameters: which; ``None``: all that the strategy owns now.
+            scale: MEAN (the default) or SUM over the replicas.
+            reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
+
+        Raises:
+            ValueError: a parameter that this strategy does not own.
+        """
+        records = list(self.parameter_store.records()) if parameters is None else [self._own(p) for p in parameters]
+        for record in records:
+            if record.policy is None:
+                continue
+            if scale is not None:
+                record.policy.scale = ReduceOp.from_any(scale)
+                if record.policy.scale is ReduceOp.SUM and self.gradient_reducer is not None:
+                    self.gradient_reducer.watch_before(record)
+            if reduce_at is not None:
+                record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
+
+    def _own(self, parameter: Any) -> Any:
+        record = find_record(parameter)
+        if record is None or record.store is not self.parameter_store:
+            raise ValueError(
+                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in "
+                "scope() or call experimental_adopt(module)."
+            )
+        return record
+
+    def seed_replicas(self, seed: int) -> None:
+        """Gives every replica its own stream of random numbers, reproducible from ``seed``.
+
+        With one replica per process the process is seeded. With several, ``run_replicas="serial"`` is needed: threads
+        share torch's generator.
+
+        Args:
+            seed: the same on all workers.
+
+        Raises:
+            RuntimeError: several replicas in threads.
+        """
+        first = self.worker.replica_id(0)
+        if self.worker.num_local_replicas == 1:
+            torch.manual_seed(seed + first)
+            return
+        self.worker.executor.seed([seed + first + r for r in range(self.worker.num_local_replicas)])

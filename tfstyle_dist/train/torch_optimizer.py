@@ -1,0 +1,71 @@
+"""Any ``torch.optim`` optimizer behind the TF-style interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.train.optimizer import TFOptimizer
+
+
+class Optimizer(TFOptimizer):
+    """Any ``torch.optim`` optimizer behind the TF-style interface: gradients are summed in ``apply_gradients``.
+
+    Args:
+        torch_optimizer: an optimizer built over the model's parameters; it is claimed, so ``backward()`` no longer
+            reduces its parameters' gradients.
+        name: for messages.
+
+    Raises:
+        TypeError: no ``torch.optim.Optimizer``.
+
+    Example:
+        >>> optimizer = Optimizer(torch.optim.AdamW(model.parameters()))
+        >>> optimizer.minimize(loss)
+    """
+
+    def __init__(self, torch_optimizer: torch.optim.Optimizer, name: str = "Optimizer") -> None:
+        if not isinstance(torch_optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"train.Optimizer takes a torch.optim optimizer object, got {torch_optimizer!r}; write "
+                "train.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))."
+            )
+        super().__init__(name)
+        self.torch_optimizer = torch_optimizer
+        self._claim([p for g in torch_optimizer.param_groups for p in g["params"]], ())
+
+    def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """Puts the sums into ``.grad`` and steps once."""
+        given = {id(v): g for g, v in pairs}
+        unknown = set(given) - {id(p) for g in self.torch_optimizer.param_groups for p in g["params"]}
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} variable(s) given to apply_gradients are not in the torch optimizer's groups."
+            )
+        kept = []
+        for group in self.torch_optimizer.param_groups:
+            for parameter in group["params"]:
+                kept.append((parameter, parameter.grad))
+                grad = given.get(id(parameter))
+                parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        self.torch_optimizer.step()
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """The torch optimizer keeps the state."""
+        return {}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Not used: the torch optimizer updates all at once."""
+        raise AssertionError("the torch optimizer updates all variables at once")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's own state."""
+        return self.torch_optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], variables: Sequence[torch.Tensor] = ()) -> None:
+        """Restores the torch optimizer's own state."""
+        self.torch_optimizer.load_state_dict(state)

@@ -1,0 +1,147 @@
+"""One replica's copy of a variable, and what writing to copies and combining them means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device
+from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.replicated import Replicated
+
+_write_lock = threading.Lock()
+
+_APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "assign": lambda old, value: value,
+    "assign_add": lambda old, value: old + value,
+    "assign_sub": lambda old, value: old - value,
+}
+
+
+class VariableComponent(torch.nn.Parameter):
+    """One replica's copy of a variable: what ``experimental_local_results`` gives and ``extended.update`` passes."""
+
+    _tfstyle_name: str
+    _tfstyle_device: torch.device
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Sets this copy alone. Args and result as in ``Variable.assign``."""
+        return self._write("assign", value)
+
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Adds to this copy alone."""
+        return self._write("assign_add", delta)
+
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Subtracts from this copy alone."""
+        return self._write("assign_sub", delta)
+
+    def value(self) -> torch.Tensor:
+        """The copy's value, a new tensor."""
+        return self.detach().clone()
+
+    read_value = value
+
+    @property
+    def name(self) -> str:
+        """The variable's name; ``/replica_k`` is added from the second replica on."""
+        return self._tfstyle_name
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
+        """The replica's device as the user counts it (a logical CPU keeps its index)."""
+        return self._tfstyle_device
+
+    def _write(self, op: str, value: Any) -> VariableComponent:
+        write_component(self, op, checked(value, self, self._tfstyle_name))
+        return self
+
+
+def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
+    """``value`` as a tensor that fits the variable.
+
+    Raises:
+        InvalidArgumentError: wrong shape or dtype.
+    """
+    if isinstance(value, Replicated):
+        value = value._tfstyle_value()
+    where = true_device(like)
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        if tensor.dtype != like.dtype:
+            raise InvalidArgumentError(
+                f"Variable {name!r} has dtype {like.dtype}, but the assigned tensor has {tensor.dtype}; write "
+                f"value.to({like.dtype})."
+            )
+        tensor = tensor.to(where)
+    else:
+        try:
+            tensor = torch.as_tensor(value, dtype=like.dtype, device=where)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"Variable {name!r} was assigned {value!r}, which is no tensor: {error}"
+            ) from error
+    if tensor.shape != like.shape:
+        raise InvalidArgumentError(
+            f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}."
+        )
+    return tensor
+
+
+def per_component(value: Any, count: int) -> list[Any]:
+    """The value for each component: a PerReplica's own entries, else the same for all."""
+    return list(value.values) if isinstance(value, PerReplica) else [value] * count
+
+
+def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
+    """Applies one write to one copy; replica threads that write the same copy take turns."""
+    with _write_lock, torch.no_grad():
+        component.copy_(_APPLY[op](component, value))
+
+
+def write_all(record: Record, op: str, value: torch.Tensor) -> None:
+    """Applies one write to every copy, once to those that share their storage."""
+    seen: set[int] = set()
+    for component in record.components:
+        if component.data_ptr() not in seen or component.numel() == 0:
+            seen.add(component.data_ptr())
+            write_component(component, op, value.to(true_device(component)))
+
+
+def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
+    """The value that all replicas of all workers write together."""
+    worker = record.store.worker
+    if record.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        first = values[0].detach().clone()
+        if worker.group.size > 1 and record.store.strategy.first_replica_is_global:
+            worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
+        return first
+    op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
+    total = reduce_over_workers(worker, op, local_sum(values), f"variable {record.local_name!r}")
+    return total.to(values[0].dtype)
+
+
+def read_across_replicas(record: Record, name: str) -> torch.Tensor:
+    """The aggregated value of an ON_READ variable.
+
+    Raises:
+        ValueError: its aggregation is NONE.
+    """
+    if record.aggregation is VariableAggregation.NONE:
+        raise ValueError(
+            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica "
+            f"context. Read it "
+            "inside strategy.run, take experimental_local_results(variable), or give it an aggregation."
+        )
+    with torch.no_grad():
+        return combine(record, [c.detach() for c in record.components])

@@ -1,0 +1,108 @@
+"""Making variables: the arguments on their way through the strategy in force, and the building itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.values import DistributedValues, PerReplica
+from tfstyle_dist.variables.component import VariableComponent
+from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.record import Record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.variable import Variable
+
+
+class VariableSpec:
+    """The arguments of ``Variable(...)`` on their way through the strategy in force."""
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None,
+        name: str | None,
+        dtype: torch.dtype | None,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+    ) -> None:
+        self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype
+        self.synchronization, self.aggregation = synchronization, aggregation
+
+    def initial_tensor(self) -> torch.Tensor:
+        """The first value as a new tensor; a callable is called once."""
+        value = (
+            self.initial_value()
+            if callable(self.initial_value) and not isinstance(self.initial_value, torch.Tensor)
+            else self.initial_value
+        )
+        if value is None:
+            raise ValueError(
+                "Variable needs an initial_value: a number, list, array or tensor, or a function returning one."
+            )
+        if isinstance(value, PerReplica):
+            raise ValueError("initial_value must be the same on all replicas, got a PerReplica; pass one tensor.")
+        try:
+            with torch.no_grad():
+                if isinstance(value, torch.Tensor):
+                    tensor = value.detach().clone()
+                    return tensor if self.dtype is None else tensor.to(self.dtype)
+                return torch.tensor(value, dtype=self.dtype)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"initial_value {value!r} is not a number, list, array or tensor: {error}") from error
+
+    def is_trainable(self) -> bool:
+        """``trainable``, or its default for the synchronization."""
+        if self.trainable is None:
+            return self.synchronization is not VariableSynchronization.ON_READ
+        return self.trainable
+
+
+def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: torch.Tensor, shown: Any) -> Variable:
+    """Makes the variable object and its components, and registers them.
+
+    Args:
+        cls: ``Variable`` or ``DistributedVariable``.
+        spec: what was asked for; its synchronization decides how copies behave.
+        store: the ParameterStore of the owner.
+        tensor: the initial value.
+        shown: the synchronization that the user sees.
+    """
+    trainable = spec.is_trainable()
+    wants_grad = trainable and (tensor.is_floating_point() or tensor.is_complex())
+    name = spec.name or "Variable"
+    separate = spec.synchronization is VariableSynchronization.ON_READ
+    components: list[torch.Tensor] = []
+    for replica in range(store.worker.num_local_replicas if issubclass(cls, DistributedValues) else 1):
+        target = store.worker.torch_device(replica) if store.worker.devices else tensor.device
+        data = tensor.to(target)
+        if separate and replica > 0:
+            data = data.clone()
+        component = VariableComponent(data, requires_grad=wants_grad)
+        component._tfstyle_name = name if replica == 0 else f"{name}/replica_{replica}"
+        component._tfstyle_device = store.worker.devices[replica].logical if store.worker.devices else data.device
+        components.append(component)
+    variable: Variable = torch.Tensor._make_subclass(cls, components[0].detach(), wants_grad)
+    record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())
+    record.local_name = name
+    variable._tfstyle_record = record
+    variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
+    variable._tfstyle_synchronization = shown  # type: ignore[attr-defined]
+    store.add_variable(record)
+    return variable
+
+
+_default_creator: list[Callable[[VariableSpec], Variable]] = []
+
+
+def set_default_creator(creator: Callable[[VariableSpec], Variable]) -> None:
+    """Says how variables are made outside every scope; called once, by the default strategy's module."""
+    _default_creator[:] = [creator]
+
+
+def default_creator(spec: VariableSpec) -> Variable:
+    """Outside every scope: an ordinary variable of the default strategy."""
+    return _default_creator[0](spec)
