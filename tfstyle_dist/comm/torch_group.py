@@ -40,6 +40,8 @@ class _Pending:
         try:
             self._work.wait()
         except RuntimeError as error:
+            if str(error).startswith("DataLoader worker"):
+                raise  # torch's signal handler speaks up in whatever runs when a loader process dies
             self._group._fail(self._operation, error)
         self._group._in_flight.discard(self._operation.sequence)
         self._work = None  # it would keep the connections open after the group is closed
