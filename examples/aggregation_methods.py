@@ -24,7 +24,7 @@ METHODS = {
     "DEFAULT": AggregationMethod.DEFAULT,
     "TREE": AggregationMethod.TREE,
 }
-# Longer, and RMSProp jumps to and fro over the minimum: its steps do not shrink with the gradient, so that
+# Longer, and RMSProp jumps back and forth over the minimum: its steps do not shrink with the gradient, so that
 # rounding differences grow from step to step. Double precision for the same reason.
 STEPS = 60
 

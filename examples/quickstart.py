@@ -49,7 +49,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     # the comparison with one device would show a jump that is nobody's error.
     convolutions = nn.Conv2d(1, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 32, 3, padding=1), nn.GELU()
     model = nn.Sequential(*convolutions, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def make_strategy(name: str, replicas: int | None) -> tfd.Strategy:
@@ -138,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=["mirrored", "one_device"], default="mirrored")
     parser.add_argument("--replicas", type=int, help="replicas in this process; default: as many as GPUs")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=48, help="of all replicas together")
     options = parser.parse_args()
     with make_strategy(options.strategy, options.replicas) as strategy:
