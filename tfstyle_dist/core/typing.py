@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-
-@runtime_checkable
-class StrategyLike(Protocol):
-    """What the runtime needs to know of a strategy."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas work in step."""
-
-
-class ReplicaLike(Protocol):
-    """What variables and gradients need to know of the replica they run in."""
-
-    @property
-    def local_replica_id(self) -> int:
-        """The replica's number on this worker, from 0."""
-
-    @property
-    def replica_id(self) -> int:
-        """The replica's number among all replicas in sync, from 0."""
 
 
 class CheckpointWriter(Protocol):

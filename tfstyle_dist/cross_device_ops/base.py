@@ -11,7 +11,7 @@ from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import local_sum, true_device
-from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
+from tfstyle_dist.values import DistributedValues, Mirrored
 
 Pair = tuple[Any, Any]
 
@@ -115,8 +115,3 @@ def _device(destination: Any) -> torch.device:
     if isinstance(destination, torch.Tensor):
         return true_device(destination)
     return torch.device("cpu")
-
-
-def is_per_replica(value: Any) -> bool:
-    """Whether a value holds one entry for each replica and is no variable."""
-    return isinstance(value, PerReplica)
