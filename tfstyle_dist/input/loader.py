@@ -110,10 +110,23 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position[0])
         loader = self._idle_loader()
-        reader = _Reader(self, self.sampler.plan(), iter(loader))
+        batches: Iterator[Any] = iter(loader)
+        if loader.num_workers == 0 and not loader.pin_memory:
+            batches = self._read_here()
+        reader = _Reader(self, self.sampler.plan(), batches)
         if loader is self._loader:
             self._reader = weakref.ref(reader)
         return reader, len(self.sampler)
+
+    def _read_here(self) -> Iterator[Any]:
+        """What the loader's own iterator would read in this process, without its cost for each batch."""
+        fetch = getattr(self._dataset, "__getitems__", None) or self._fetch
+        collate = self._collate
+        return (collate(fetch(share)) for share in self.sampler)
+
+    def _fetch(self, indices: list[Any]) -> list[Any]:
+        dataset = self._dataset
+        return [dataset[index] for index in indices]
 
     def _idle_loader(self) -> DataLoader[Any]:
         """The loader; another one while its persistent processes serve an iterator that is not finished."""
@@ -145,8 +158,8 @@ class SamplerPipeline(Pipeline):
         """An empty batch, made from the first sample of the dataset the first time it is needed."""
         if self._template is None:
             index = self.sampler.some_index()
-            fetch = getattr(self._dataset, "__getitems__", None)
-            batch = self._collate(fetch([index]) if fetch is not None else [self._dataset[index]])
+            fetch = getattr(self._dataset, "__getitems__", None) or self._fetch
+            batch = self._collate(fetch([index]))
             leading_size(batch)
             self._template = map_leaves(
                 lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch
