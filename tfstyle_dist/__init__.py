@@ -79,6 +79,9 @@ if TYPE_CHECKING:
         VariableSynchronization as VariableSynchronization,
     )
     from tfstyle_dist.api import (
+        cluster_resolver as cluster_resolver,
+    )
+    from tfstyle_dist.api import (
         experimental as experimental,
     )
     from tfstyle_dist.api import (
@@ -128,6 +131,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "cluster_resolver",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

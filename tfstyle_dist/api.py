@@ -1,6 +1,6 @@
 """The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
 
-from tfstyle_dist import experimental, nn, train
+from tfstyle_dist import cluster_resolver, experimental, nn, train
 from tfstyle_dist.core.enums import (
     AggregationMethod,
     InputReplicationMode,
@@ -54,6 +54,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "cluster_resolver",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

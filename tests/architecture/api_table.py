@@ -38,6 +38,17 @@ ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, no
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
 WRAPS_TORCH = not_applicable("the base class wraps a torch.optim.Optimizer")
 
+PROTO = not_applicable("PyTorch has no protocol buffers")
+
+RESOLVER: Final = {
+    "cluster_spec": IN,
+    "environment": IN,
+    "master": IN,
+    "num_accelerators": IN,
+    "task_id": IN,
+    "task_type": IN,
+}
+
 STRATEGY: Final = {
     "__init__": IN,
     "cluster_resolver": IN,
@@ -199,15 +210,15 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "worker_devices": IN,
     },
     "tf.distribute.TPUStrategy": TPU,
-    "tf.distribute.cluster_resolver.ClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
     "tf.distribute.cluster_resolver.GCEClusterResolver": MULTI_WORKER,
     "tf.distribute.cluster_resolver.KubernetesClusterResolver": MULTI_WORKER,
     "tf.distribute.cluster_resolver.KubernetesExecutableLocation": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.SimpleClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.SlurmClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.TFConfigClusterResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.SimpleClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
+    "tf.distribute.cluster_resolver.SlurmClusterResolver": {**RESOLVER, "__init__": IN, "get_task_info": IN},
+    "tf.distribute.cluster_resolver.TFConfigClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.cluster_resolver.TPUClusterResolver": TPU,
-    "tf.distribute.cluster_resolver.UnionResolver": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.UnionResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.coordinator.ClusterCoordinator": PARAMETER_SERVER,
     "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,
     "tf.distribute.coordinator.RemoteValue": PARAMETER_SERVER,
@@ -247,7 +258,19 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.nn.scale_regularization_loss": IN,
     "tf.train.Checkpoint": CHECKPOINT,
     "tf.train.CheckpointManager": CHECKPOINT,
-    "tf.train.ClusterSpec": MULTI_WORKER,
+    "tf.train.ClusterSpec": {
+        "__bool__": IN,
+        "__eq__": IN,
+        "__init__": IN,
+        "__ne__": IN,
+        "as_cluster_def": PROTO,
+        "as_dict": IN,
+        "job_tasks": IN,
+        "jobs": IN,
+        "num_tasks": IN,
+        "task_address": IN,
+        "task_indices": IN,
+    },
 }
 
 # Parameters that are left out of what the package has. A * in a key stands for any text.

@@ -58,7 +58,7 @@ class Facade:
     VariableAggregation = td.VariableAggregation
     AggregationMethod = td.AggregationMethod
     AutoShardPolicy = td.AutoShardPolicy
-    ClusterSpec = _Absent("ClusterSpec")
+    ClusterSpec = td.cluster_resolver.ClusterSpec
 
     # ---- strategies ----
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CATEGORIES = ("variables", "run", "reduce", "context", "xdev", "train", "data")
+CATEGORIES = ("variables", "run", "reduce", "context", "xdev", "train", "data", "cluster")
 
 WAITING = {
     "central storage": (

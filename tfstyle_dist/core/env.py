@@ -64,6 +64,25 @@ def launcher_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def tf_config() -> str | None:
+    """``TF_CONFIG``: the cluster and this process's task as JSON, as TensorFlow reads it."""
+    return os.environ.get("TF_CONFIG")
+
+
+def slurm(name: str) -> str | None:
+    """``SLURM_<name>``, set by srun."""
+    return os.environ.get(f"SLURM_{name}")
+
+
+def set_visible_gpus(gpus: str) -> None:
+    """Sets ``CUDA_VISIBLE_DEVICES``, to be done before CUDA starts.
+
+    Args:
+        gpus: e.g. ``"0,1"``.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
 def timeout() -> timedelta | None:
     """``TFSTYLE_TIMEOUT_SECONDS``: the limit of every wait; 0 waits for ever; default 300."""
     text = os.environ.get("TFSTYLE_TIMEOUT_SECONDS")

@@ -1,0 +1,118 @@
+"""Clusters: what the recorded programs do not cover."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tfstyle_dist.cluster_resolver import (
+    ClusterSpec,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+    roles,
+)
+from tfstyle_dist.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
+
+TRAINING = {"worker": ["w0:1", "w1:1"], "chief": ["c:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
+
+
+def simple(cluster: dict, task_type: str | None, task_id: int | None) -> SimpleClusterResolver:
+    return SimpleClusterResolver(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
+
+
+def test_chief_comes_first() -> None:
+    members, rank = roles.training_tasks(simple(TRAINING, "worker", 1))
+    assert [str(task) for task in members] == ["chief 0 (c:1)", "worker 0 (w0:1)", "worker 1 (w1:1)"]
+    assert rank == 2
+
+
+@pytest.mark.parametrize(
+    ("task_type", "task_id", "chief"), [("chief", 0, True), ("worker", 0, False), ("evaluator", 0, True)]
+)
+def test_is_chief(task_type: str, task_id: int, chief: bool) -> None:
+    assert roles.is_chief(simple(TRAINING, task_type, task_id)) is chief
+
+
+def test_worker_0_is_the_chief_of_a_cluster_without_one() -> None:
+    cluster = {"worker": ["w0:1", "w1:1"]}
+    assert roles.is_chief(simple(cluster, "worker", 0))
+    assert not roles.is_chief(simple(cluster, "worker", 1))
+
+
+def test_evaluator_and_empty_cluster_are_alone() -> None:
+    for resolver in (
+        simple(TRAINING, "evaluator", 0),
+        simple({"worker": ["w:1"]}, "evaluator", 0),
+        simple({}, None, None),
+    ):
+        members, rank = roles.training_tasks(resolver)
+        assert (len(members), rank) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task_type", "task_id", "message"),
+    [
+        ({"trainer": ["a:1"]}, "worker", 0, "Disallowed task type.*trainer"),
+        ({"worker": ["a:1"]}, "trainer", 0, "Unrecognized task_type: 'trainer'"),
+        ({"worker": ["a:1", "b:1"]}, "worker", 2, r"`task_id` 2 exceeds.*\[0, 1\]"),
+        ({"worker": ["a:1", "b:1"]}, "worker", None, "index is missing"),
+        ({"worker": ["a:1", "b:1"]}, None, None, "is not said"),
+        ({"worker": ["a:1", "b:1"]}, "chief", 0, "not found in cluster_spec"),
+        ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is given to both worker 0 and worker 1"),
+        ({"worker": ["a:1"], "ps": ["a:1"]}, "worker", 0, "a:1 is given to both"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one 'chief'"),
+        ({"worker": ["a:1"], "ps": ["b:1"]}, "ps", 0, "parameter servers do not train"),
+    ],
+)
+def test_wrong_clusters_are_explained(cluster: dict, task_type: str, task_id: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        roles.training_tasks(simple(cluster, task_type, task_id))
+
+
+def test_bad_tf_config_shows_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{'worker': 0}")
+    with pytest.raises(json.JSONDecodeError, match=r"(?s)Expecting.*write e\.g\..*\{'worker': 0\}"):
+        TFConfigClusterResolver().cluster_spec()
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "first"}}')
+    with pytest.raises(ValueError, match="whole number, got 'first'"):
+        _ = TFConfigClusterResolver().task_id
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": "worker"}')
+    with pytest.raises(ValueError, match='"task" in TF_CONFIG must be an object'):
+        _ = TFConfigClusterResolver().task_type
+
+
+def test_union_merges_by_index_and_refuses_conflicts() -> None:
+    sparse = simple({"worker": {1: "b:1", 3: "d:1"}}, None, None)
+    merged = UnionResolver(simple({"worker": ["a:1"]}, None, None), sparse).cluster_spec()
+    assert merged == {"worker": {0: "a:1", 1: "b:1", 3: "d:1"}}
+    with pytest.raises(KeyError, match="Duplicate keys"):
+        UnionResolver(simple({"worker": ["a:1", "c:1"]}, None, None), sparse).cluster_spec()
+    with pytest.raises(ValueError, match="At least one"):
+        UnionResolver()
+    with pytest.raises(TypeError, match="must be ClusterResolvers"):
+        UnionResolver({"worker": ["a:1"]})  # type: ignore[arg-type]
+
+
+def test_slurm_lists() -> None:
+    assert expand_hostlist("n[1-2],m5,o[3-4,6,7-9]") == ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]
+    assert expand_hostlist("r[1-2]n[08-10]") == [f"r{r}n{n}" for r in (1, 2) for n in ("08", "09", "10")]
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    for wrong in ("n[1-2", "n[a-b]", "n1,,n2"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            expand_hostlist(wrong)
+    with pytest.raises(ValueError, match="cannot be read"):
+        expand_tasks_per_node("2x3")
+
+
+def test_slurm_keeps_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"PROCID": "2", "STEP_NUM_TASKS": "3", "STEP_TASKS_PER_NODE": "2,1", "STEP_NODELIST": "n[9-10]"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    resolver = SlurmClusterResolver(gpus_per_node=0)
+    assert resolver.cluster_spec().as_dict() == {"worker": ["n9:8888", "n9:8889", "n10:8888"]}
+    assert resolver.master() == "grpc://n10:8888"
+    with pytest.raises(RuntimeError, match="more GPUs per node"):
+        SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)

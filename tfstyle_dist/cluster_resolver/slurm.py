@@ -1,0 +1,172 @@
+"""``SlurmClusterResolver``: the tasks of a SLURM job step."""
+
+from __future__ import annotations
+
+import re
+
+from tfstyle_dist.cluster_resolver.base import ClusterResolver
+from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
+from tfstyle_dist.core import env
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The host names of a SLURM node list, in its order.
+
+    Args:
+        text: e.g. ``"n[1-2,7],login,r[1-2]n[01-02]"``; zeros at the left of a number are kept.
+
+    Raises:
+        ValueError: brackets do not match, or a range is not numeric.
+
+    Example:
+        >>> expand_hostlist("n[1-2],m5")
+        ['n1', 'n2', 'm5']
+    """
+    hosts = []
+    for name in re.split(r",(?![^\[]*\])", text):
+        found = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
+            ends = [plain] if plain else [number for part in ranges.split(",") for number in _numbers(part, text)]
+            found = [start + end for start in found for end in ends]
+        if name.count("[") != name.count("]") or not name:
+            raise ValueError(f"SLURM node list {text!r} cannot be read; expected a form such as 'n[1-3],m5'.")
+        hosts += found
+    return hosts
+
+
+def _numbers(part: str, text: str) -> list[str]:
+    low, dash, high = part.partition("-")
+    if not low.isdigit() or (dash and not high.isdigit()):
+        raise ValueError(f"SLURM node list {text!r} cannot be read: {part!r} is no range of numbers.")
+    return [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """The numbers of tasks of ``SLURM_STEP_TASKS_PER_NODE``, e.g. ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read; expected a form such as '2(x3),1'.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of a SLURM job step (``tf.distribute.cluster_resolver.SlurmClusterResolver``).
+
+    To be used in a process that ``srun`` started. Tasks are numbered as SLURM does by default: all of the first node,
+    then all of the second. A task's port is ``port_base`` plus its place on the node.
+
+    Args:
+        jobs: mapping from job to its number of tasks; default: all tasks are workers. Ranks are dealt to the jobs in
+            alphabetical order.
+        port_base: the first port on each node.
+        gpus_per_node: GPUs of each node; default: those that this process sees.
+        gpus_per_task: GPUs of each task; default: ``gpus_per_node`` shared out evenly.
+        tasks_per_node: number of tasks on each node, or a mapping from host name; default: what SLURM says.
+        auto_set_gpu: ``cluster_spec`` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs.
+        rpc_layer: prefix of the addresses that ``master`` returns.
+
+    Raises:
+        RuntimeError: not in a SLURM step, the tasks of ``jobs`` are not those of the step, or too many GPUs.
+
+    Example:
+        >>> resolver = SlurmClusterResolver({"worker": 4})  # under srun --ntasks=4
+        >>> strategy = MultiWorkerMirroredStrategy(resolver)
+    """
+
+    def __init__(
+        self,
+        jobs: dict[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | dict[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str = "grpc",
+    ) -> None:
+        self._rank = int(_slurm("PROCID"))
+        self._jobs = {"worker": int(_slurm("STEP_NUM_TASKS"))} if jobs is None else jobs
+        self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
+        self._tasks_per_node = _tasks_per_node(tasks_per_node)
+        most, assigned = max(self._tasks_per_node.values()), sum(self._tasks_per_node.values())
+        if gpus_per_node is None:
+            gpus_per_node = super().num_accelerators().get("GPU", 0)
+        if gpus_per_task is None:
+            gpus_per_task = gpus_per_node // most
+        self._gpus_per_node, self._gpus_per_task = gpus_per_node, gpus_per_task
+        if most * gpus_per_task > gpus_per_node:
+            raise RuntimeError(
+                f"Requested more GPUs per node than available: {most} tasks with {gpus_per_task} GPU(s) each, but a "
+                f"node has {gpus_per_node}. Lower gpus_per_task or the step's tasks per node."
+            )
+        if sum(self._jobs.values()) != assigned:
+            raise RuntimeError(
+                f"Requested {sum(self._jobs.values())} tasks ({self._jobs}) but {assigned} were assigned to this "
+                "SLURM step; make `jobs` add up to srun's --ntasks."
+            )
+        self._task_type, self._task_id = self._own_task()
+
+    def _own_task(self) -> tuple[str, int]:
+        first = 0
+        for job, count in sorted(self._jobs.items()):
+            if self._rank < first + count:
+                return job, self._rank - first
+            first += count
+        raise RuntimeError(f"SLURM_PROCID={self._rank} does not fit the {first} task(s) of {self._jobs}.")
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the step; also chooses this task's GPUs if ``auto_set_gpu``."""
+        addresses, gpus = [], []
+        for host, tasks in self._tasks_per_node.items():
+            for place in range(tasks):
+                addresses.append(f"{host}:{self._port_base + place}")
+                start = place * self._gpus_per_task
+                gpus.append(",".join(str(gpu) for gpu in range(start, start + self._gpus_per_task)))
+        if self._auto_set_gpu and self._gpus_per_task:
+            env.set_visible_gpus(gpus[self._rank])
+        cluster, first = {}, 0
+        for job, count in sorted(self._jobs.items()):
+            cluster[job] = addresses[first : first + count]
+            first += count
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """This process's job and index."""
+        return self.task_type, self.task_id
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default this process's; see ``ClusterResolver``."""
+        return self._own_master(task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+    ) -> dict[str, int]:
+        """``{"GPU": gpus_per_task}``, the same for every task."""
+        return {"GPU": self._gpus_per_task}
+
+
+def _tasks_per_node(given: int | dict[str, int] | None) -> dict[str, int]:
+    """The number of tasks of each host, in the order in which SLURM numbers them."""
+    if isinstance(given, dict):
+        return given
+    if given is not None and not isinstance(given, int):
+        raise RuntimeError(f"`tasks_per_node` has to be an integer or a dictionary, got {given!r}.")
+    hosts = expand_hostlist(_slurm("STEP_NODELIST"))
+    if given is not None:
+        return dict.fromkeys(hosts, given)
+    return dict(zip(hosts, expand_tasks_per_node(_slurm("STEP_TASKS_PER_NODE")), strict=True))
+
+
+def _slurm(name: str) -> str:
+    value = env.slurm(name)
+    if value is None:
+        raise RuntimeError(
+            f"SLURM_{name} not found in environment. Not running inside a SLURM step? Start the script with srun."
+        )
+    return value
