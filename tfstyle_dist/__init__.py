@@ -82,6 +82,9 @@ if TYPE_CHECKING:
         cluster_resolver as cluster_resolver,
     )
     from tfstyle_dist.api import (
+        errors as errors,
+    )
+    from tfstyle_dist.api import (
         experimental as experimental,
     )
     from tfstyle_dist.api import (
@@ -132,6 +135,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "errors",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

@@ -1,6 +1,7 @@
 """The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
 
 from tfstyle_dist import cluster_resolver, experimental, nn, train
+from tfstyle_dist.core import errors as errors
 from tfstyle_dist.core.enums import (
     AggregationMethod,
     InputReplicationMode,

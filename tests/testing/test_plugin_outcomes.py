@@ -214,6 +214,9 @@ def test_wrong_markers_are_refused(inner: InnerPytest) -> None:
         @pytest.mark.distributed(worker=2)
         def test_misspelled(): pass
 
+        @pytest.mark.distributed(backend="carrier pigeon")
+        def test_backend(): pass
+
         @pytest.mark.distributed(workers=0)
         def test_nobody(): pass
 
@@ -230,11 +233,12 @@ def test_wrong_markers_are_refused(inner: InnerPytest) -> None:
         def test_no_marker(rank): pass
         """,
     )
-    result.assert_outcomes(errors=7)
+    result.assert_outcomes(errors=8)
     result.stdout.fnmatch_lines(
         [
             "*positional arguments (2,); name them*",
-            "*unknown arguments ?'worker'?; it knows workers, timeout,*",
+            "*unknown arguments ?'worker'?; it knows workers, replicas,*",
+            "*backend='carrier pigeon'; write one of gloo, nccl*",
             "*workers=0; write at least 1*",
             "*deadline=10 and timeout=10; a process group must give up before*",
             "*may_die=(2,) with workers=2; write ranks from 0 to 1*",

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tfstyle_dist.testing import messages, processes
 
 if TYPE_CHECKING:
+    from tfstyle_dist.strategies import Strategy
     from tfstyle_dist.testing.rank_session import RankSession
     from tfstyle_dist.testing.ranks import Ranks
 
@@ -23,9 +24,14 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SHARED_MEMORY_PREFIX = "tfstyle"
 
 
-def _rank_session(request: pytest.FixtureRequest) -> RankSession:
+def _find_session(request: pytest.FixtureRequest) -> RankSession | None:
     session: RankSession | None = request.config.pluginmanager.get_plugin(messages.RANK_PLUGIN_NAME)
-    if session is None or session.assignment is None:
+    return None if session is None or session.assignment is None else session
+
+
+def _rank_session(request: pytest.FixtureRequest) -> RankSession:
+    session = _find_session(request)
+    if session is None:
         pytest.fail(
             f"the fixture '{request.fixturename}' was requested by a test that does not run on ranks; write "
             "@pytest.mark.distributed(workers=2) on the test",
@@ -47,7 +53,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
     """How many ranks run the test."""
     assignment = _rank_session(request).assignment
     assert assignment is not None
-    return len(assignment.pids)
+    return assignment.world_size
 
 
 @pytest.fixture
@@ -62,6 +68,66 @@ def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """A handle that kills, stops and resumes the ranks of the test: `tfstyle_dist.testing.ranks.Ranks`."""
     return _rank_session(request).ranks
+
+
+@pytest.fixture
+def attempt(request: pytest.FixtureRequest) -> int:
+    """How often this rank was restarted during the test: 0 at first."""
+    assignment = _rank_session(request).assignment
+    assert assignment is not None
+    return assignment.attempt
+
+
+@pytest.fixture
+def process_group(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The default group of `torch.distributed`, with the marker's backend and deadline.
+
+    It is destroyed after the test.
+    """
+    assignment = _rank_session(request).assignment
+    assert assignment is not None
+    from datetime import timedelta
+
+    import torch.distributed
+
+    device = None
+    if assignment.backend == "nccl":
+        if torch.cuda.device_count() < assignment.world_size:
+            pytest.skip(
+                f"backend 'nccl' needs {assignment.world_size} CUDA devices, this machine has "
+                f"{torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", assignment.rank)
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        assignment.backend,
+        init_method="file://" + os.environ["TFSTYLE_RENDEZVOUS_FILE"],
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        timeout=timedelta(seconds=float(os.environ["TFSTYLE_TIMEOUT_SECONDS"])),
+        device_id=device,
+    )
+    yield torch.distributed.group.WORLD
+    if torch.distributed.is_initialized():  # the test may have destroyed it
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def strategy(request: pytest.FixtureRequest) -> Iterator[Strategy]:
+    """The strategy that `strategy_combinations` names, else a `MirroredStrategy` over the ranks of the test.
+
+    The latter has as many local replicas as the marker says. It is closed after the test.
+    """
+    from tfstyle_dist.testing.strategies import NamedStrategy, mirrored
+
+    named: NamedStrategy | None = getattr(request, "param", None)
+    if named is not None:
+        made = named.create()
+    else:
+        session = _find_session(request)
+        made = mirrored(1 if session is None or session.assignment is None else session.assignment.replicas)
+    yield made
+    made.close()
 
 
 @dataclass(frozen=True)

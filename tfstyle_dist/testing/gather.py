@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
@@ -40,28 +40,42 @@ class Gathered:
         return not self.deaths and not self.stacks
 
 
-def gather(ranks: Sequence[RankProcess], timeout: float, may_die: Iterable[int] = ()) -> Gathered:
+def gather(
+    ranks: Sequence[RankProcess],
+    timeout: float,
+    may_die: Iterable[int] = (),
+    restart: Callable[[int], RankProcess] | None = None,
+) -> Gathered:
     """Waits until every rank has answered, has died or has been given up.
 
     Args:
         ranks: The processes, each of which has been sent one message.
         timeout: Seconds after which the silent ranks' stacks are read.
         may_die: Ranks that need not answer.
+        restart: Replaces the process of a rank by one that has been told what to run.
 
     Returns:
         The answers and what is known of the ranks that gave none.
     """
-    gathering = _Gathering(ranks, time.monotonic() + timeout, Gathered(expected=set(may_die)))
+    gathering = _Gathering(ranks, time.monotonic() + timeout, Gathered(expected=set(may_die)), restart)
     while gathering.silent and not gathering.over():
         gathering.step()
     return gathering.finish()
 
 
 class _Gathering:
-    def __init__(self, ranks: Sequence[RankProcess], end: float, result: Gathered) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        end: float,
+        result: Gathered,
+        restart: Callable[[int], RankProcess] | None,
+    ) -> None:
         self.silent: dict[int, RankProcess] = {process.rank: process for process in ranks}
         self._end = end
         self._result = result
+        self._restart = restart
+        self._restarted: set[int] = set()
         self._death_times: dict[int, float] = {}
         self._only_expected_since: float | None = None
 
@@ -83,9 +97,11 @@ class _Gathering:
         ended = {rank: how for rank, process in self.silent.items() if (how := process.exited())}
         # Only now: what a rank wrote before it died must not be overlooked.
         for rank, process in list(self.silent.items()):
-            self._take(rank, process.received())
+            if self.silent.get(rank) is process:
+                self._take(rank, process.received())
         for rank, how in ended.items():
-            if rank in self.silent:
+            still = self.silent.get(rank)
+            if still is not None and still.exited() is not None:  # another process after a restart
                 self._lost(rank, how)
         if self.silent and self.silent.keys() <= self._result.expected:
             self._end_expected()
@@ -94,10 +110,23 @@ class _Gathering:
         for message in received:
             if isinstance(message, messages.ExpectDeath):
                 self._result.expected.add(message.rank)
+            elif isinstance(message, messages.Restart):
+                self._replace(message.rank)
+            elif isinstance(message, messages.Ready) and rank in self._restarted and message.problem is None:
+                continue  # it starts and collects before it runs
             else:
                 assert isinstance(message, (messages.Ready, messages.Finished)), message
                 self._result.answers[rank] = message
                 self.silent.pop(rank, None)
+
+    def _replace(self, rank: int) -> None:
+        assert self._restart is not None, "only a running test restarts ranks"
+        self.silent[rank] = self._restart(rank)
+        self._restarted.add(rank)
+        self._result.expected.discard(rank)
+        self._result.deaths.pop(rank, None)
+        self._result.answers.pop(rank, None)
+        self._death_times.pop(rank, None)
 
     def _lost(self, rank: int, how: str) -> None:
         del self.silent[rank]

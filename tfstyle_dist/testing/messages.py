@@ -42,17 +42,26 @@ class Run:
         nodeid: The test.
         rank: The rank that this process plays.
         env: Variables to set, or with None to remove, during the test.
-        pids: The process ids of all ranks, in the order of the ranks.
+        shared_dir: A directory of this test that is the same on all ranks.
+        world_size: How many ranks there are.
+        pids_path: A file with the process ids of all ranks, in the order of the ranks; a restart rewrites it.
         shared_dir: A directory of this test that is the same on all ranks.
         devices: How many CUDA devices the test needs.
+        replicas: How many local replicas the fixture `strategy` has.
+        backend: The backend of the fixture `process_group`.
+        attempt: How often the rank was restarted during the test.
     """
 
     nodeid: str
     rank: int
     env: Mapping[str, str | None]
-    pids: tuple[int, ...]
+    world_size: int
+    pids_path: str
     shared_dir: str
     devices: int | None = None
+    replicas: int = 1
+    backend: str = "gloo"
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,5 +101,12 @@ class Finished:
 @dataclass(frozen=True)
 class ExpectDeath:
     """A rank says that the death of a rank belongs to the test."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A rank asks for a new process that runs the test as the named rank."""
 
     rank: int

@@ -12,7 +12,9 @@ MARKER = "distributed"
 DEFAULT_WORKERS = 2
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_DEADLINE = 20.0
-_ARGUMENTS = ("workers", "timeout", "deadline", "devices", "env", "may_die")
+DEFAULT_BACKEND = "gloo"
+_ARGUMENTS = ("workers", "replicas", "backend", "timeout", "deadline", "devices", "env", "may_die")
+_BACKENDS = ("gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class DistributedOptions:
 
     Attributes:
         workers: How many rank processes run the test body.
+        replicas: How many local replicas each worker has in the fixture `strategy`.
+        backend: The backend of the fixture `process_group`, `gloo` or `nccl`.
         timeout: Seconds after which the ranks' stacks are dumped and the ranks are killed.
         deadline: Seconds that a process group waits for its peers: `TFSTYLE_TIMEOUT_SECONDS` in the ranks.
         devices: How many CUDA devices the test needs; with fewer the test is skipped. None needs none.
@@ -29,6 +33,8 @@ class DistributedOptions:
     """
 
     workers: int = DEFAULT_WORKERS
+    replicas: int = 1
+    backend: str = DEFAULT_BACKEND
     timeout: float = DEFAULT_TIMEOUT
     deadline: float = DEFAULT_DEADLINE
     devices: int | None = None
@@ -80,6 +86,8 @@ def options_from_mark(
     devices = mark.kwargs.get("devices")
     return DistributedOptions(
         workers=workers,
+        replicas=_count("replicas", mark.kwargs.get("replicas", 1)),
+        backend=_backend(mark.kwargs.get("backend", DEFAULT_BACKEND)),
         timeout=timeout,
         deadline=deadline,
         devices=None if devices is None else _count("devices", devices),
@@ -93,6 +101,12 @@ def _count(name: str, value: object) -> int:
         raise TypeError(f"@pytest.mark.{MARKER} got {name}={value!r}; write a whole number, as in {name}=2")
     if value < 1:
         raise ValueError(f"@pytest.mark.{MARKER} got {name}={value}; write at least 1")
+    return value
+
+
+def _backend(value: object) -> str:
+    if not isinstance(value, str) or value not in _BACKENDS:
+        raise ValueError(f"@pytest.mark.{MARKER} got backend={value!r}; write one of {', '.join(_BACKENDS)}")
     return value
 
 

@@ -47,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker."""
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(workers=2, timeout=60, deadline=20, devices=None, env=None, may_die=()): run the test in "
-        "`workers` rank processes",
+        f"{MARKER}(workers=2, replicas=1, backend='gloo', timeout=60, deadline=20, devices=None, env=None, "
+        "may_die=()): run the test in `workers` rank processes",
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,7 @@ class _Generation:
     directory: Path
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     ranks: list[RankProcess] = field(default_factory=list)
+    num_started: int = 0
 
 
 class RankPool:
@@ -110,7 +113,9 @@ class RankPool:
         directory = self._base / f"test-{self._num_tests}"
         shared = directory / "shared"
         shared.mkdir(parents=True)
-        pids = tuple(process.pid for process in ranks)
+        pids_path = directory / "pids"
+        _write_pids(pids_path, ranks)
+        runs = []
         for process in ranks:
             environment = {
                 "RANK": str(process.rank),
@@ -121,8 +126,30 @@ class RankPool:
                 "TFSTYLE_TIMEOUT_SECONDS": f"{options.deadline:g}",
                 **options.env,
             }
-            process.send(messages.Run(item.nodeid, process.rank, environment, pids, str(shared), options.devices))
-        return gather(ranks, options.timeout, options.may_die)
+            runs.append(
+                messages.Run(
+                    nodeid=item.nodeid,
+                    rank=process.rank,
+                    env=environment,
+                    world_size=len(ranks),
+                    pids_path=str(pids_path),
+                    shared_dir=str(shared),
+                    devices=options.devices,
+                    replicas=options.replicas,
+                    backend=options.backend,
+                )
+            )
+            process.send(runs[-1])
+
+        def restart(rank: int) -> RankProcess:
+            process = ranks[rank] = self._successor(ranks[rank])
+            _write_pids(pids_path, ranks)
+            runs[rank] = replace(runs[rank], attempt=runs[rank].attempt + 1)
+            process.send(messages.Collect(str(item.path), item.nodeid))
+            process.send(runs[rank])
+            return process
+
+        return gather(ranks, options.timeout, options.may_die, restart)
 
     def _ranks(self, workers: int) -> tuple[list[RankProcess], Gathered]:
         if self._generation is not None and any(process.exited() for process in self._generation.ranks):
@@ -134,13 +161,27 @@ class RankPool:
         generation = self._generation
         new = []
         for rank in range(len(generation.ranks), workers):
-            directory = generation.directory / f"rank-{rank}"
-            directory.mkdir(parents=True)
-            process = RankProcess(rank, directory, generation.token, self._config.invocation_params.dir)
+            process = self._started(generation, rank)
             generation.ranks.append(process)
-            process.send(start_message(self._config, directory / "tmp"))
             new.append(process)
         return generation.ranks[:workers], gather(new, _STARTUP_TIMEOUT)
+
+    def _started(self, generation: _Generation, rank: int) -> RankProcess:
+        generation.num_started += 1
+        directory = generation.directory / f"process-{generation.num_started}"
+        directory.mkdir(parents=True)
+        process = RankProcess(rank, directory, generation.token, self._config.invocation_params.dir)
+        process.send(start_message(self._config, directory / "tmp"))
+        return process
+
+    def _successor(self, process: RankProcess) -> RankProcess:
+        """Kills the process of a rank and starts another one."""
+        assert self._generation is not None, "a test is running"
+        process.kill()
+        successor = self._started(self._generation, process.rank)
+        successor.earlier_output = {name: process.new_output(name) for name in ("stdout", "stderr")}
+        self._generation.ranks[process.rank] = successor
+        return successor
 
     def _reset(self, ranks: list[RankProcess]) -> bool:
         answered = _ask(ranks, messages.Reset(), _RESET_TIMEOUT)
@@ -163,6 +204,12 @@ class RankPool:
             for process in self._generation.ranks:
                 process.wait(_EXIT_PATIENCE)
         self.kill()
+
+
+def _write_pids(path: Path, ranks: list[RankProcess]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps([process.pid for process in ranks]))
+    os.replace(new, path)
 
 
 def _ask(ranks: list[RankProcess], question: object, timeout: float) -> Gathered:

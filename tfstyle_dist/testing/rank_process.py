@@ -41,6 +41,8 @@ class RankProcess:
         self.directory = directory
         # Whether the process has closed its end of the pipe; it may live on.
         self.hung_up = False
+        # What the process before it printed, where a test restarted the rank.
+        self.earlier_output: dict[str, str] = {}
         self._marks = {"stdout": 0, "stderr": 0, "stacks": 0}
         for name in self._marks:
             self._file(name).touch()
@@ -109,6 +111,7 @@ class RankProcess:
 
     def mark_output(self) -> None:
         """Makes `new_output` start here."""
+        self.earlier_output = {}
         for name in self._marks:
             self._marks[name] = self._file(name).stat().st_size
 
@@ -123,7 +126,9 @@ class RankProcess:
         with path.open("rb") as stream:
             stream.seek(start)
             text = stream.read().decode(errors="replace")
-        return text if start == self._marks[name] else "[the beginning was cut off]\n" + text
+        if start != self._marks[name]:
+            text = "[the beginning was cut off]\n" + text
+        return self.earlier_output.get(name, "") + text
 
     def request_stacks(self) -> None:
         """Makes the process write the Python stacks of all its threads, even if it is stopped."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 
 from tfstyle_dist.testing import messages
 
@@ -13,7 +15,7 @@ class Ranks:
     """The processes of the running test's ranks; the fixture `ranks` is one.
 
     Args:
-        pids: Their process ids in the order of the ranks.
+        pids_path: A JSON file with their process ids in the order of the ranks.
         rank: The caller's own rank.
         send: Sends a message to the parent process.
 
@@ -24,15 +26,16 @@ class Ranks:
         ...         ranks.kill(2)
     """
 
-    def __init__(self, pids: Sequence[int], rank: int, send: Callable[[object], None]) -> None:
-        self._pids = tuple(pids)
+    def __init__(self, pids_path: str, rank: int, send: Callable[[object], None]) -> None:
+        self._pids_path = Path(pids_path)
         self._rank = rank
         self._send = send
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids in the order of the ranks."""
-        return self._pids
+        # Read anew, because a restart changes them.
+        return tuple(json.loads(self._pids_path.read_text()))
 
     def kill(self, rank: int) -> None:
         """Ends a rank with SIGKILL, as an out-of-memory killer or a lost machine would.
@@ -70,6 +73,28 @@ class Ranks:
         """
         os.kill(self._pid(rank), signal.SIGCONT)
 
+    def restart(self, rank: int) -> None:
+        """Has a new process run the test body as a rank; the old one is killed if it still lives.
+
+        This returns at once. The new process sets up its own fixtures; its `attempt` is one higher, and it is
+        the one that must report.
+
+        Args:
+            rank: The rank. If it is the caller's own, the call may not return.
+
+        Raises:
+            ValueError: If there is no such rank.
+
+        Example:
+            >>> @pytest.mark.distributed(workers=2)
+            ... def test_comes_back(rank, ranks, attempt):
+            ...     if rank == 1 and attempt == 0:
+            ...         ranks.restart(1)
+            ...         time.sleep(30)
+        """
+        self._pid(rank)
+        self._send(messages.Restart(rank))
+
     def expect_death(self, rank: int) -> None:
         """Says that a rank's death or silence belongs to the test, so that its missing report is no failure.
 
@@ -83,6 +108,7 @@ class Ranks:
         self._send(messages.ExpectDeath(rank))
 
     def _pid(self, rank: int) -> int:
-        if not 0 <= rank < len(self._pids):
-            raise ValueError(f"rank {rank} does not exist; this test has the ranks 0 to {len(self._pids) - 1}")
-        return self._pids[rank]
+        pids = self.pids
+        if not 0 <= rank < len(pids):
+            raise ValueError(f"rank {rank} does not exist; this test has the ranks 0 to {len(pids) - 1}")
+        return pids[rank]
