@@ -27,7 +27,7 @@ def open_lanes() -> Open:
         assert path is not None
         assert Path(path).stat().st_mode & 0o777 == 0o600
         limit = timedelta(seconds=timeout)
-        lanes = [SharedLane(path, r, size, limit, lambda rank: state, aggregate_into) for r in range(size)]
+        lanes = [SharedLane(path, r, size, limit, lambda rank: state) for r in range(size)]
         remove_segment(path)
         assert not Path(path).exists()  # nothing can be left behind, however the workers end
         return lanes
@@ -50,7 +50,9 @@ def test_sums_in_rank_order(open_lanes: Open, size: int, dtype: torch.dtype) -> 
         parts = [(torch.randn(count) * 100).to(dtype) for _ in range(size)]
         expected = aggregate(parts)
         buffers = [p.clone() for p in parts]
-        assert together(lanes, lambda lane, b=buffers: lane.all_reduce(b[lane.rank], 7)) == [True] * size
+        assert (
+            together(lanes, lambda lane, b=buffers: lane.all_reduce(b[lane.rank], 7, aggregate_into)) == [True] * size
+        )
         for buffer in buffers:
             torch.testing.assert_close(buffer, expected, rtol=0, atol=0)
 
@@ -64,7 +66,7 @@ def test_many_meetings_of_workers_that_run_ahead(open_lanes: Open) -> None:
             if number % 3 == lane.rank:
                 threading.Event().wait(0.0005)
             value = torch.full((5,), float(number + lane.rank))
-            assert lane.all_reduce(value, number)
+            assert lane.all_reduce(value, number, aggregate_into)
             same, numbers = lane.compare(number, number * 10 + lane.rank)
             assert same
             assert numbers == [number * 10 + r for r in range(3)]
@@ -80,9 +82,9 @@ def test_different_calls_are_noticed_by_all_and_change_nothing(open_lanes: Open)
 
     def work(lane: SharedLane) -> tuple[bool, bool, float]:
         value = torch.ones(4)
-        first = lane.all_reduce(value, 1 if lane.rank < 2 else 2)
+        first = lane.all_reduce(value, 1 if lane.rank < 2 else 2, aggregate_into)
         untouched = float(value.sum())
-        second = lane.all_reduce(value, 3)
+        second = lane.all_reduce(value, 3, aggregate_into)
         return first, second, untouched + float(value.sum())
 
     assert together(lanes, work) == [(False, True, 4.0 + 12.0)] * 3
@@ -91,11 +93,11 @@ def test_different_calls_are_noticed_by_all_and_change_nothing(open_lanes: Open)
 def test_a_worker_that_left_or_died_or_is_late_ends_the_wait(open_lanes: Open) -> None:
     here, other = open_lanes(2)
     other.leave()
-    with pytest.raises(LaneError, match="worker 1 has left"):
+    with pytest.raises(LaneError, match="worker 1 of this host has left"):
         here.compare(1)
-    with pytest.raises(LaneError, match="worker 1 has left"):
+    with pytest.raises(LaneError, match="worker 1 of this host has left"):
         open_lanes(2, state="dead")[0].compare(1)  # type: ignore[call-arg]
-    with pytest.raises(LaneError, match=r"timed out after 0\.2 s waiting for worker 1"):
+    with pytest.raises(LaneError, match=r"timed out after 0\.2 s waiting for worker 1 of this host"):
         open_lanes(2, timeout=0.2)[0].compare(1)  # type: ignore[call-arg]
 
 

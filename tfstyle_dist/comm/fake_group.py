@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import Done, Pending, WorkerGroup
+from tfstyle_dist.core.enums import AggregationMethod
 
 
 class FakeGroup(WorkerGroup):
@@ -33,7 +34,9 @@ class FakeGroup(WorkerGroup):
             raise self._error
         self.log.append((operation, name, buffer.numel()))
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
+    def all_reduce_async(
+        self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
+    ) -> Pending:
         """Multiplies by the number of workers."""
         self._record("all_reduce", name, buffer)
         buffer.mul_(self.size)

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.core.enums import AggregationMethod
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -64,7 +67,7 @@ class Done:
         """Returns at once."""
 
 
-SumInto = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+SumInto = Callable[[Sequence[torch.Tensor], torch.Tensor, int], None]
 
 
 class WorkerGroup(abc.ABC):
@@ -87,23 +90,48 @@ class WorkerGroup(abc.ABC):
         """Says how this group adds tensors where it does so itself; the layers above own the summation.
 
         Args:
-            sum_into: writes the sum of some tensors into another one, in a fixed order.
+            sum_into: writes the sum of some tensors into another one, in the order of an ``AggregationMethod``.
         """
         return
 
     @abc.abstractmethod
-    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
+    def all_reduce_async(
+        self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
+    ) -> Pending:
         """Starts replacing ``buffer`` by the sum over all workers.
 
         Args:
             buffer: flat and contiguous; not to be touched before ``wait`` returns.
             name: for messages.
             agreed: the caller has made sure that all workers send the same number of elements.
+            method: an ``AggregationMethod``: the order in which the workers' buffers are added; ``DEFAULT`` takes the
+                fastest way, and gives the same bits on every worker and every run.
         """
 
-    def all_reduce(self, buffer: torch.Tensor, name: str) -> None:
+    def all_reduce(self, buffer: torch.Tensor, name: str, method: int = AggregationMethod.DEFAULT) -> None:
         """Replaces ``buffer`` by the sum over all workers."""
-        self.all_reduce_async(buffer, name).wait()
+        self.all_reduce_async(buffer, name, method=method).wait()
+
+    def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether sums of such values go through memory that all workers share: nothing is gained by sending early."""
+        return False
+
+    def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
+        """Replaces values on the CPU, wherever they live, by their sum over all workers."""
+        buffer = torch.empty(values.numel, dtype=values.dtype)
+        values.read(0, values.numel, buffer)
+        self.all_reduce(buffer, name, method)
+        values.write(0, values.numel, [buffer], _copy)
+
+    def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
+        """Says which way a sum over the workers takes, and why.
+
+        Args:
+            numel: number of elements.
+            dtype: their type.
+            method: an ``AggregationMethod``.
+        """
+        return f"{self.size} worker(s): {type(self).__name__} decides"
 
     @abc.abstractmethod
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -164,3 +192,7 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the group holds."""
+
+
+def _copy(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    out.copy_(parts[0])

@@ -1,16 +1,15 @@
 """Workers of one host meet in shared memory: no socket, no thread, and the sum in a fixed order.
 
-Every worker has a slot. It copies its buffer there and says so; each worker then sums its own slice over all slots;
-when all have, the result is copied back. Each meeting carries a digest of what the worker is about to do, so workers
-that make different calls find out at once.
+Every worker has a slot. It copies a part of its values there and says so; then each worker sums over all slots, the
+whole part where that is cheap, else a slice of it that the others copy back. Parts are small enough to stay in the
+processor's cache. There are two slots for each worker, used in turn: one meeting for each part is enough. Each meeting
+carries a digest of what the worker is about to do, so workers that make different calls find out at once.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,20 +19,28 @@ from pathlib import Path
 
 import torch
 
-from tfstyle_dist.comm.group import SumInto
+from tfstyle_dist.comm.flat import Add, BufferView, Flat
+from tfstyle_dist.comm.futex import Futex, available
 from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.logging import get_logger
 
 DIRECTORY = Path("/dev/shm")
-SLOT_BYTES = 8 * 1024 * 1024
+SLOT_BYTES = 2 * 1024 * 1024
 _WORDS = 16  # of 8 bytes, for each worker: two cache lines
 # The last two hold one word for even and one for odd meetings.
-_ARRIVED, _DEPARTED, _LEFT, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
+_ARRIVED, _LEFT, _SLEEPS, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
 _CONTROL_BYTES = 64 * 1024
-_SPINS, _YIELDS, _NAP_SECONDS, _LOOK_SECONDS = 100, 2000, 0.0002, 0.1
+# Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
+_WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
+_SPINS, _NAP_SECONDS, _LOOK_SECONDS = 1000, 0.002, 0.1
 
 
 class LaneError(RuntimeError):
     """A meeting did not come about: a worker is gone, or the time is up."""
+
+
+def _segment_bytes(size: int) -> int:
+    return _CONTROL_BYTES + 2 * (size + 1) * SLOT_BYTES
 
 
 def create_segment(size: int) -> str | None:
@@ -42,19 +49,20 @@ def create_segment(size: int) -> str | None:
     Args:
         size: number of workers.
     """
-    # Flags are written after the data with plain stores, which x86 keeps in order.
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux" or size * _WORDS * 8 > _CONTROL_BYTES:
+    if not available() or size * _WORDS * 8 > _CONTROL_BYTES:
+        get_logger().info("no shared memory between workers: it needs Linux on x86-64 and at most 512 workers a host")
         return None
     try:
         handle, path = tempfile.mkstemp(prefix="tfstyle-", dir=DIRECTORY)
         try:
-            os.posix_fallocate(handle, 0, _CONTROL_BYTES + (size + 1) * SLOT_BYTES)
+            os.posix_fallocate(handle, 0, _segment_bytes(size))
         except OSError:
             Path(path).unlink()
-            return None
+            raise
         finally:
             os.close(handle)
-    except OSError:
+    except OSError as error:
+        get_logger().info("no shared memory between workers: %s", error)
         return None
     return path
 
@@ -71,32 +79,33 @@ class SharedLane:
 
     Args:
         path: the segment, made by one worker with ``create_segment``.
-        rank: this worker.
-        size: number of workers.
+        rank: this worker's number on the host.
+        size: number of workers of the host.
         timeout: limit of each wait.
         state_of: what can be seen of a worker's process, e.g. ``"dead"``.
-        sum_into: writes the sum of tensors into another one, in a fixed order.
     """
 
     def __init__(
-        self,
-        path: str,
-        rank: int,
-        size: int,
-        timeout: timedelta | None,
-        state_of: Callable[[int], str],
-        sum_into: SumInto,
+        self, path: str, rank: int, size: int, timeout: timedelta | None, state_of: Callable[[int], str]
     ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._state_of, self._sum_into = state_of, sum_into
+        self._state_of = state_of
         handle = os.open(path, os.O_RDWR)
         try:
-            self._memory = mmap.mmap(handle, _CONTROL_BYTES + (size + 1) * SLOT_BYTES)
+            self._memory = mmap.mmap(handle, _segment_bytes(size))
         finally:
             os.close(handle)
         self._words = memoryview(self._memory).cast("q")
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[_CONTROL_BYTES:].view(size + 1, SLOT_BYTES)
-        self._meeting = 0
+        self._futex = Futex(self._memory, _NAP_SECONDS)
+        data = torch.frombuffer(self._memory, dtype=torch.uint8)[_CONTROL_BYTES:]
+        self._data = data.view(2, size + 1, SLOT_BYTES)  # the last one is for the result
+        self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._others = [r for r in range(size) if r != rank]
+        # Who waits for a processor that it keeps busy itself waits long.
+        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        self._meeting = self._turn = 0
+
+    # ---- meetings ---------------------------------------------------------------------------------------------
 
     def compare(self, digest: int, number: int = 0) -> tuple[bool, list[int]]:
         """Meets the others.
@@ -111,68 +120,123 @@ class SharedLane:
         Raises:
             LaneError: a worker is gone, or did not come in time.
         """
-        self._meeting += 1
-        mine, turn = self.rank * _WORDS, self._meeting % 2
-        self._words[mine + _DIGEST + turn] = digest
-        self._words[mine + _NUMBER + turn] = number
-        self._words[mine + _ARRIVED] = self._meeting
-        self._wait(_ARRIVED)
+        self._words[self.rank * _WORDS + _NUMBER + (self._meeting + 1) % 2] = number
+        same = self._meet(digest)
+        turn = self._meeting % 2
+        return same, [self._words[r * _WORDS + _NUMBER + turn] for r in range(self.size)]
+
+    def _meet(self, digest: int) -> bool:
+        """Waits until all workers have come here; returns whether they mean the same."""
+        self._meeting = meeting = self._meeting + 1
+        words, mine, turn = self._words, self.rank * _WORDS, meeting % 2
+        words[mine + _DIGEST + turn] = digest
+        words[mine + _ARRIVED] = meeting
+        others = [r * _WORDS for r in self._others]
+        if any(words[place + _SLEEPS] for place in others):
+            self._futex.wake(mine + _ARRIVED)
+        for rank, place in zip(self._others, others, strict=True):
+            if words[place + _ARRIVED] < meeting:
+                self._wait_for(rank, place + _ARRIVED)
         # A worker that is ahead writes the other turn's words: it cannot come to the next but one without us.
-        places = [r * _WORDS + turn for r in range(self.size)]
-        same = all(self._words[p + _DIGEST] == digest for p in places)
-        return same, [self._words[p + _NUMBER] for p in places]
+        return all(words[place + _DIGEST + turn] == digest for place in others)
 
-    def all_reduce(self, buffer: torch.Tensor, digest: int) -> bool:
-        """Replaces ``buffer`` by the sum over the workers, in rank order.
-
-        Args:
-            buffer: flat, contiguous, on the CPU.
-            digest: as in ``compare``.
-
-        Returns:
-            Whether all workers meant the same; if not, the buffer is as it was.
-        """
-        step = SLOT_BYTES // buffer.element_size()
-        for start in range(0, max(buffer.numel(), 1), step):
-            part = buffer[start : start + step]
-            slots = self._bytes.view(buffer.dtype)[:, : part.numel()]
-            slots[self.rank].copy_(part)
-            if not self.compare(digest)[0]:
-                return False
-            low, high = (part.numel() * r // self.size for r in (self.rank, self.rank + 1))
-            if high > low:
-                self._sum_into([slots[r, low:high] for r in range(self.size)], slots[self.size, low:high])
-            self._words[self.rank * _WORDS + _DEPARTED] = self._meeting
-            self._wait(_DEPARTED)
-            part.copy_(slots[self.size])
-        return True
-
-    def leave(self) -> None:
-        """Tells the others not to wait for this worker any more."""
-        self._words[self.rank * _WORDS + _LEFT] = 1
-
-    def _wait(self, word: int) -> None:
-        """Returns when all workers have come to this meeting; naps only after a while, to stay quick and fair."""
-        for rank in range(self.size):
-            place, polls, looked, deadline = rank * _WORDS + word, 0, 0.0, None
-            while self._words[place] < self._meeting:
-                polls += 1
-                if polls <= _SPINS:
-                    continue
-                if polls <= _YIELDS:
-                    os.sched_yield()
-                    continue
-                time.sleep(_NAP_SECONDS)
-                deadline = deadline or Deadline(self.timeout)
+    def _wait_for(self, rank: int, place: int) -> None:
+        words, meeting = self._words, self._meeting
+        for _ in range(self._spins):
+            if words[place] >= meeting:
+                return
+        deadline, looked = Deadline(self.timeout), time.monotonic()
+        sleeps = self.rank * _WORDS + _SLEEPS
+        words[sleeps] = 1
+        try:
+            while (seen := words[place]) < meeting:
+                # The other may just have missed the flag: a sleep is short.
+                self._futex.wait(place, seen)
                 if time.monotonic() - looked > _LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look_after(rank, place, deadline)
+        finally:
+            words[sleeps] = 0
 
     def _look_after(self, rank: int, place: int, deadline: Deadline) -> None:
         gone = self._words[rank * _WORDS + _LEFT] == 1 or self._state_of(rank) == "dead"
         if self._words[place] >= self._meeting:
             return  # it came just before it left
         if gone:
-            raise LaneError(f"worker {rank} has left")
+            raise LaneError(f"worker {rank} of this host has left")
         if deadline.passed():
-            raise LaneError(f"timed out after {deadline} waiting for worker {rank}")
+            raise LaneError(f"timed out after {deadline} waiting for worker {rank} of this host")
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this worker any more."""
+        self._words[self.rank * _WORDS + _LEFT] = 1
+        self._futex.wake(self.rank * _WORDS + _ARRIVED)
+
+    # ---- sums -------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, values: Flat | torch.Tensor, digest: int, add: Add, between: Callable[[torch.Tensor], None] | None = None
+    ) -> bool:
+        """Replaces the values by their sum over the workers, in rank order.
+
+        Args:
+            values: this worker's values, or a flat, contiguous tensor on the CPU.
+            digest: as in ``compare``.
+            add: writes the sum of tensors into another one.
+            between: makes a slice of this host's sum that over all hosts, in place; the hosts have equally many workers
+                and the worker of the same number there calls it for the same slice.
+
+        Returns:
+            Whether all workers meant the same; if not, the values are as they were.
+
+        Raises:
+            LaneError: a worker is gone, or did not come in time.
+        """
+        flat = BufferView(values) if isinstance(values, torch.Tensor) else values
+        whole = self.size <= _WHOLE_WORKERS or flat.numel * flat.dtype.itemsize <= _WHOLE_BYTES
+        if whole and between is None:
+            return self._sum_whole(flat, digest, add)
+        return self._sum_slices(flat, digest, add, between)
+
+    def _slots_of(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        """For each of the two turns the workers' slots and the place of the result, as tensors of a dtype."""
+        if dtype not in self._slots:
+            self._slots[dtype] = [list(turn.view(dtype).unbind()) for turn in self._data]
+        return self._slots[dtype]
+
+    def _sum_whole(self, flat: Flat, digest: int, add: Add) -> bool:
+        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        for start in range(0, max(flat.numel, 1), step):
+            stop = min(start + step, flat.numel)
+            self._turn = turn = 1 - self._turn
+            flat.read(start, stop, slots[turn][self.rank])
+            if not self._meet(digest):
+                return False
+            flat.write(start, stop, slots[turn][: self.size], add)
+        return True
+
+    def _sum_slices(
+        self, flat: Flat, digest: int, add: Add, between: Callable[[torch.Tensor], None] | None = None
+    ) -> bool:
+        """A part goes through three stages, each between two meetings: copied in, summed in slices, copied back."""
+        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        bounds = [(s, min(s + step, flat.numel)) for s in range(0, max(flat.numel, 1), step)]
+        turns: list[int] = []
+        for stage in range(len(bounds) + 2):
+            if stage < len(bounds):
+                self._turn = 1 - self._turn
+                turns.append(self._turn)
+                flat.read(*bounds[stage], slots[self._turn][self.rank])
+            if 0 <= stage - 1 < len(bounds):
+                start, stop = bounds[stage - 1]
+                parts = slots[turns[stage - 1]]
+                low, high = ((stop - start) * r // self.size for r in (self.rank, self.rank + 1))
+                if high > low:
+                    add([p[low:high] for p in parts[: self.size]], parts[self.size][low:high])
+                    if between is not None:
+                        between(parts[self.size][low:high])
+            if stage >= 2:
+                flat.write(*bounds[stage - 2], slots[turns[stage - 2]][self.size :], add)
+            if stage <= len(bounds) and not self._meet(digest):
+                return False
+        return True

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import Done, Pending, WorkerGroup
+from tfstyle_dist.core.enums import AggregationMethod
 
 
 class SingleGroup(WorkerGroup):
     """One worker alone; nothing is sent and nothing is waited for."""
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
+    def all_reduce_async(
+        self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
+    ) -> Pending:
         """The sum over one worker is the buffer itself."""
         return Done()
 

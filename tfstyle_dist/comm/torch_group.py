@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.comm import diagnosis, routes, socket_sums
+from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.group import Done, Operation, Pending, SumInto, WorkerGroup, call_site
+from tfstyle_dist.comm.halving import Messages
+from tfstyle_dist.comm.routes import Route
 from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
+from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.core import env
+from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
+from tfstyle_dist.core.logging import get_logger
 
 # What travels through shared memory; other element types are rare and take the sockets.
 _LANE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+# What the package can add itself; bool and the like are left to the library.
+_SUMMABLE = (*_LANE_TYPES, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16)
 _TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")
 
 
@@ -70,6 +79,8 @@ class TorchGroup(WorkerGroup):
         self.timeout = timeout
         self._group, self._store, self._device, self._on_close = process_group, store, device, on_close
         self._lane: SharedLane | None = None
+        self._one_lane = False
+        self._routes: dict[Any, Route] = {}
         self._sum_into: SumInto = _left_to_right
         # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
         # would stop the stream: only on request.
@@ -83,28 +94,28 @@ class TorchGroup(WorkerGroup):
         self._peers: list[diagnosis.Peer] = []
         self._prefix = "tfstyle/?"
         me = diagnosis.this_peer(self.rank)
-        mine = [me.pid, me.host, me.boot, _next_group_number(), env.shared_memory()]
+        mine = [me.pid, me.host, me.boot, _next_group_number(), env.shared_memory(), env.host_name()]
         facts = self.gather_objects(mine, "who is there")
         self._peers = [diagnosis.Peer(r, *fact[:3]) for r, fact in enumerate(facts)]
         self._prefix = "tfstyle/" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        one_host = len({(fact[1], fact[2]) for fact in facts}) == 1 and all(fact[4] for fact in facts)
-        if one_host and self.size > 1 and device.type == "cpu":
+        self.topology = Topology.of([(*fact[1:3], fact[5]) for fact in facts])
+        if all(fact[4] for fact in facts) and self.size > len(self.topology.hosts) and device.type == "cpu":
             self._open_lane()
+        self._one_lane = self._lane is not None and len(self.topology.hosts) == 1
         _open_groups.add(self)
 
     def _open_lane(self) -> None:
-        """Maps a common segment, if all workers can; its name is gone afterwards, so nothing can be left behind."""
-        path = self.gather_objects(create_segment(self.size) if self.rank == 0 else None, "shared memory")[0]
-        if path is None:
-            return
+        """Maps a segment for each host, if all workers can; its name is gone afterwards, so nothing stays behind."""
+        here = self.topology.neighbours(self.rank)
+        made = create_segment(len(here)) if self.rank == here[0] else None
+        path = self.gather_objects(made, "shared memory")[here[0]]
         lane = None
-        with suppress(OSError, ValueError):
-            state_of = lambda rank: self._peers[rank].state()  # noqa: E731
-            add = lambda parts, out: self._sum_into(parts, out)  # noqa: E731
-            lane = SharedLane(path, self.rank, self.size, self.timeout, state_of, add)
+        if path is not None:
+            with suppress(OSError, ValueError):
+                state_of = lambda place: self._peers[here[place]].state()  # noqa: E731
+                lane = SharedLane(path, here.index(self.rank), len(here), self.timeout, state_of)
         everywhere = all(self.gather_objects(lane is not None, "shared memory is open"))
-        if self.rank == 0:
-            remove_segment(path)
+        remove_segment(made)
         if everywhere and lane is not None:
             self._lane = lane
             self._leave_lane = weakref.finalize(self, lane.leave)
@@ -115,25 +126,106 @@ class TorchGroup(WorkerGroup):
 
     # ---- operations -------------------------------------------------------------------------------------------
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False) -> Pending:
+    def all_reduce_async(
+        self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
+    ) -> Pending:
         """See ``WorkerGroup``."""
-        if self._lane is not None and buffer.device.type == "cpu" and buffer.dtype in _LANE_TYPES:
-            return self._meet_in_memory(self._lane, buffer, name)
-        begin = lambda: dist.all_reduce(buffer, group=self._group, async_op=True)  # noqa: E731
-        return self._start(name, buffer, begin, compare=self._debug or not agreed)
+        route = self._route(buffer.numel(), buffer.dtype, buffer.device.type, method)
+        if route is Route.MEMORY:
+            self._sum_in_memory(BufferView(buffer), name, method)
+            return Done()
+        if self._debug or not agreed:
+            self._compare_first(name, buffer, f", method {method!r}")
+        if route is Route.OWN:
+            begin = lambda: dist.all_reduce(buffer, group=self._group, async_op=True)  # noqa: E731
+            return self._start(name, buffer, begin, compare=False)
+        if route is Route.GATHER:
+            return socket_sums.sum_gathered(self, buffer, name, self._adder(method))
+        if route is Route.SLICES:
+            return socket_sums.sum_slices(self, buffer, name, self._adder(method))
+        everybody = tuple(range(self.size))
+        if route is Route.HALVING:
+            return socket_sums.Stages(None, lambda: socket_sums.sum_by_halving(self, buffer, name, everybody))
+        column = self.topology.column(self.rank)
+        between = lambda part: socket_sums.sum_by_halving(self, part, name, column)  # noqa: E731
+        self._sum_in_memory(BufferView(buffer), name, AggregationMethod.EXPERIMENTAL_TREE, between)
+        return Done()
 
-    def _meet_in_memory(self, lane: SharedLane, buffer: torch.Tensor, name: str) -> Pending:
+    def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """See ``WorkerGroup``."""
+        return self._one_lane and device.type == "cpu" and dtype in _LANE_TYPES
+
+    def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
+        """See ``WorkerGroup``."""
+        if self.meets_in_memory(values.dtype, torch.device("cpu")):
+            self._sum_in_memory(values, name, method)
+        else:
+            super().all_reduce_flat(values, name, method)
+
+    def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
+        """See ``WorkerGroup``."""
+        return routes.explain(method, numel * dtype.itemsize, self._place(dtype, self._device.type))
+
+    def _place(self, dtype: torch.dtype, device_type: str) -> routes.Place:
+        topology, on_cpu = self.topology, device_type == "cpu"
+        memory = self._lane is not None and on_cpu and dtype in _LANE_TYPES
+        return routes.Place(
+            self.size, len(topology.hosts), topology.aligned, memory, not on_cpu, summable=dtype in _SUMMABLE
+        )
+
+    def _route(self, numel: int, dtype: torch.dtype, device_type: str, method: int) -> Route:
+        key = (numel, dtype, device_type, method, AggregationMethod.is_default(method))
+        route = self._routes.get(key)
+        if route is None:
+            place, nbytes = self._place(dtype, device_type), numel * dtype.itemsize
+            route = self._routes[key] = routes.choose(method, nbytes, place)
+            get_logger().debug("%s", routes.explain(method, nbytes, place))
+        return route
+
+    def _adder(self, method: int) -> Add:
+        order = AggregationMethod.ADD_N if AggregationMethod.is_default(method) else method
+        return lambda parts, out: self._sum_into(parts, out, order)
+
+    def _sum_in_memory(
+        self, values: Flat, name: str, method: int, between: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         """The sum through shared memory; compared on the way, at no cost."""
-        operation = self._next_operation(name, buffer)
-        text = f"{name} ({operation.numel} x {operation.dtype})"
+        self._raise_if_broken()
+        assert self._lane is not None
+        text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
         try:
-            same = lane.all_reduce(buffer, _digest(text))
+            same = self._lane.all_reduce(values, _digest(text), self._adder(method), between)
         except LaneError as error:
-            self._fail(operation, error)
-            raise  # not reached
+            self._fail(Operation(name, self._sequence, _name_of(values.dtype), values.numel, ""), error)
+        self._sequence += 1
         if not same:
             self._raise_mismatch(text, name)
-        return Done()
+
+    def start_gather(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
+        """Starts gathering buffers whose sizes are known to agree."""
+        out = [torch.empty_like(buffer) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)  # noqa: E731
+        return out, self._start(name, buffer, begin, compare=False)
+
+    def start_all_to_all(self, buffer: torch.Tensor, name: str) -> tuple[torch.Tensor, Pending]:
+        """Starts sending a slice to every worker; see ``socket_sums.Wire``."""
+        out = torch.empty_like(buffer)
+        begin = lambda: dist.all_to_all_single(out, buffer, group=self._group, async_op=True)  # noqa: E731
+        return out, self._start(name, buffer, begin, compare=False)
+
+    def exchange(self, sends: Messages, receives: Messages, name: str) -> None:
+        """Sends to and receives from single workers; see ``socket_sums.Wire``."""
+        messages = [dist.P2POp(dist.isend, t, group=self._group, group_peer=p) for p, t in sends]
+        messages += [dist.P2POp(dist.irecv, t, group=self._group, group_peer=p) for p, t in receives]
+        if not messages:
+            return
+        largest = max((t for _, t in (*sends, *receives)), key=torch.Tensor.numel)
+        operation = self._next_operation(name, largest)
+        try:
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+        except RuntimeError as error:
+            self._fail(operation, error)
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """See ``WorkerGroup``."""
@@ -176,7 +268,7 @@ class TorchGroup(WorkerGroup):
         sizes = self._exchange(f"gather objects: {name}", name, data.numel())
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
         padded[: data.numel()] = data
-        out, pending = self._gather_async(padded, name)
+        out, pending = self.start_gather(padded, name)
         pending.wait()
         return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(out, sizes, strict=True)]
 
@@ -194,14 +286,15 @@ class TorchGroup(WorkerGroup):
         self._agreed = ""
         digest = _digest(text)
         mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
-        if self._lane is not None:
+        if self._one_lane:
+            assert self._lane is not None
             operation = self._next_operation(name, mine)
             try:
                 same, numbers = self._lane.compare(digest, number)
             except LaneError as error:
                 self._fail(operation, error)
         else:
-            out, pending = self._gather_async(mine, name)
+            out, pending = self.start_gather(mine, name)
             pending.wait()
             pairs = [other.tolist() for other in out]
             same, numbers = all(other == digest for other, _ in pairs), [n for _, n in pairs]
@@ -217,20 +310,14 @@ class TorchGroup(WorkerGroup):
             f"The workers make different calls; all must make the same calls in the same order:\n{lines}", calls
         )
 
-    def _gather_async(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
-        """Starts gathering buffers whose sizes are known to agree."""
-        out = [torch.empty_like(buffer) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)  # noqa: E731
-        return out, self._start(name, buffer, begin, compare=False)
-
     def _texts(self, text: str, name: str) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
         size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        sizes, pending = self._gather_async(size, name)
+        sizes, pending = self.start_gather(size, name)
         pending.wait()
         padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=self._device)
         padded[: data.numel()] = data
-        out, pending = self._gather_async(padded, name)
+        out, pending = self.start_gather(padded, name)
         pending.wait()
         return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(out, sizes, strict=True)]
 
@@ -251,7 +338,9 @@ class TorchGroup(WorkerGroup):
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
         """See ``WorkerGroup``."""
         mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self.timeout)
-        return TorchGroup(mine, self.timeout, self._store, self._device, lambda: dist.destroy_process_group(mine))
+        part = TorchGroup(mine, self.timeout, self._store, self._device, lambda: dist.destroy_process_group(mine))
+        part.use_summation(self._sum_into)
+        return part
 
     def abort(self) -> None:
         """See ``WorkerGroup``."""
@@ -281,24 +370,30 @@ class TorchGroup(WorkerGroup):
     # ---- errors -----------------------------------------------------------------------------------------------
 
     def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any], compare: bool = True) -> Pending:
-        if compare and self._compares and (self._debug or not self._has_agreed(name)):
-            self._exchange(f"{name} ({buffer.numel()} x {_name_of(buffer.dtype)})", name)
+        if compare:
+            self._compare_first(name, buffer)
         operation = self._next_operation(name, buffer)
         try:
             pending = _Pending(self, operation, begin(), buffer)
         except RuntimeError as error:
             self._fail(operation, error)
-            raise  # not reached
         self._in_flight.add(operation.sequence)
         return pending
+
+    def _compare_first(self, name: str, buffer: torch.Tensor, more: str = "") -> None:
+        if self._compares and (self._debug or not self._has_agreed(name)):
+            self._exchange(f"{name} ({buffer.numel()} x {_name_of(buffer.dtype)}{more})", name)
+
+    def _raise_if_broken(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _next_operation(self, name: str, buffer: torch.Tensor) -> Operation:
         """Numbers an operation; raises if the group is broken.
 
         Its call site costs a walk up the stack: taken when the wait fails, while the caller is still on the stack.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_if_broken()
         self._sequence += 1
         return Operation(name, self._sequence - 1, _name_of(buffer.dtype), buffer.numel(), "")
 
@@ -306,7 +401,7 @@ class TorchGroup(WorkerGroup):
         """Whether ``agree`` was called for ``name``, or for all of ``name[0]``, ``name[1]``, ..., just before."""
         return bool(self._agreed) and name.partition("[")[0] == self._agreed
 
-    def _fail(self, operation: Operation, error: Exception) -> None:
+    def _fail(self, operation: Operation, error: Exception) -> NoReturn:
         """Turns torch's error into ours, with everything that can be found out about the others."""
         if not operation.site:
             operation = Operation(operation.name, operation.sequence, operation.dtype, operation.numel, call_site())
@@ -329,12 +424,13 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.lru_cache(maxsize=1024)
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _left_to_right(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum before a strategy says how its sums are made."""
+def _left_to_right(parts: Sequence[torch.Tensor], out: torch.Tensor, method: int) -> None:
+    """The sum before a strategy says how its sums are made; right for up to three workers."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)

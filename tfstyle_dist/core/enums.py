@@ -76,17 +76,31 @@ class InputReplicationMode(enum.Enum):
     PER_REPLICA = "PER_REPLICA"
 
 
+class _Default(int):
+    """The number of ``ADD_N``, told apart by what it is: whoever gives it leaves the choice to the package."""
+
+    def __repr__(self) -> str:
+        return "AggregationMethod.DEFAULT"
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        return _the_default, ()
+
+
+def _the_default() -> int:
+    return AggregationMethod.DEFAULT
+
+
 class AggregationMethod:
-    """How contributions to one gradient are summed (``tf.AggregationMethod``; plain ints as there).
+    """How contributions to one gradient are summed (``tf.AggregationMethod``; ints as there).
 
     * ``ADD_N`` (0): all contributions at once, in one n-ary sum.
-    * ``DEFAULT`` (0): equal to ``ADD_N`` as in TensorFlow.
+    * ``DEFAULT`` (0): equal to ``ADD_N`` as in TensorFlow, but leaves the choice to the package (``is_default``).
     * ``EXPERIMENTAL_TREE`` (1), also ``TREE``: pairwise, log2(N) levels.
     * ``EXPERIMENTAL_ACCUMULATE_N`` (2): the left chain, one live accumulator.
     """
 
     ADD_N: Final = 0
-    DEFAULT: Final = ADD_N
+    DEFAULT: Final[int] = _Default(ADD_N)
     EXPERIMENTAL_TREE: Final = 1
     TREE: Final = EXPERIMENTAL_TREE
     EXPERIMENTAL_ACCUMULATE_N: Final = 2
@@ -105,4 +119,9 @@ class AggregationMethod:
                 f"Invalid aggregation_method {method!r}: write AggregationMethod.ADD_N, DEFAULT, EXPERIMENTAL_TREE "
                 "(or TREE) or EXPERIMENTAL_ACCUMULATE_N."
             )
-        return int(method)
+        return cls.DEFAULT if cls.is_default(method) else int(method)
+
+    @classmethod
+    def is_default(cls, method: int | None) -> bool:
+        """Whether the choice is left to the package: ``DEFAULT`` itself or ``None``; a plain 0 is ``ADD_N``."""
+        return method is None or isinstance(method, _Default)

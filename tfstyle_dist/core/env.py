@@ -109,6 +109,11 @@ def shared_memory() -> bool:
     return os.environ.get("TFSTYLE_SHARED_MEMORY", "1") != "0"
 
 
+def host_name() -> str | None:
+    """``TFSTYLE_HOST``: a name for this host instead of its own; workers of different names share no memory."""
+    return os.environ.get("TFSTYLE_HOST") or None
+
+
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()

@@ -20,6 +20,31 @@ def true_device(tensor: torch.Tensor) -> torch.device:
     return device
 
 
+def sum_into(parts: Sequence[torch.Tensor], out: torch.Tensor, method: int) -> None:
+    """Writes the sum of ``parts`` into ``out``; the form in which groups of workers add.
+
+    Args:
+        parts: tensors of one shape and dtype, at least one.
+        out: of the same shape; may be none of the contributions.
+        method: an ``AggregationMethod``.
+    """
+    if len(parts) == 2 and parts[0].dtype not in _HALF:
+        torch.add(parts[0], parts[1], out=out)  # all methods are this; small sums are frequent
+    else:
+        aggregate(parts, method, out=out)
+
+
+def widened(worker: Worker, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local replicas' values as they are summed: partial sums of half precision stay in float32.
+
+    Args:
+        worker: says whether the local sum is a partial one.
+        values: one tensor for each local replica.
+    """
+    partial = worker.group.size > 1 and len(values) > 1
+    return [v.detach().float() if partial and v.dtype in _HALF else v.detach() for v in values]
+
+
 def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DEFAULT) -> torch.Tensor:
     """The sum of the local replicas' values as a new tensor on the first one's device.
 
@@ -37,7 +62,9 @@ def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DE
     return aggregate(moved, method)
 
 
-def reduce_over_workers(worker: Worker, op: ReduceOp, total: torch.Tensor, name: str) -> torch.Tensor:
+def reduce_over_workers(
+    worker: Worker, op: ReduceOp, total: torch.Tensor, name: str, method: int = AggregationMethod.DEFAULT
+) -> torch.Tensor:
     """Turns the local sum into the SUM or MEAN over all replicas.
 
     Half precision travels and is summed in float32. An integer MEAN is a true division, as in TensorFlow.
@@ -47,12 +74,13 @@ def reduce_over_workers(worker: Worker, op: ReduceOp, total: torch.Tensor, name:
         op: SUM or MEAN.
         total: the local sum; may be overwritten.
         name: for messages.
+        method: an ``AggregationMethod``: how the workers' sums are added.
     """
     dtype = total.dtype
     if worker.group.size > 1:
         flat = total.float() if dtype in _HALF else total
         flat = flat.contiguous().reshape(-1)
-        worker.group.all_reduce(flat, name)
+        worker.group.all_reduce(flat, name, method)
         total = flat.view(total.shape)
     if op is ReduceOp.MEAN:
         total = total / worker.num_replicas

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tfstyle_dist.core import devices
+from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.cross_device_ops.base import CrossDeviceOps
 
 
@@ -15,17 +16,22 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Args:
         reduce_to_device: device string of the place to sum; default: the first replica's device.
-        accumulation_fn: takes the list of tensors and returns their sum; default: ``ops.aggregate`` (ADD_N).
+        accumulation_fn: takes the list of tensors and returns their sum; default: ``ops.aggregate``.
+        aggregation_method: an ``AggregationMethod``: the order in which values and gradients are added, within this
+            process and between workers.
 
     Raises:
-        ValueError: ``reduce_to_device`` is no device.
+        ValueError: ``reduce_to_device`` is no device, or an unknown method.
     """
 
     def __init__(
         self,
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+        *,
+        aggregation_method: int | None = None,
     ) -> None:
+        self.aggregation_method = AggregationMethod.validate(aggregation_method)
         self.reduce_to_device = None if reduce_to_device is None else devices.parse(reduce_to_device)
         self.accumulation_fn = accumulation_fn
 

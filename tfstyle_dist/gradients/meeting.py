@@ -137,7 +137,12 @@ class MeetingReducer(GradientReducer):
     def _parts(self, record: Record) -> list[torch.Tensor]:
         slots = self.slots[id(record)]
         device = record.components[0].device
-        return [c.detach().to(device) for s in slots if (c := self.contribution(s)) is not None]
+        parts = [None if (c := self.contribution(s)) is None else c.detach().to(device) for s in slots]
+        given = [p for p in parts if p is not None]
+        if len(given) in (0, len(parts)) or any(p.is_sparse for p in given):
+            return given
+        # As between workers: a replica without a gradient adds zeros, and the sum keeps its shape and bits.
+        return [torch.zeros_like(given[0]) if p is None else p for p in parts]
 
     def _reduce_locally(self, record: Record) -> None:
         parts = self._parts(record)
@@ -179,7 +184,7 @@ class MeetingReducer(GradientReducer):
         with torch.no_grad():
             for bucket in plan.buckets:
                 buffer = self._packed(bucket)
-                group.all_reduce(buffer, f"gradients[{bucket.index}]")
+                group.all_reduce(buffer, f"gradients[{bucket.index}]", self.method)
                 used = buffer[bucket.numel :].tolist()
                 for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
                     if used[place] == 0:

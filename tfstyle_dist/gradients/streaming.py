@@ -95,7 +95,8 @@ class StreamingReducer(GradientReducer):
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
         self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
         self._unagreed = True
-        self._signature = f"of one backward pass ({', '.join(f'{b.numel} x {b.dtype}' for b in plan.buckets)})"
+        sizes = ", ".join(f"{b.numel} x {b.dtype}" for b in plan.buckets)
+        self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
     def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
         part = self.contribution(slot)
@@ -111,7 +112,8 @@ class StreamingReducer(GradientReducer):
                 # Once for each plan: comparing every pass could cost as much as a small model's gradients.
                 group.agree(self._signature, "gradients")
                 self._unagreed = False
-            lane.pending = group.all_reduce_async(lane.buffer, f"gradients[{lane.bucket.index}]", agreed=True)
+            name = f"gradients[{lane.bucket.index}]"
+            lane.pending = group.all_reduce_async(lane.buffer, name, agreed=True, method=self.method)
         except CollectiveMismatchError:
             self._active = False  # all workers know, and nobody goes on with this pass
             raise

@@ -13,12 +13,12 @@ from tfstyle_dist.core import nest
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.meeting import MeetingReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
-from tfstyle_dist.ops import aggregate_into
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.strategies import reductions
@@ -75,7 +75,7 @@ class Strategy(InputMethods, TrainingMethods):
         self.worker = extended.worker
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
-        self.worker.group.use_summation(aggregate_into)
+        self.worker.group.use_summation(sum_into)
         self.parameter_store = ParameterStore(self, self.worker)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None
@@ -84,7 +84,10 @@ class Strategy(InputMethods, TrainingMethods):
         if self.worker.num_replicas > 1:
             reducer = MeetingReducer if self.worker.num_local_replicas > 1 else StreamingReducer
             self.gradient_reducer = reducer(
-                self.worker, self.parameter_store, self.communication_options.bytes_per_pack
+                self.worker,
+                self.parameter_store,
+                self.communication_options.bytes_per_pack,
+                self.cross_device_ops.aggregation_method,
             )
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = UpdateRunner(self)

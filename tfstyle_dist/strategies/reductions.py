@@ -9,7 +9,12 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import gather_over_workers, reduce_over_workers, sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import (
+    gather_over_workers,
+    reduce_over_workers,
+    sparse_sum_over_workers,
+    widened,
+)
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
@@ -133,10 +138,11 @@ def reduce_columns(
     """
     worker, ops = strategy.worker, strategy.cross_device_ops
     with torch.no_grad():
-        sums = [ops.sum_values([v.detach() for v in column]) for column in columns]
+        sums = [ops.sum_values(widened(worker, column)) for column in columns]
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
-        worker.group.agree(f"{op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}", name)
+        method = ops.aggregation_method
+        worker.group.agree(f"{op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}, method {method!r}", name)
         results: dict[int, torch.Tensor] = {}
         dense: dict[torch.dtype, list[int]] = {}
         for place, total in enumerate(sums):
@@ -147,13 +153,19 @@ def reduce_columns(
                 dense.setdefault(total.dtype, []).append(place)
         for places in dense.values():
             flat = torch.cat([sums[p].reshape(-1) for p in places])
-            flat = reduce_over_workers(worker, op, flat, name)
+            flat = reduce_over_workers(worker, op, flat, name, method)
             offset = 0
             for place in places:
                 count = sums[place].numel()
-                results[place] = flat[offset : offset + count].view(sums[place].shape).clone()
+                result = flat[offset : offset + count].view(sums[place].shape)
+                wanted = columns[place][0].dtype
+                results[place] = result.to(wanted) if _was_widened(wanted, result.dtype) else result.clone()
                 offset += count
     return [results[place] for place in range(len(sums))]
+
+
+def _was_widened(wanted: torch.dtype, now: torch.dtype) -> bool:
+    return wanted in (torch.float16, torch.bfloat16) and now is torch.float32
 
 
 def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:

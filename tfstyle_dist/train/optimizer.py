@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
@@ -175,11 +175,11 @@ class TFOptimizer(abc.ABC):
         """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
         group = strategy.worker.group
         with torch.no_grad():
-            sums = [aggregate(column, method) if any(g is not None for g in column) else None for column in columns]
+            sums = [_sum(strategy, column, method) for column in columns]
             if group.size == 1:
                 return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
             described = [(tuple(v.shape), str(v.dtype)) for v in variables]
-            group.agree(f"{self._name}.apply_gradients of {described}", "apply_gradients")
+            group.agree(f"{self._name}.apply_gradients of {described}, method {method!r}", "apply_gradients")
             result: list[tuple[torch.Tensor, Any]] = []
             places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
             for place, variable in enumerate(variables):
@@ -187,8 +187,10 @@ class TFOptimizer(abc.ABC):
             reduced: dict[int, torch.Tensor] = {}
             for (dtype, device), members in places.items():
                 parts = [_flat(sums[p], variables[p]) for p in members]
-                flags = torch.tensor([float(sums[p] is not None) for p in members], dtype=dtype, device=device)
-                flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, torch.cat([*parts, flags]), "apply_gradients")
+                used_here = [float(sums[p] is not None) for p in members]
+                flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
+                flat = torch.cat([*parts, flags])
+                flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
                 used = flat[-len(members) :].tolist()
                 offset = 0
                 for k, place in enumerate(members):
@@ -344,10 +346,21 @@ def _value(variable: Any) -> Any:
     return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
 
 
+def _sum(strategy: Strategy, column: Sequence[torch.Tensor | None], method: int) -> torch.Tensor | None:
+    """The sum over the local replicas; a replica without a gradient adds nothing."""
+    given = [g for g in column if g is not None]
+    return aggregate(widened(strategy.worker, given), method) if given else None
+
+
 def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
     if total is None:
-        return torch.zeros(variable.numel(), dtype=variable.dtype, device=_value(variable).device)
-    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(variable.dtype)
+        return torch.zeros(variable.numel(), dtype=_accumulated(variable.dtype), device=_value(variable).device)
+    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(_accumulated(variable.dtype))
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of ``dtype`` travel."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _advance(step: Any, replica: Any) -> None:

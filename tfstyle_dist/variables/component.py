@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device
+from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
@@ -127,7 +127,8 @@ def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
             worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
         return first
     op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
-    total = reduce_over_workers(worker, op, local_sum(values), f"variable {record.local_name!r}")
+    total = local_sum(widened(worker, values))
+    total = reduce_over_workers(worker, op, total, f"variable {record.local_name!r}")
     return total.to(values[0].dtype)
 
 

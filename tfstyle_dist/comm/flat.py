@@ -1,0 +1,54 @@
+"""Values that are summed as one flat vector, wherever they live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Add = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+"""Writes the sum of one or more tensors, in a fixed order, into another one."""
+
+
+class Flat(Protocol):
+    """A vector that is read and written in parts."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type in which the values travel."""
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copies elements ``start`` to ``stop`` to the beginning of ``out``."""
+
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
+        """Replaces elements ``start`` to ``stop`` by the sum of what is at the beginning of ``parts``."""
+
+
+class BufferView:
+    """A flat, contiguous tensor as a ``Flat``.
+
+    Args:
+        buffer: the tensor.
+    """
+
+    __slots__ = ("buffer", "dtype", "numel")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.dtype, self.numel = buffer, buffer.dtype, buffer.numel()
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See ``Flat``."""
+        out[: stop - start].copy_(self.buffer[start:stop])
+
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
+        """See ``Flat``."""
+        target = self.buffer[start:stop]
+        if len(parts) == 1:
+            target.copy_(parts[0][: stop - start])
+        else:
+            add([p[: stop - start] for p in parts], target)
