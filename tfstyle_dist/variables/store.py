@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -44,7 +45,12 @@ class ParameterStore:
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
+        placement: where copies live.
+        parameter_device: the one device of all values under central storage; ``None`` otherwise.
     """
+
+    placement = Placement.MIRRORED
+    parameter_device: ReplicaDevice | None = None
 
     def __init__(self, strategy: Any, worker: Worker) -> None:
         self._strategy = weakref.ref(strategy)
