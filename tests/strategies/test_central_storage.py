@@ -117,7 +117,7 @@ def test_a_variable_needs_an_aggregation_to_be_written_by_replicas(central: Any)
         variable = td.Variable(1.0, name="v")
     with pytest.raises(ValueError, match="must specify an aggregation method"):
         central.run(lambda: variable.assign(torch.tensor(2.0)))
-    assert float(variable) == 1.0
+    assert float(variable.value()) == 1.0
 
 
 def test_one_compute_device_is_also_the_parameter_device() -> None:
