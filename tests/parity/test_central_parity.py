@@ -33,3 +33,21 @@ def test_two_replicas_in_process(name: str, dtype: torch.dtype) -> None:
 def test_three_replicas_with_uneven_batches(name: str, optimizer: str, reduction: str) -> None:
     with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
         check_parity(strategy, name, optimizer, torch.float64, UNEVEN, reduction, twice=False)
+
+
+@pytest.mark.distributed(workers=2)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@DTYPES
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks(name: str, dtype: torch.dtype, optimizer: str) -> None:
+    with td.experimental.CentralStorageStrategy() as strategy:
+        check_parity(strategy, name, optimizer, dtype, EVEN, "mean", twice=False)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed(workers=3)
+@pytest.mark.parametrize(("optimizer", "reduction"), [("momentum", "sum"), ("adam", "tf")])
+@pytest.mark.parametrize("name", QUICK)
+def test_three_ranks_with_uneven_batches(name: str, optimizer: str, reduction: str) -> None:
+    with td.experimental.CentralStorageStrategy() as strategy:
+        check_parity(strategy, name, optimizer, torch.float64, UNEVEN, reduction, twice=False)
