@@ -29,7 +29,6 @@ def not_applicable(reason: str) -> str:
 CORE = planned("core")
 MULTI_WORKER = planned("multi-worker")
 PARAMETER_SERVER = planned("parameter server")
-CENTRAL_STORAGE = planned("central storage")
 TPU = planned("TPU")
 CHECKPOINT = planned("checkpoint")
 
@@ -223,7 +222,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,
     "tf.distribute.coordinator.RemoteValue": PARAMETER_SERVER,
     "tf.distribute.coordinator.experimental_get_current_worker_index": PARAMETER_SERVER,
-    "tf.distribute.experimental.CentralStorageStrategy": CENTRAL_STORAGE,
+    "tf.distribute.experimental.CentralStorageStrategy": STRATEGY,
     "tf.distribute.experimental.CollectiveCommunication": IN,
     "tf.distribute.experimental.CollectiveHints": {"__init__": IN},
     "tf.distribute.experimental.CommunicationImplementation": IN,

@@ -70,6 +70,8 @@ class Facade:
             return td.MirroredStrategy([self.device(i) for i in range(n)], **kw)
         if kind == "one_device":
             return td.OneDeviceStrategy(self.device(0), **kw)
+        if kind == "central_storage":
+            return td.experimental.CentralStorageStrategy([self.device(i) for i in range(n)], self.device(0), **kw)
         if kind == "default":
             return td.get_strategy()
         raise NotImplementedError(f"strategy kind {kind!r} is not there yet (docs/status.md)")

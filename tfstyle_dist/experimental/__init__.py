@@ -7,9 +7,11 @@ from tfstyle_dist.comm.options import (
     CommunicationOptions,
 )
 from tfstyle_dist.strategies.averages import exact_mean
+from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.values import ValueContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",

@@ -159,7 +159,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    owner = _owner(optimizer)
+    # As it was found before the step: the groups may hold parts of the parameters until the runner puts them back.
+    owner = _ownership.get(optimizer) or _owner(optimizer)
     if owner.records and owner.strategies[0].update_runner is not None:
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
 

@@ -1,6 +1,7 @@
 """Layer 4: the strategies; each is a small specialisation of W workers times L replicas."""
 
 from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.strategies.contexts import (
     experimental_set_strategy,
     get_replica_context,
@@ -14,6 +15,7 @@ from tfstyle_dist.strategies.one_device import OneDeviceStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 __all__ = [
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "ReplicaContext",

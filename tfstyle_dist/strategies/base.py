@@ -82,18 +82,26 @@ class Strategy(InputMethods, TrainingMethods):
         self._closed = False
         extended.bind(self)
         if self.worker.num_replicas > 1:
-            reducer = MeetingReducer if self.worker.num_local_replicas > 1 else StreamingReducer
-            self.gradient_reducer = reducer(
-                self.worker,
-                self.parameter_store,
-                self.communication_options.bytes_per_pack,
-                self.cross_device_ops.aggregation_method,
-            )
+            self.gradient_reducer = self.make_reducer()
             self.parameter_store.on_adopt = self.gradient_reducer.attach
-            self.update_runner = UpdateRunner(self)
+            self.update_runner = self.make_update_runner()
             update_hooks.install()
             self._uninstall_hooks = weakref.finalize(self, update_hooks.uninstall)
             self._uninstall_hooks.atexit = False
+
+    def make_reducer(self) -> GradientReducer:
+        """What makes the gradients of plain optimizers the same on all replicas."""
+        reducer = MeetingReducer if self.worker.num_local_replicas > 1 else StreamingReducer
+        return reducer(
+            self.worker,
+            self.parameter_store,
+            self.communication_options.bytes_per_pack,
+            self.cross_device_ops.aggregation_method,
+        )
+
+    def make_update_runner(self) -> UpdateRunner:
+        """Who runs the step of plain optimizers."""
+        return UpdateRunner(self)
 
     # ---- facts ------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
@@ -58,7 +59,8 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices on which variables live."""
-        return self._devices()
+        home = self.strategy.parameter_store.parameter_device
+        return self._devices() if home is None else (str(home),)
 
     def _devices(self) -> tuple[str, ...]:
         if not self.worker.devices:
@@ -140,7 +142,7 @@ class StrategyExtended:
             group: regroup the results into one value; else a tuple with one result per copy.
 
         Raises:
-            AssertionError: ``var`` is no variable of this strategy.
+            InvalidArgumentError: ``var`` is no variable of this strategy.
         """
         if self.strategy.num_replicas_in_sync == 1 and not isinstance(var, DistributedValues):
             with entered(Frame(self.strategy, component=0)):
@@ -148,10 +150,11 @@ class StrategyExtended:
             return result if group else (result,)
         record = self._own(var, "extended.update")
         record.store.ensure_equal()
-        if len(record.components) > 1:
+        copies = record.copies()
+        if len(copies) > 1:
             record.separate()
         results = []
-        for replica, component in enumerate(record.components):
+        for replica, component in enumerate(copies):
             with entered(Frame(self.strategy, component=replica)):
                 results.append(
                     fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {}))
@@ -212,13 +215,14 @@ class StrategyExtended:
     def _own(self, var: Any, what: str) -> Record:
         record = find_record(var) if isinstance(var, Variable | torch.nn.Parameter) else None
         if record is None or record.store is not self.strategy.parameter_store:
-            raise AssertionError(
-                f"{what} takes a variable or parameter of {self.strategy!r}, got {type(var).__name__}"
+            raise InvalidArgumentError(
+                f"{what} can not update this: it takes a variable or parameter of {self.strategy!r}, got "
+                f"{type(var).__name__}"
                 + (" of another strategy" if record is not None else "")
                 + ". Create it inside strategy.scope()."
             )
         if isinstance(var, VariableComponent):
-            raise AssertionError(
+            raise InvalidArgumentError(
                 f"{what} takes the variable, not one of its copies; use extended.value_container(copy)."
             )
         return record

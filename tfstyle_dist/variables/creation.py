@@ -77,13 +77,14 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     separate = spec.synchronization is VariableSynchronization.ON_READ
     components: list[torch.Tensor] = []
     for replica in range(store.worker.num_local_replicas if issubclass(cls, DistributedValues) else 1):
-        target = store.worker.torch_device(replica) if store.worker.devices else tensor.device
+        place = store.parameter_device or (store.worker.devices[replica] if store.worker.devices else None)
+        target = tensor.device if place is None else place.torch_device
         data = tensor.to(target)
         if separate and replica > 0:
             data = data.clone()
         component = VariableComponent(data, requires_grad=wants_grad)
         component._tfstyle_name = name if replica == 0 else f"{name}/replica_{replica}"
-        component._tfstyle_device = store.worker.devices[replica].logical if store.worker.devices else data.device
+        component._tfstyle_device = data.device if place is None else place.logical
         components.append(component)
     variable: Variable = torch.Tensor._make_subclass(cls, components[0].detach(), wants_grad)
     record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())

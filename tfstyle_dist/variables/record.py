@@ -77,7 +77,7 @@ class Record:
     ) -> None:
         self.store, self.components, self.kind = store, components, kind
         self.synchronization, self.aggregation, self.policy = synchronization, aggregation, policy
-        self.placement = Placement.MIRRORED
+        self.placement = store.placement
         # Copies of a parameter on one device share their storage until somebody writes his own.
         self.separated = kind == "buffer" or synchronization is VariableSynchronization.ON_READ
         self._tensor: weakref.ref[torch.Tensor] = weakref.ref(tensor)
@@ -106,6 +106,10 @@ class Record:
         """The copy that the calling thread reads."""
         index = self.index()
         return self.components[0 if index is None else index]
+
+    def copies(self) -> list[torch.Tensor]:
+        """What the user counts as the copies of this worker: one on the parameter device under central storage."""
+        return self.components[:1] if self.placement is Placement.CENTRAL else list(self.components)
 
     def updating(self) -> Frame | None:
         """The frame of the update under way in this thread, if any."""

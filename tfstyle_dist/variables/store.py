@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
+from tfstyle_dist.variables.shared_home import SharedHome
 
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _records_lock = threading.Lock()
@@ -44,7 +46,14 @@ class ParameterStore:
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
+        placement: where copies live.
+        parameter_device: the one device of all values under central storage; ``None`` otherwise.
+        shared_home: the memory that the workers share under central storage; ``None`` otherwise.
     """
+
+    placement = Placement.MIRRORED
+    parameter_device: ReplicaDevice | None = None
+    shared_home: SharedHome | None = None
 
     def __init__(self, strategy: Any, worker: Worker) -> None:
         self._strategy = weakref.ref(strategy)
@@ -238,7 +247,7 @@ class ParameterStore:
             pending, self._pending = [r for r in self._pending if r.tensor is not None], []
             if self.worker.group.size > 1:
                 self._check_same_structure(pending)
-                self._broadcast(pending)
+                self._broadcast(pending if self.shared_home is None else self.shared_home.move_in(pending))
             for record in pending:
                 if len(record.components) > 1 and not self.worker.one_device():
                     record.fan_out()

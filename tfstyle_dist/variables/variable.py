@@ -18,7 +18,7 @@ from tfstyle_dist.variables.component import (
     write_component,
 )
 from tfstyle_dist.variables.creation import VariableSpec, default_creator
-from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
 
 
@@ -172,6 +172,12 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
             or record.aggregation is VariableAggregation.NONE
         )
         if local:
+            if frame.component is None and record.placement is Placement.CENTRAL:
+                raise ValueError(
+                    f"You must specify an aggregation method to update the variable {self.name!r} in replica context: "
+                    "under central storage it has one copy, and aggregation NONE does not say how the replicas' values "
+                    "combine. Create it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA."
+                )
             value = checked(value, component, self.name)
             if frame.component is None:
                 record.separate()
@@ -207,7 +213,8 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
     def _assign_in_cross_replica_context(self, op: str, value: Any) -> Any:
         record = self._tfstyle_record
         first, on_read = record.components[0], record.synchronization is VariableSynchronization.ON_READ
-        values = [checked(v, first, self.name) for v in per_component(value, len(record.components))]
+        count = len(record.copies())
+        values = [checked(v, first, self.name) for v in per_component(value, count)[:count]]
         if not on_read:
             if len({id(v) for v in values}) > 1:
                 record.separate()
@@ -235,6 +242,6 @@ class DistributedVariable(DistributedValues, Variable):  # type: ignore[misc]  #
 
     @property
     def values(self) -> tuple[Any, ...]:  # type: ignore[override]  # Tensor.values() is for sparse tensors
-        """The copies of this worker's replicas."""
+        """The copies of this worker's replicas; the one copy under central storage."""
         self._tfstyle_record.store.ensure_equal()
-        return tuple(self._tfstyle_record.components)
+        return tuple(self._tfstyle_record.copies())

@@ -1,0 +1,126 @@
+"""Central storage in one process: one copy of everything, whatever the replicas do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfstyle_dist as td
+from tfstyle_dist.variables import find_record
+
+
+@pytest.fixture
+def central() -> Iterator[Any]:
+    """Two replicas on the CPU over central storage."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def storages(parameter: Any) -> set[int]:
+    """Where the values of a parameter are in memory."""
+    record = find_record(parameter)
+    assert record is not None
+    return {component.data_ptr() for component in record.components}
+
+
+def train(strategy: Any, model: nn.Module, optimizer: Any, steps: int = 3, fail: int | None = None) -> None:
+    """Some steps; ``fail``: that replica raises between backward and update of the last."""
+
+    def step(last: bool) -> None:
+        context = td.get_replica_context()
+        assert context is not None
+        x = torch.arange(8.0).reshape(2, 4) + context.replica_id_in_sync_group
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        if last and context.replica_id_in_sync_group == fail:
+            raise ValueError("a replica broke")
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    for number in range(steps):
+        strategy.run(step, args=(number == steps - 1,))
+
+
+def test_there_is_one_copy_of_weights_and_of_the_optimizer_state(central: Any) -> None:
+    with central.scope():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(central, model, optimizer)
+    assert all(len(storages(p)) == 1 for p in model.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == 4
+    assert central.extended.parameter_devices == ("cpu:0",)
+    assert central.extended.worker_devices == ("cpu:0", "cpu:1")
+
+
+def test_clipping_in_every_replica_counts_once() -> None:
+    def trained(strategy: Any, replicas: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)) * 100).mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        strategy.run(step)
+        return [p.detach().clone() for p in model.parameters()]
+
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        ours = trained(strategy, 3)
+    with td.OneDeviceStrategy("cpu:0") as strategy:
+        torch.testing.assert_close(ours, trained(strategy, 1))
+
+
+@pytest.mark.parametrize("fail", [0, 1])
+def test_a_replica_that_raises_before_the_update_changes_nothing(central: Any, fail: int) -> None:
+    with central.scope():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(central, model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    steps = [int(s["step"]) for s in optimizer.state.values()]
+    with pytest.raises(ValueError, match="a replica broke"):
+        train(central, model, optimizer, steps=1, fail=fail)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [int(s["step"]) for s in optimizer.state.values()] == steps
+    train(central, model, optimizer, steps=1)
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_state_dict_and_evaluation_see_the_one_copy(central: Any) -> None:
+    with central.scope():
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(central, model, optimizer)
+    central.sync_buffers()
+    model.eval()
+    plain = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+        outputs = central.run(lambda: model(x)).values
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+def test_a_variable_needs_an_aggregation_to_be_written_by_replicas(central: Any) -> None:
+    with central.scope():
+        variable = td.Variable(1.0, name="v")
+    with pytest.raises(ValueError, match="must specify an aggregation method"):
+        central.run(lambda: variable.assign(torch.tensor(2.0)))
+    assert float(variable.value()) == 1.0
+
+
+def test_one_compute_device_is_also_the_parameter_device() -> None:
+    with td.experimental.CentralStorageStrategy(["cpu:1"]) as strategy:
+        assert strategy.extended.parameter_devices == ("cpu:1",)
+        assert strategy.num_replicas_in_sync == 1

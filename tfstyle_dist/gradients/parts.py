@@ -1,0 +1,69 @@
+"""Which elements of which parameters a worker updates, when every worker updates a part of one shared copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Their rules treat every element of a parameter for itself; subclasses may not.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+_GRAIN = 16  # elements
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one parameter.
+
+    Attributes:
+        index: number of the parameter.
+        start: first element, in the order of the memory.
+        stop: the element after the last.
+        whole: whether it is all of the parameter.
+    """
+
+    index: int
+    start: int
+    stop: int
+    whole: bool
+
+
+def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:
+    """The parts of one worker: equal numbers of elements, in order, so that few parameters are divided.
+
+    Args:
+        sizes: elements of each parameter.
+        divisible: whether its elements may be updated by several workers.
+        rank: the worker.
+        size: number of workers.
+    """
+    total = sum(sizes)
+    low, high = (total * r // size for r in (rank, rank + 1))
+    parts, offset = [], 0
+    for index, (count, may_divide) in enumerate(zip(sizes, divisible, strict=True)):
+        start, stop = (_cut(edge - offset, count) for edge in (low, high))
+        if not may_divide:
+            owner = min((offset + count // 2) * size // max(total, 1), size - 1)
+            start, stop = (0, count) if owner == rank else (0, 0)
+        if stop > start:
+            parts.append(Part(index, start, stop, stop - start == count))
+        offset += count
+    return parts
+
+
+def _cut(edge: int, count: int) -> int:
+    """An edge inside a parameter of ``count`` elements, moved to a round number."""
+    return 0 if edge <= 0 else count if edge >= count else edge // _GRAIN * _GRAIN

@@ -1,0 +1,233 @@
+"""Ranks of one host over central storage: each rank updates its part of the one copy, and of the optimizer's state.
+
+While ``optimizer.step()`` runs, the parameter groups hold this rank's parts instead of the parameters. Afterwards they
+hold the parameters again, and ``optimizer.state`` the whole state, which lies in shared memory: every rank can save it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.gradients.parts import ELEMENTWISE, Part, share_out
+from tfstyle_dist.gradients.plan import wants_sparse_gradient
+from tfstyle_dist.gradients.shared_state import SharedState, part_of
+from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.shared_home import SharedHome
+from tfstyle_dist.variables.store import find_record
+
+# What a worker has to say when all meet before an update.
+_WRITTEN, _MOVED, _LOADED, _NEW_GROUPS = 1, 2, 4, 8
+_SAY = {
+    _WRITTEN: "wrote to its parameters outside an optimizer",
+    _MOVED: "gave its parameters other storage (module.to(), p.data = ...)",
+    _LOADED: "loaded a state into the optimizer",
+    _NEW_GROUPS: "changed the optimizer's parameter groups",
+}
+
+
+class _Held:
+    """A part of a parameter that this rank updates.
+
+    Attributes:
+        part: which elements.
+        parameter: the user's parameter.
+        tensor: what the optimizer sees in its place.
+    """
+
+    __slots__ = ("_flat", "parameter", "part", "tensor")
+
+    def __init__(self, part: Part, parameter: torch.Tensor, home: SharedHome) -> None:
+        self.part, self.parameter = part, parameter
+        record = find_record(parameter)
+        place = None if record is None else home.place_of(record)
+        if place is None:  # not shared: every worker updates its own copy
+            self.tensor: torch.Tensor = parameter
+        else:
+            view = place.shared_view() if part.whole else place.flat[part.start : part.stop]
+            self.tensor = torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
+
+    def take_gradient(self) -> bool:
+        """Gives the part its gradient; returns whether there is one."""
+        grad = self.parameter.grad
+        if grad is None:
+            return False
+        if self.tensor is not self.parameter:
+            self.tensor.grad = grad if self.part.whole else part_of(grad, self.parameter, self.part)
+        return True
+
+
+class _Book:
+    """What this rank updates for one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...], group: WorkerGroup) -> None:
+        self.key, self.state = key, SharedState(group)
+        self.held: list[list[_Held]] = []
+        self.saved: list[Any] | None = None
+
+
+class SharedUpdateRunner(UpdateRunner):
+    """Runs the step of plain optimizers on every rank, each for its part.
+
+    Args:
+        strategy: the owner of the parameters.
+        home: where they are.
+    """
+
+    def __init__(self, strategy: Any, home: SharedHome) -> None:
+        super().__init__(strategy)
+        self._group: WorkerGroup = strategy.worker.group
+        self._home = home
+        self._books: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Book] = weakref.WeakKeyDictionary()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
+        """See ``UpdateRunner``."""
+        super().before_step(optimizer, records, args, kwargs)
+        self.restore(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin(optimizer, records)
+            return None
+        inside = self._around(optimizer, records, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": inside}
+        return (args[0], inside, *args[2:]), kwargs
+
+    def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        """See ``UpdateRunner``."""
+        book = self._books[optimizer]
+        fresh = self._take_back(optimizer, book)
+        if any(self._group.meet("", f"end of {type(optimizer).__name__}.step", int(bool(fresh)))):
+            book.state.share(optimizer, _parameters(optimizer), fresh)
+        book.state.pass_on_values(optimizer)
+        for record in records:
+            if record.tensor is not None:
+                torch.autograd.graph.increment_version(record.tensor)
+
+    def restore(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Puts the parameters back into the groups after a step that raised."""
+        for known, book in list(self._books.items()):
+            if book.saved is not None and (optimizer is None or known is optimizer):
+                self._take_back(known, book)
+
+    # ---- before -----------------------------------------------------------------------------------------------
+
+    def _around(
+        self, optimizer: torch.optim.Optimizer, records: list[Record], closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """The closure sees the parameters; the step that follows it sees the parts."""
+
+        def inside() -> Any:
+            self.restore(optimizer)
+            loss = closure()
+            self._begin(optimizer, records)
+            return loss
+
+        return inside
+
+    def _begin(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        """Meets the others, so that nobody still reads what is about to change, and puts the parts in place."""
+        parameters = _parameters(optimizer)
+        key = tuple(id(p) * 2 + p.requires_grad for p in parameters)
+        book = self._books.get(optimizer)
+        new = book is None or book.key != key
+        written, moved = self._home.written(), self._home.moved_out(records)
+        loaded = False if book is None else book.state.is_stale(optimizer, parameters)
+        if book is None:
+            loaded = any(optimizer.state.get(p) for p in parameters)
+        says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
+        name = f"{type(optimizer).__name__}.step"
+        self._check_alike(self._group.meet(f"of {len(parameters)} parameters", name, says), name)
+        if says:
+            if moved:
+                self._home.move_in(moved)
+            if written:
+                self._home.publish(written)
+            if book is None:
+                book = self._books[optimizer] = _Book(optimizer, key, self._group)
+            if new or moved:
+                self._divide(book, optimizer, key)
+            if loaded:
+                pending = {
+                    h.parameter: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
+                    for held in book.held
+                    for h in held
+                    if optimizer.state.get(h.parameter)
+                }
+                book.state.share(optimizer, parameters, pending)
+            self._group.meet("", f"{name} goes on")
+        assert book is not None
+        self._put_in(optimizer, book)
+
+    def _check_alike(self, said: list[int], name: str) -> None:
+        for bit, what in _SAY.items():
+            ranks = [r for r, number in enumerate(said) if number & bit]
+            if 0 < len(ranks) < len(said):
+                raise CollectiveMismatchError(
+                    f"{name}: worker(s) {ranks} {what}, the other(s) of {len(said)} did not. There is one copy of the "
+                    "parameters: do the same on every worker."
+                )
+
+    def _divide(self, book: _Book, optimizer: torch.optim.Optimizer, key: tuple[int, ...]) -> None:
+        parameters = _parameters(optimizer)
+        elementwise = type(optimizer) in ELEMENTWISE
+        shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
+        sizes = [p.numel() if s and p.requires_grad else 0 for p, s in zip(parameters, shared, strict=True)]
+        rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]
+        parts = {
+            part.index: part
+            for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size)
+        }
+        book.key, book.held = key, []
+        index = 0
+        for group in optimizer.param_groups:
+            held = []
+            for parameter in group["params"]:
+                part = parts.get(index)
+                if not sizes[index]:  # nobody's part: thawed later, empty, or not shared
+                    part = Part(index, 0, parameter.numel(), True) if not shared[index] else None
+                if part is not None:
+                    held.append(_Held(part, parameter, self._home))
+                index += 1
+            book.held.append(held)
+        book.state.divide([h.part for held in book.held for h in held], parameters)
+
+    # ---- the parts take the place of the parameters -----------------------------------------------------------
+
+    def _put_in(self, optimizer: torch.optim.Optimizer, book: _Book) -> None:
+        book.saved = [group["params"] for group in optimizer.param_groups]
+        for group, held in zip(optimizer.param_groups, book.held, strict=True):
+            active = [h for h in held if h.take_gradient()]
+            group["params"] = [h.tensor for h in active]
+            for h in active:
+                state = optimizer.state.get(h.parameter)
+                if state and h.tensor is not h.parameter:
+                    optimizer.state[h.tensor] = book.state.cut(h.part, h.parameter, state)
+
+    def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[torch.Tensor, dict[str, Any]]:
+        """Puts the parameters back; returns new state of this rank's parts."""
+        fresh: dict[torch.Tensor, dict[str, Any]] = {}
+        if book.saved is None:
+            return fresh
+        for group, parameters in zip(optimizer.param_groups, book.saved, strict=True):
+            group["params"] = parameters
+        book.saved = None
+        for held in book.held:
+            for h in held:
+                if h.tensor is h.parameter:
+                    continue
+                h.tensor.grad = None
+                state = optimizer.state.pop(h.tensor, None)
+                if state and not book.state.put_back(h.part, h.parameter, state):
+                    fresh[h.parameter] = state
+        return fresh
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,151 @@
+"""``tf.distribute.experimental.CentralStorageStrategy``: one copy of every variable, many compute replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.core import devices as device_names
+from tfstyle_dist.core import env
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.gradients.shared_reducer import SharedReducer
+from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
+from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.variables import DistributedVariable, Placement, Variable
+from tfstyle_dist.variables.creation import VariableSpec, build_variable
+from tfstyle_dist.variables.shared_home import SharedHome
+
+
+class CentralStorageStrategy(Strategy):
+    """Synchronous training on several replicas of one host with one copy of the model.
+
+    Variables, parameters and the optimizer's state live once, on the parameter device. The replicas compute with them,
+    their gradients are summed there, and one update is made.
+
+    Args:
+        compute_devices: the replicas' devices, e.g. ``["cpu:0", "cpu:1"]`` or ``["/gpu:0", "/gpu:1"]``; default: all
+            GPUs, else the CPU.
+        parameter_device: where the variables live; default: the compute device if there is only one, else the CPU.
+
+    Raises:
+        ValueError: a device twice, CPU and GPU mixed, or a device that is absent.
+
+    Example:
+        >>> strategy = CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.extended.parameter_devices
+        ('cpu:0',)
+
+    Source: ``tf.distribute.experimental.CentralStorageStrategy``.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | torch.device] | None = None,
+        parameter_device: str | torch.device | None = None,
+    ) -> None:
+        launch = env.launch()
+        places = _compute_devices(compute_devices, launch)
+        self._home = _parameter_device(places, parameter_device, launch)
+        group = make_group(self._home.torch_device, CommunicationOptions())
+        worker = Worker(places, group, effective_timeout(CommunicationOptions()))
+        super().__init__(StrategyExtended(worker))
+        store = self.parameter_store
+        store.placement, store.parameter_device = Placement.CENTRAL, self._home
+        if group.size > 1:
+            store.shared_home = self._shared
+
+    def make_reducer(self) -> GradientReducer:
+        """Gradients of several processes are summed in shared memory, and their mean is kept once."""
+        if self.worker.group.size == 1:
+            return super().make_reducer()
+        return SharedReducer(self.worker, self.parameter_store, self.communication_options.bytes_per_pack)
+
+    def make_update_runner(self) -> UpdateRunner:
+        """Of several processes each updates its part."""
+        if self.worker.group.size == 1:
+            return super().make_update_runner()
+        self._shared = SharedHome(self.worker.group)
+        return SharedUpdateRunner(self, self._shared)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """See ``Strategy.run``."""
+        try:
+            return super().run(fn, args, kwargs, options)
+        finally:
+            if isinstance(self.update_runner, SharedUpdateRunner):
+                self.update_runner.restore()  # only a step that raised leaves something to do
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """A variable with one copy on the parameter device."""
+        if self.num_replicas_in_sync == 1:
+            return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
+        frame = current_frame()
+        if frame is not None and frame.replica is not None and frame.strategy is self:
+            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
+            variable: Variable = frame.replica.meet("variable creation", spec, build)
+            self.parameter_store.ensure_equal()
+            return variable
+        return self._build(spec)
+
+    def _build(self, spec: VariableSpec) -> Variable:
+        shown = spec.synchronization
+        # There is one copy: it is never read by combining several, whatever was asked for.
+        trainable, spec.synchronization = spec.is_trainable(), VariableSynchronization.ON_WRITE
+        spec.trainable = trainable
+        return build_variable(DistributedVariable, spec, self.parameter_store, spec.initial_tensor(), shown)
+
+
+def _compute_devices(
+    wanted: Sequence[str | torch.device] | None, launch: env.Launch | None
+) -> tuple[ReplicaDevice, ...]:
+    """One device for each process of a launcher; else those given, or all that are found."""
+    places = device_names.parse_replica_devices(wanted) if wanted is not None else device_names.find_local_devices()
+    if launch is None or launch.world_size == 1:
+        return places
+    if launch.local_world_size != launch.world_size:
+        raise ValueError(
+            f"CentralStorageStrategy keeps one copy of the model in the memory of one host, but WORLD_SIZE="
+            f"{launch.world_size} and LOCAL_WORLD_SIZE={launch.local_world_size} say that there are several hosts. "
+            "Start all ranks on one host, or use MultiWorkerMirroredStrategy."
+        )
+    if places[0].type != "cpu":
+        raise ValueError(
+            "CentralStorageStrategy under torchrun computes on the CPU. For several GPUs start one process without "
+            "torchrun; each GPU is then a replica."
+        )
+    if len(places) > 1:
+        raise ValueError(
+            f"Under torchrun every process is one replica, but compute_devices names {len(places)}: "
+            f"{[str(p) for p in places]}. Leave compute_devices out, or start one process without torchrun."
+        )
+    return places
+
+
+def _parameter_device(
+    compute: Sequence[ReplicaDevice], wanted: str | torch.device | None, launch: env.Launch | None
+) -> ReplicaDevice:
+    """TensorFlow's rule: a single compute device holds everything itself."""
+    if wanted is None:
+        several = len(compute) > 1 or (launch is not None and launch.world_size > 1)
+        return ReplicaDevice("cpu", 0) if several else compute[0]
+    home = device_names.parse(wanted)
+    device_names.check_present(home)
+    if home.type != compute[0].type:
+        raise ValueError(f"parameter_device {home} differs from the compute devices {[str(c) for c in compute]}.")
+    return home
