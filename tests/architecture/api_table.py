@@ -245,8 +245,17 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.gradients": IN,
     "tf.nn.compute_average_loss": IN,
     "tf.nn.scale_regularization_loss": IN,
-    "tf.train.Checkpoint": CHECKPOINT,
-    "tf.train.CheckpointManager": CHECKPOINT,
+    "tf.train.Checkpoint": dict.fromkeys(("read", "restore", "save", "save_counter", "sync", "write"), IN),
+    "tf.train.CheckpointManager": {
+        "checkpoint": IN,
+        "checkpoint_interval": IN,
+        "checkpoints": IN,
+        "directory": IN,
+        "latest_checkpoint": IN,
+        "restore_or_initialize": IN,
+        "save": IN,
+        "sync": IN,
+    },
     "tf.train.ClusterSpec": MULTI_WORKER,
 }
 
