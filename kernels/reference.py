@@ -55,7 +55,7 @@ def add_n(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor
         >>> add_n([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])])
         tensor([ 9., 12.])
     """
-    return _reduce(_add_n_order, contributions, out, divisor)
+    return _reduce("add_n", contributions, out, divisor)
 
 
 def tree(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor: int | float | None = None) -> Tensor:
@@ -79,7 +79,7 @@ def tree(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor:
         >>> tree([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])  # (1 + 2) + 3
         tensor(6.)
     """
-    return _reduce(_tree_order, contributions, out, divisor)
+    return _reduce("tree", contributions, out, divisor)
 
 
 def accumulate_n(
@@ -102,7 +102,42 @@ def accumulate_n(
         >>> accumulate_n([torch.tensor(1), torch.tensor(2), torch.tensor(3)])
         tensor(6)
     """
-    return _reduce(_chain_order, contributions, out, divisor)
+    return _reduce("accumulate_n", contributions, out, divisor)
+
+
+def unavailable() -> str | None:
+    """Pure torch can always be used."""
+    return None
+
+
+def check_order(order: str) -> None:
+    """Raises ``ValueError`` unless ``order`` is the name of an order of summation."""
+    if order not in _ORDERS:
+        raise ValueError(f"unknown order {order!r}: write one of {', '.join(map(repr, _ORDERS))}")
+
+
+def sum_lists(
+    contributions: Sequence[Sequence[Tensor]],
+    outs: Sequence[Tensor],
+    order: str,
+    *,
+    divisor: int | float | None = None,
+) -> None:
+    """Sums the contributions to each tensor of a list; every backend has a function of this form.
+
+    Args:
+        contributions: ``contributions[t][i]`` is contribution i to tensor t; as for ``add_n``, and taken as checked.
+        outs: Where to write the sum of each tensor; as ``out`` of ``add_n``.
+        order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``.
+        divisor: As for ``add_n``.
+
+    Raises:
+        ValueError: The order is unknown, or there are more tensors than outputs or fewer.
+    """
+    check_order(order)
+    with torch.no_grad():
+        for parts, out in zip(contributions, outs, strict=True):
+            sum_checked(parts, out, order, divisor=divisor)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,8 +149,11 @@ def divide_(total: Tensor, divisor: int | float) -> Tensor:
     """Divides ``total`` in place by a true division and returns it."""
     # Complex numbers by components: the complex division by x + 0i rounds more often.
     real = torch.view_as_real(total) if total.is_complex() else total
-    # A tensor on the device, not a Python number: for a number, torch on CUDA multiplies by the reciprocal.
-    real.div_(torch.full((), divisor, dtype=real.dtype, device=real.device))
+    if real.is_cpu:
+        real.div_(divisor)
+    else:
+        # A tensor on the device, not a Python number: for a number, torch on CUDA multiplies by the reciprocal.
+        real.div_(torch.full((), divisor, dtype=real.dtype, device=real.device))
     return total
 
 
@@ -182,22 +220,33 @@ class _Scratch:
         return buffer if buffer.shape == like.shape else buffer[: like.shape[0]]
 
 
-@torch.no_grad()
-def _reduce(order: _Order, contributions: Sequence[Tensor], out: Tensor | None, divisor: int | float | None) -> Tensor:
+def _reduce(order: str, contributions: Sequence[Tensor], out: Tensor | None, divisor: int | float | None) -> Tensor:
     problem = find_problem(contributions, out, divisor=divisor)
     if problem is None and any(t.layout != torch.strided for t in contributions):
         problem = "sparse contributions cannot be summed here: make them dense first"
     if problem is not None:
         raise ValueError(problem)
+    with torch.no_grad():
+        return sum_checked(contributions, out, order, divisor=divisor)
+
+
+def sum_checked(
+    contributions: Sequence[Tensor], out: Tensor | None, order: str, *, divisor: int | float | None = None
+) -> Tensor:
+    """As the function of that order, for arguments that ``find_problem`` accepts and under ``torch.no_grad``."""
+    first, add_up = contributions[0], _ORDERS[order]
     target, is_read_late = out, False
     if target is None:
-        target = torch.empty_like(contributions[0])
+        target = torch.empty_like(first)
+        if first.dtype not in _HALF and target.nbytes <= BLOCKED_ABOVE_BYTES:
+            add_up(target, contributions, _Scratch(first.dtype))
+            return target if divisor is None else divide_(target, divisor)
     elif _can_write_directly(target, contributions):
         # Every order reads the first two contributions before it writes; later ones must stay intact.
         is_read_late = any(_is_same_view(target, other) for other in contributions[2:])
     else:
-        target = torch.empty_like(contributions[0], dtype=target.dtype)
-    _sum_into(target, order, contributions, divisor, is_read_late)
+        target = torch.empty_like(first, dtype=target.dtype)
+    _sum_into(target, add_up, contributions, divisor, is_read_late)
     return target if out is None or out is target else out.copy_(target)
 
 
@@ -270,6 +319,9 @@ def _tree_order(total: Tensor, inputs: Sequence[Tensor], scratch: _Scratch, leve
     total.add_(right)
 
 
+_ORDERS: Final[dict[str, _Order]] = {"add_n": _add_n_order, "tree": _tree_order, "accumulate_n": _chain_order}
+
+
 def _can_write_directly(out: Tensor, contributions: Sequence[Tensor]) -> bool:
     """Whether a block of ``out`` may be written before later blocks are read."""
     if out.is_conj() or out.is_neg():  # lazy views, whose memory does not hold their values
@@ -291,5 +343,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()

@@ -252,17 +252,29 @@ def test_list_refuses_before_it_writes() -> None:
 
 
 def test_explain_says_choice_and_bytes() -> None:
-    text = explain(8, 64 << 20, torch.float32)
-    assert text.startswith("ADD_N")
-    assert "pure torch" in text
-    assert "in blocks of 1048576 bytes" in text
+    text = explain(8, 64 << 20, torch.float32, backend="torch")
+    assert text.startswith("ADD_N in torch on cpu, as all contributions are at hand")
     assert f"(N+1)*S = {9 * (64 << 20)} bytes" in text
     assert f"3(N-1)*S = {21 * (64 << 20)}" in text
-    # 3 MiB of bfloat16 are a total of 6 MiB.
-    assert "in blocks" in explain(2, 3 << 20, torch.bfloat16, AggregationMethod.TREE)
-    assert "in one piece" in explain(2, 3 << 20, torch.float32, AggregationMethod.TREE)
+    assert "accumulated in torch.float32" in explain(2, 3 << 20, torch.bfloat16, AggregationMethod.TREE)
+    assert explain(2, 8, torch.float32, AggregationMethod.TREE).startswith(
+        "EXPERIMENTAL_TREE in torch on cpu, as asked"
+    )
     with pytest.raises(InvalidArgumentError, match="n=0"):
         explain(0, 8, torch.float32)
+
+
+def test_default_follows_the_cost_model() -> None:
+    def choice(**settings: object) -> str:
+        return explain(16, 1 << 20, torch.float32, **settings).split(" in ")[0]  # type: ignore[arg-type]
+
+    assert choice() == "ADD_N"
+    assert choice(at_hand=False) == "ADD_N"
+    assert choice(at_hand=False, memory_allowance=32 << 20) == "ADD_N"
+    assert choice(at_hand=False, memory_allowance=4 << 20) == "EXPERIMENTAL_TREE"
+    assert choice(hosts=2) == "ADD_N"
+    assert choice(hosts=16) == "EXPERIMENTAL_TREE"
+    assert explain(16, 1 << 10, torch.float32, hosts=16).startswith("ADD_N")  # small: fewer messages
 
 
 def test_debug_log_explains(caplog: pytest.LogCaptureFixture) -> None:
