@@ -108,8 +108,9 @@ class SharedReducer(GradientReducer):
     # ---- one pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, task: int) -> None:
-        if self._active:  # the last backward raised before its end
-            self._finish_sending()
+        if self._active:
+            # The last backward raised before its end, and the others may wait for it. What is in .grad is new already.
+            self._finish_sending(abandoned=True)
         if self._plan_version != self.store.version:
             self._build()
         for lane in self._lanes:
@@ -145,16 +146,19 @@ class SharedReducer(GradientReducer):
             self._send(self._lanes[self._next])
             self._next += 1
 
-    def _send(self, lane: _Lane) -> None:
+    def _send(self, lane: _Lane, abandoned: bool = False) -> None:
+        ready = [(s.ready or s.dirty) and s.record.tensor is not None and not abandoned for s in lane.slots]
         try:
             with torch.no_grad():
-                flats = [self._flat(lane, place) for place in range(len(lane.slots))]
+                flats = [None if abandoned else self._flat(lane, place) for place in range(len(lane.slots))]
                 step = CHUNK_BYTES // lane.bucket.dtype.itemsize
                 for start in range(0, max(lane.bucket.numel, 1), step):
-                    self._send_chunk(lane, flats, start, min(start + step, lane.bucket.numel))
+                    self._send_chunk(lane, flats, ready, start, min(start + step, lane.bucket.numel))
         except CollectiveMismatchError:
             self._active = False  # all workers know, and nobody goes on with this pass
             raise
+        if abandoned:
+            return
         for slot, used in zip(lane.slots, lane.used, strict=True):
             if slot.record.tensor is None:
                 continue
@@ -177,7 +181,9 @@ class SharedReducer(GradientReducer):
             part = laid_out.copy_(part)
         return part.as_strided((part.numel(),), (1,))
 
-    def _send_chunk(self, lane: _Lane, flats: list[torch.Tensor | None], start: int, stop: int) -> None:
+    def _send_chunk(
+        self, lane: _Lane, flats: list[torch.Tensor | None], ready: list[bool], start: int, stop: int
+    ) -> None:
         group, bucket = self.worker.group, lane.bucket
         self._turn = 1 - self._turn
         slots = self._staging[self._turn].view(bucket.dtype)
@@ -189,13 +195,12 @@ class SharedReducer(GradientReducer):
                 target.zero_()
             else:
                 target.copy_(flat[piece.start - offset : piece.stop - offset])
-        used = [(s.ready or s.dirty) and s.record.tensor is not None for s in lane.slots]
-        flags[group.rank, : len(used)] = torch.tensor(used, dtype=torch.uint8)
-        number = int(not all(used))
+        flags[group.rank, : len(ready)] = torch.tensor(ready, dtype=torch.uint8)
+        number = int(not all(ready))
         if any(group.meet(f"[{bucket.index}] ({bucket.numel} x {bucket.dtype})", "gradients", number)):
-            lane.used = [bool(u) for u in flags[:, : len(used)].any(0).tolist()]
+            lane.used = [bool(u) for u in flags[:, : len(ready)].any(0).tolist()]
         else:
-            lane.used = [True] * len(used)
+            lane.used = [True] * len(ready)
         count = stop - start
         low, high = (start + _cut(count, group.size, r) for r in (group.rank, group.rank + 1))
         for piece, divisor in self._sums(lane, low, high):
@@ -211,9 +216,9 @@ class SharedReducer(GradientReducer):
             return [(_Piece(0, start, stop), divisors[0])]
         return [(p, divisors[p.place]) for p in lane.pieces(start, stop) if lane.used[p.place]]
 
-    def _finish_sending(self) -> None:
+    def _finish_sending(self, abandoned: bool = False) -> None:
         for lane in self._lanes[self._next :]:
-            self._send(lane)
+            self._send(lane, abandoned)
         self._next = len(self._lanes)
         self.worker.group.meet("", "end of gradients")
         self._active = False

@@ -71,7 +71,8 @@ class SharedHome:
         Returns:
             Those that cannot be shared: buffers, which each replica has its own of, empty ones, other devices.
         """
-        shared, rest = [], []
+        shared: list[Record] = []
+        rest: list[Record] = []
         for record in records:
             first = record.components[0].detach()
             fits = record.kind != "buffer" and first.numel() > 0 and first.layout is torch.strided
