@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops import backends
 from tfstyle_dist.ops.checks import check, check_lists
 from tfstyle_dist.ops.cost_model import ORDERS, Problem, choose_method, describe
-from tfstyle_dist.ops.sparse import all_dense, sum_sparse
-from tfstyle_dist_kernels import library, reference
-
-_METHODS = {order: method for method, order in ORDERS.items()}
+from tfstyle_dist.ops.dispatch import sum_list, sum_one
+from tfstyle_dist.ops.traced import traced_list, traced_one
 
 
 def aggregate(
@@ -68,11 +61,11 @@ def aggregate(
     present = check(contributions, out, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return _traced(present, order, out, divisor, backend)
+        return traced_one(present, order, out, divisor, backend)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _sum(present, order, out, divisor, backend)
-    return _sum(present, order, out, divisor, backend)
+            return sum_one(present, order, out, divisor, backend)
+    return sum_one(present, order, out, divisor, backend)
 
 
 def aggregate_into(contributions: Sequence[Tensor], out: Tensor, *, backend: str = "auto") -> None:
@@ -129,9 +122,9 @@ def aggregate_list(
     checked = check_lists(contribution_lists, outs, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return _traced_list(checked, order, outs, divisor, backend)
+        return traced_list(checked, order, outs, divisor, backend)
     with torch.no_grad():
-        return _sum_list(checked, order, outs, divisor, backend)
+        return sum_list(checked, order, outs, divisor, backend)
 
 
 def explain(
@@ -199,116 +192,3 @@ def explain(
     else:
         backends.explicit(backend, torch.device(device))
     return describe(problem, chosen, why, backend)
-
-
-def _sum(
-    present: Sequence[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
-) -> Tensor:
-    first = present[0]
-    if first.layout is not torch.strided and out is None and all(t.is_sparse for t in present):
-        return sum_sparse(present, divisor)
-    dense = all_dense(present)
-    first = dense[0]
-    nbytes = first.nbytes
-    if backend == "auto":
-        if nbytes * len(dense) < backends.SMALL_BYTES and len(dense) < backends.SMALL_COUNT and first.is_cpu:
-            backend = "torch"
-        else:
-            backend = _choose(dense, 1, nbytes, first.dtype if out is None else out.dtype)
-    _log(len(dense), 1, nbytes, first, order, backend)
-    if backend == "torch":
-        return reference.sum_checked(dense, out, order, divisor=divisor)
-    target = torch.empty_like(first) if out is None else out
-    backends.explicit(backend, first.device).sum_lists([dense], [target], order, divisor=divisor)
-    return target
-
-
-def _sum_list(
-    checked: Sequence[Sequence[Tensor]],
-    order: str,
-    outs: Sequence[Tensor] | None,
-    divisor: int | float | None,
-    backend: str,
-) -> list[Tensor]:
-    results: list[Tensor | None] = [None] * len(checked)
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[int]] = defaultdict(list)
-    dense: list[Sequence[Tensor]] = []
-    for index, present in enumerate(checked):
-        out = None if outs is None else outs[index]
-        if out is None and present[0].layout is not torch.strided and all(t.is_sparse for t in present):
-            results[index] = sum_sparse(present, divisor)
-            dense.append(present)
-            continue
-        parts = all_dense(present)
-        dense.append(parts)
-        first = parts[0]
-        results[index] = torch.empty_like(first) if out is None else out
-        groups[first.device, first.dtype, first.dtype if out is None else out.dtype, len(parts)].append(index)
-    done = cast("list[Tensor]", results)
-    for (device, _, out_dtype, n), indices in groups.items():
-        lists, targets = [dense[i] for i in indices], [done[i] for i in indices]
-        nbytes = sum(parts[0].nbytes for parts in lists)
-        name = _choose(lists[0], len(lists), nbytes, out_dtype) if backend == "auto" else backend
-        _log(n, len(lists), nbytes, lists[0][0], order, name)
-        backends.explicit(name, device).sum_lists(lists, targets, order, divisor=divisor)
-    return done
-
-
-def _choose(contributions: Sequence[Tensor], num_tensors: int, nbytes: int, out_dtype: torch.dtype) -> str:
-    first = contributions[0]
-    threads = torch.get_num_threads()
-    problem = Problem(len(contributions), nbytes, first.dtype, first.device.type, num_tensors, threads)
-    return backends.automatic(problem, out_dtype)
-
-
-@cache
-def _logger() -> logging.Logger:
-    return get_logger()
-
-
-def _log(n: int, num_tensors: int, nbytes: int, first: Tensor, order: str, backend: str) -> None:
-    if _logger().isEnabledFor(logging.DEBUG):
-        problem = Problem(n, nbytes, first.dtype, first.device.type, num_tensors, torch.get_num_threads())
-        _logger().debug(describe(problem, _METHODS[order], "all contributions are at hand", backend))
-
-
-def _traced(present: list[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str) -> Tensor:
-    number = None if divisor is None else float(divisor)
-    present = [t.detach() for t in present]
-    if out is None:
-        return cast(Tensor, torch.ops.tfstyle_dist.aggregate(present, order, number, backend))
-    torch.ops.tfstyle_dist.aggregate_into(present, out.detach(), order, number, backend)
-    return out
-
-
-def _traced_list(
-    checked: list[list[Tensor]],
-    order: str,
-    outs: Sequence[Tensor] | None,
-    divisor: int | float | None,
-    backend: str,
-) -> list[Tensor]:
-    if outs is not None or len({len(present) for present in checked}) != 1:
-        targets: Sequence[Tensor | None] = [None] * len(checked) if outs is None else outs
-        return [_traced(p, order, out, divisor, backend) for p, out in zip(checked, targets, strict=True)]
-    flat = [t.detach() for present in checked for t in present]
-    number = None if divisor is None else float(divisor)
-    return list(torch.ops.tfstyle_dist.aggregate_list(flat, len(checked[0]), order, number, backend))
-
-
-def _run_new(contributions: Sequence[Tensor], order: str, divisor: float | None, backend: str) -> Tensor:
-    return _sum(contributions, order, None, divisor, backend)
-
-
-def _run_into(contributions: Sequence[Tensor], out: Tensor, order: str, divisor: float | None, backend: str) -> None:
-    _sum(contributions, order, out, divisor, backend)
-
-
-def _run_lists(
-    contributions: Sequence[Tensor], n: int, order: str, divisor: float | None, backend: str
-) -> list[Tensor]:
-    lists = [contributions[start : start + n] for start in range(0, len(contributions), n)]
-    return _sum_list(lists, order, None, divisor, backend)
-
-
-library.register(_run_new, _run_into, _run_lists)

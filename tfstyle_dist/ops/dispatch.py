@@ -1,0 +1,98 @@
+"""Runs checked sums: sparse or dense, one tensor or a list, in the backend asked for or the one that fits."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.ops import backends
+from tfstyle_dist.ops.cost_model import ORDERS, Problem, describe
+from tfstyle_dist.ops.sparse import all_dense, sum_sparse
+from tfstyle_dist_kernels import reference
+
+_METHODS: Final = {order: method for method, order in ORDERS.items()}
+
+
+def sum_one(
+    present: Sequence[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
+) -> Tensor:
+    """The sum of checked contributions: ``out``, or a new tensor; to be called under ``torch.no_grad``."""
+    first = present[0]
+    if first.layout is not torch.strided and out is None and all(t.is_sparse for t in present):
+        return sum_sparse(present, divisor)
+    dense = all_dense(present)
+    first = dense[0]
+    nbytes = first.nbytes
+    if backend == "auto":
+        if nbytes * len(dense) < backends.SMALL_BYTES and len(dense) < backends.SMALL_COUNT and first.is_cpu:
+            backend = "torch"
+        else:
+            backend = _choose(dense, 1, nbytes, first.dtype if out is None else out.dtype)
+    _log(len(dense), 1, nbytes, first, order, backend)
+    if backend == "torch":
+        return reference.sum_checked(dense, out, order, divisor=divisor)
+    target = torch.empty_like(first) if out is None else out
+    backends.explicit(backend, first.device).sum_lists([dense], [target], order, divisor=divisor)
+    return target
+
+
+def sum_list(
+    checked: Sequence[Sequence[Tensor]],
+    order: str,
+    outs: Sequence[Tensor] | None,
+    divisor: int | float | None,
+    backend: str,
+) -> list[Tensor]:
+    """The sums of checked contributions to each tensor; one call of the backend for each device, dtype and number."""
+    results: list[Tensor | None] = [None] * len(checked) if outs is None else list(outs)
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[int]] = defaultdict(list)
+    dense: list[Sequence[Tensor]] = []
+    for index, (present, out) in enumerate(zip(checked, results, strict=True)):
+        if out is None and present[0].layout is not torch.strided and all(t.is_sparse for t in present):
+            results[index] = sum_sparse(present, divisor)
+            dense.append(present)
+            continue
+        parts = all_dense(present)
+        dense.append(parts)
+        first = parts[0]
+        groups[first.device, first.dtype, first.dtype if out is None else out.dtype, len(parts)].append(index)
+    for (device, _, out_dtype, n), indices in groups.items():
+        lists = [dense[i] for i in indices]
+        nbytes = sum(parts[0].nbytes for parts in lists)
+        name = _choose(lists[0], len(lists), nbytes, out_dtype) if backend == "auto" else backend
+        _log(n, len(lists), nbytes, lists[0][0], order, name)
+        if name == "torch":
+            for i, parts in zip(indices, lists, strict=True):
+                results[i] = reference.sum_checked(parts, results[i], order, divisor=divisor)
+            continue
+        for i, parts in zip(indices, lists, strict=True):
+            if outs is None:
+                results[i] = torch.empty_like(parts[0])
+        targets = cast("list[Tensor]", [results[i] for i in indices])
+        backends.explicit(name, device).sum_lists(lists, targets, order, divisor=divisor)
+    return cast("list[Tensor]", results)
+
+
+def _choose(contributions: Sequence[Tensor], num_tensors: int, nbytes: int, out_dtype: torch.dtype) -> str:
+    first = contributions[0]
+    threads = torch.get_num_threads()
+    problem = Problem(len(contributions), nbytes, first.dtype, first.device.type, num_tensors, threads)
+    return backends.automatic(problem, out_dtype)
+
+
+@cache
+def _logger() -> logging.Logger:
+    return get_logger()
+
+
+def _log(n: int, num_tensors: int, nbytes: int, first: Tensor, order: str, backend: str) -> None:
+    if _logger().isEnabledFor(logging.DEBUG):
+        problem = Problem(n, nbytes, first.dtype, first.device.type, num_tensors, torch.get_num_threads())
+        _logger().debug(describe(problem, _METHODS[order], "all contributions are at hand", backend))
