@@ -233,6 +233,10 @@ class TorchGroup(WorkerGroup):
         self._start(name, buffer, lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)).wait()
         return out
 
+    def numbers(self, number: int, name: str) -> list[int]:
+        """See ``WorkerGroup``."""
+        return self._exchange(name, name, number)
+
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
         part = buffer.numel() // self.size
@@ -289,15 +293,16 @@ class TorchGroup(WorkerGroup):
         """
         self._agreed = ""
         digest = _digest(text)
-        mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
         if self._one_lane:
             assert self._lane is not None
-            operation = self._next_operation(name, mine)
+            self._raise_if_broken()
             try:
                 same, numbers = self._lane.compare(digest, number)
             except LaneError as error:
-                self._fail(operation, error)
+                self._fail(Operation(name, self._sequence, "int64", 2, ""), error)
+            self._sequence += 1
         else:
+            mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
             out, pending = self.start_gather(mine, name)
             pending.wait()
             pairs = [other.tolist() for other in out]

@@ -37,6 +37,14 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
 
+    def only(self, records: Sequence[Record]) -> Bucket:
+        """The bucket with some of its parameters alone."""
+        offsets, total = [], 0
+        for record in records:
+            offsets.append(total)
+            total += record.components[0].numel()
+        return Bucket(self.index, tuple(records), tuple(offsets), total, self.dtype, self.device)
+
     def new_buffer(self) -> torch.Tensor:
         """A buffer for the gradients and flags."""
         return torch.zeros(self.numel + len(self.records), dtype=self.dtype, device=self.device)
@@ -88,11 +96,7 @@ class ReductionPlan:
                 del open_buckets[key]
         buckets = []
         for index, ((dtype, device), members) in enumerate(groups):
-            offsets, total = [], 0
-            for record in members:
-                offsets.append(total)
-                total += record.components[0].numel()
-            buckets.append(Bucket(index, tuple(members), tuple(offsets), total, dtype, device))
+            buckets.append(Bucket(index, (), (), 0, dtype, device).only(members))
         return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
 
 

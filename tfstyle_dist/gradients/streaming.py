@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 
 import torch
 
@@ -13,21 +14,31 @@ from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 
 
-class _Lane:
-    """A bucket's buffer and what has happened to it in this pass."""
-
-    __slots__ = ("bucket", "buffer", "flags", "missing", "pending", "slots", "views")
+class Lane:
+    """A bucket's buffer, made when it is first needed, and what has happened to it in this pass."""
 
     def __init__(self, bucket: Bucket, slots: list[Slot]) -> None:
         self.bucket, self.slots = bucket, slots
-        self.buffer = bucket.new_buffer()
-        self.flags = self.buffer[bucket.numel :]
-        self.views = [
-            self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
-            for o, r in zip(bucket.offsets, bucket.records, strict=True)
-        ]
         self.missing = len(slots)
         self.pending: Pending | None = None
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """The gradients one after the other, then the flags."""
+        return self.bucket.new_buffer()
+
+    @cached_property
+    def flags(self) -> torch.Tensor:
+        """For each parameter 1 where this worker has a gradient, else 0."""
+        return self.buffer[self.bucket.numel :]
+
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        """The places of the gradients in the buffer."""
+        return [
+            self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
+            for o, r in zip(self.bucket.offsets, self.bucket.records, strict=True)
+        ]
 
 
 class StreamingReducer(GradientReducer):
@@ -46,7 +57,7 @@ class StreamingReducer(GradientReducer):
         if self.keeps_local(slot):
             return
         task = torch._C._current_graph_task_id()
-        if not self._active or (task != self._task and not _nested_backward()):
+        if not self._active or (task != self._task and not nested_backward()):
             self._begin(task)
         lane, place = self._places.get(id(slot), (None, 0))
         slot.ready = True
@@ -68,7 +79,7 @@ class StreamingReducer(GradientReducer):
         """Whether a gradient of this copy came in the backward pass under way."""
         if not slot.ready or not self._active:
             return False
-        return torch._C._current_graph_task_id() == self._task or _nested_backward()
+        return torch._C._current_graph_task_id() == self._task or nested_backward()
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
@@ -77,6 +88,13 @@ class StreamingReducer(GradientReducer):
             self._finish_sending()
         if self._plan_version != self.store.version:
             self._build()
+        self._reset()
+        self._active, self._task = True, task
+        self._pass += 1
+        number = self._pass
+        queue_end_of_backward(lambda: self._finish(number))
+
+    def _reset(self) -> None:
         for lane in self._lanes:
             lane.missing = len(lane.slots)
             lane.pending = None
@@ -84,28 +102,24 @@ class StreamingReducer(GradientReducer):
             for slot in lane.slots:
                 slot.ready = False
         self._next = 0
-        self._active, self._task = True, task
-        self._pass += 1
-        number = self._pass
-        queue_end_of_backward(lambda: self._finish(number))
 
     def _build(self) -> None:
         plan = self.plan()
-        self._lanes = [_Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
+        self._lanes = [Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
         self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
         self._unagreed = True
         sizes = ", ".join(f"{b.numel} x {b.dtype}" for b in plan.buckets)
         self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
-    def _fill(self, lane: _Lane, place: int, slot: Slot) -> None:
+    def _fill(self, lane: Lane, place: int, slot: Slot) -> None:
         part = self.contribution(slot)
         if part is None:
             lane.views[place].zero_()
         else:
             lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
 
-    def _send(self, lane: _Lane) -> None:
+    def _send(self, lane: Lane) -> None:
         group = self.worker.group
         try:
             if self._unagreed:
@@ -148,7 +162,7 @@ class StreamingReducer(GradientReducer):
                 self._reduce_sparse(slot, empty)
         self.say_unused(unused)
 
-    def _take(self, lane: _Lane) -> list[Slot]:
+    def _take(self, lane: Lane) -> list[Slot]:
         """Puts the reduced gradients into ``.grad``; returns the slots that only other workers used."""
         used = None if all(s.ready for s in lane.slots) else lane.flags.tolist()
         elsewhere = []
@@ -198,7 +212,7 @@ class StreamingReducer(GradientReducer):
         self.settle(slot)
 
 
-def _nested_backward() -> bool:
+def nested_backward() -> bool:
     """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
     frame, depth = sys._getframe(1), 0
     while frame is not None:

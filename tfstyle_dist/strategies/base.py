@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.enums import ReduceOp
@@ -15,6 +17,7 @@ from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients import update_runner as update_hooks
+from tfstyle_dist.gradients.in_memory import InMemoryReducer
 from tfstyle_dist.gradients.meeting import MeetingReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
@@ -91,8 +94,7 @@ class Strategy(InputMethods, TrainingMethods):
 
     def make_reducer(self) -> GradientReducer:
         """What makes the gradients of plain optimizers the same on all replicas."""
-        reducer = MeetingReducer if self.worker.num_local_replicas > 1 else StreamingReducer
-        return reducer(
+        return self._reducer_class()(
             self.worker,
             self.parameter_store,
             self.communication_options.bytes_per_pack,
@@ -102,6 +104,12 @@ class Strategy(InputMethods, TrainingMethods):
     def make_update_runner(self) -> UpdateRunner:
         """Who runs the step of plain optimizers."""
         return UpdateRunner(self)
+
+    def _reducer_class(self) -> type[GradientReducer]:
+        if self.worker.num_local_replicas > 1:
+            return MeetingReducer
+        shared = self.worker.group.meets_in_memory(torch.float32, self.worker.torch_device(0))
+        return InMemoryReducer if shared else StreamingReducer
 
     # ---- facts ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""The gradients of a bucket as one flat vector, without a buffer of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tfstyle_dist.comm.flat import Add
+
+
+@dataclass
+class _Chunk:
+    """A range of the vector.
+
+    Attributes:
+        pieces: for each tensor in it its number, the first and last element (``None``: all of it), and where it begins.
+        numel: length of the range.
+        views: the pieces as views of a memory, by its address.
+    """
+
+    pieces: list[tuple[int, int | None, int, int]]
+    numel: int
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class GradientPieces:
+    """A ``Flat`` of gradients that are summed, divided and written back where they are.
+
+    Args:
+        shapes: of the gradients, in order.
+        dtype: in which they are summed.
+        divisor: by what the sum is divided.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, divisor: int) -> None:
+        self.dtype, self._shapes, self._divisor = dtype, list(shapes), divisor
+        self._starts, self.numel = [], 0
+        for shape in shapes:
+            self._starts.append(self.numel)
+            self.numel += shape.numel()
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self._scratch = torch.empty(0, dtype=dtype)
+        self.grads: Sequence[torch.Tensor] = ()
+
+    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See ``Flat``."""
+        chunk = self._chunk(start, stop)
+        torch._foreach_copy_(self._views(chunk, out), self._sources(chunk))
+
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
+        """See ``Flat``."""
+        chunk = self._chunk(start, stop)
+        targets = self._sources(chunk)
+        if len(targets) == 1 and targets[0].dtype == self.dtype and targets[0].is_contiguous():
+            total = targets[0].view(-1)
+            self._total(chunk, parts, add, total)
+            return
+        if self._scratch.numel() < chunk.numel:
+            self._scratch = torch.empty(chunk.numel, dtype=self.dtype)
+            for known in self._chunks.values():
+                known.views.clear()
+        self._total(chunk, parts, add, self._scratch[: chunk.numel])
+        torch._foreach_copy_(targets, self._views(chunk, self._scratch))
+
+    def _total(self, chunk: _Chunk, parts: Sequence[torch.Tensor], add: Add, out: torch.Tensor) -> None:
+        if len(parts) == 1:
+            torch.div(parts[0][: chunk.numel], self._divisor, out=out)
+        else:
+            add([p[: chunk.numel] for p in parts], out)
+            out.div_(self._divisor)
+
+    def _chunk(self, start: int, stop: int) -> _Chunk:
+        chunk = self._chunks.get((start, stop))
+        if chunk is None:
+            pieces: list[tuple[int, int | None, int, int]] = []
+            for number, (first, shape) in enumerate(zip(self._starts, self._shapes, strict=True)):
+                low, high = max(start, first), min(stop, first + shape.numel())
+                if low < high:
+                    whole = high - low == shape.numel()
+                    pieces.append((number, None if whole else low - first, high - first, low - start))
+            chunk = self._chunks[start, stop] = _Chunk(pieces, stop - start)
+        return chunk
+
+    def _sources(self, chunk: _Chunk) -> list[torch.Tensor]:
+        """The pieces as they lie in the gradients; one that is cut must be contiguous."""
+        grads = self.grads
+        return [
+            grads[number] if low is None else grads[number].view(-1)[low:high] for number, low, high, _ in chunk.pieces
+        ]
+
+    def _views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
+        views = chunk.views.get(memory.data_ptr())
+        if views is None:
+            views = []
+            for number, low, high, place in chunk.pieces:
+                shape = self._shapes[number]
+                size = shape.numel() if low is None else high - low
+                view = memory[place : place + size]
+                views.append(view.view(shape) if low is None else view)
+            chunk.views[memory.data_ptr()] = views
+        return views
