@@ -125,7 +125,7 @@ class SharedState:
             flat = memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)
             state[name] = flat.as_strided(like.shape, like.stride())
         with torch.no_grad():
-            for parameter in list(pending):
+            for parameter in reversed(list(pending)):  # the allocator gives back what is at the end of its heap
                 self._fill(parameter, pending.pop(parameter), fresh)
         self._group.meet("", "optimizer state is in shared memory")
         for index, state in fresh.items():
@@ -138,7 +138,7 @@ class SharedState:
         """Copies a part, and frees what was copied at once: there may be no room for both."""
         part = self._parts[id(parameter)]
         target = fresh.get(part.index, {})
-        for name in list(state):
+        for name in reversed(list(state)):
             value = state.pop(name)
             if not isinstance(value, torch.Tensor) or name not in target:
                 if part.start == 0 and name in target:
