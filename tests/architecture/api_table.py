@@ -37,6 +37,7 @@ ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, no
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
 WRAPS_TORCH = not_applicable("the base class wraps a torch.optim.Optimizer")
 
+REMOTE_TPU = not_applicable("programs run on the TPU hosts themselves; there is no remote TPU runtime to ask")
 PROTO = not_applicable("PyTorch has no protocol buffers")
 
 RESOLVER: Final = {
@@ -210,13 +211,25 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
     "tf.distribute.TPUStrategy": TPU,
     "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
-    "tf.distribute.cluster_resolver.GCEClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.KubernetesClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.KubernetesExecutableLocation": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.GCEClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
+    "tf.distribute.cluster_resolver.KubernetesClusterResolver": {**RESOLVER, "__init__": IN},
+    "tf.distribute.cluster_resolver.KubernetesExecutableLocation": IN,
     "tf.distribute.cluster_resolver.SimpleClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.cluster_resolver.SlurmClusterResolver": {**RESOLVER, "__init__": IN, "get_task_info": IN},
     "tf.distribute.cluster_resolver.TFConfigClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
-    "tf.distribute.cluster_resolver.TPUClusterResolver": TPU,
+    "tf.distribute.cluster_resolver.TPUClusterResolver": {
+        **RESOLVER,
+        "__enter__": IN,
+        "__exit__": IN,
+        "__init__": IN,
+        "connect": IN,
+        "get_coordination_service_leader": REMOTE_TPU,
+        "get_job_name": IN,
+        "get_master": IN,
+        "get_tpu_system_metadata": REMOTE_TPU,
+        "set_tpu_topology": REMOTE_TPU,
+        "tpu_hardware_feature": REMOTE_TPU,
+    },
     "tf.distribute.cluster_resolver.UnionResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.coordinator.ClusterCoordinator": PARAMETER_SERVER,
     "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,

@@ -74,6 +74,21 @@ def slurm(name: str) -> str | None:
     return os.environ.get(f"SLURM_{name}")
 
 
+def tpu_hosts() -> list[str]:
+    """``TPU_WORKER_HOSTNAMES``: the hosts of this TPU slice; default: this host."""
+    return [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host] or ["localhost"]
+
+
+def tpu_worker_id() -> int:
+    """``TPU_WORKER_ID``: which of them this host is; default 0."""
+    return _int("TPU_WORKER_ID", 0)
+
+
+def tpu_chips_per_host() -> list[int]:
+    """``TPU_CHIPS_PER_HOST_BOUNDS``: how one host's chips are laid out, e.g. ``2,2,1``; empty if not set."""
+    return [int(side) for side in os.environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "").split(",") if side.isdigit()]
+
+
 def set_visible_gpus(gpus: str) -> None:
     """Sets ``CUDA_VISIBLE_DEVICES``, to be done before CUDA starts.
 
