@@ -27,7 +27,6 @@ def not_applicable(reason: str) -> str:
 
 
 CORE = planned("core")
-MULTI_WORKER = planned("multi-worker")
 PARAMETER_SERVER = planned("parameter server")
 TPU = planned("TPU")
 CHECKPOINT = planned("checkpoint")
@@ -171,7 +170,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
     "tf.distribute.InputReplicationMode": IN,
     "tf.distribute.MirroredStrategy": STRATEGY,
-    "tf.distribute.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.NcclAllReduce": CROSS_DEVICE_OPS,
     "tf.distribute.OneDeviceStrategy": STRATEGY,
     "tf.distribute.ParameterServerStrategy": PARAMETER_SERVER,
@@ -240,7 +239,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.experimental.CollectiveHints": {"__init__": IN},
     "tf.distribute.experimental.CommunicationImplementation": IN,
     "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
-    "tf.distribute.experimental.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.experimental.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
     "tf.distribute.experimental.PreemptionCheckpointHandler": CHECKPOINT,
     "tf.distribute.experimental.PreemptionWatcher": CHECKPOINT,

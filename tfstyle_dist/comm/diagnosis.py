@@ -43,9 +43,13 @@ class Peer:
     host: str
     boot: str
 
+    def visible(self) -> bool:
+        """Whether it runs on this host."""
+        return (self.host, self.boot) == (socket.gethostname(), boot_id())
+
     def state(self) -> str:
         """What this host can see of the process: dead, stopped, running, or on another host."""
-        if (self.host, self.boot) != (socket.gethostname(), boot_id()):
+        if not self.visible():
             return f"on host {self.host}, not visible from here"
         try:
             after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]

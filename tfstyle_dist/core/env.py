@@ -64,6 +64,11 @@ def launcher_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def slurm_job_id() -> int:
+    """``SLURM_JOB_ID``; 0 outside a job."""
+    return _int("SLURM_JOB_ID", 0)
+
+
 def tf_config() -> str | None:
     """``TF_CONFIG``: the cluster and this process's task as JSON, as TensorFlow reads it."""
     return os.environ.get("TF_CONFIG")
@@ -100,17 +105,28 @@ def set_visible_gpus(gpus: str) -> None:
 
 def timeout() -> timedelta | None:
     """``TFSTYLE_TIMEOUT_SECONDS``: the limit of every wait; 0 waits for ever; default 300."""
-    text = os.environ.get("TFSTYLE_TIMEOUT_SECONDS")
+    return _seconds("TFSTYLE_TIMEOUT_SECONDS", DEFAULT_TIMEOUT)
+
+
+def start_timeout(default: timedelta | None) -> timedelta | None:
+    """``TFSTYLE_START_TIMEOUT_SECONDS``: the limit of the wait for all workers to start; 0 waits for ever.
+
+    Args:
+        default: the limit where the variable is not set.
+    """
+    return _seconds("TFSTYLE_START_TIMEOUT_SECONDS", default)
+
+
+def _seconds(name: str, default: timedelta | None) -> timedelta | None:
+    text = os.environ.get(name)
     if text is None or text == "":
-        return DEFAULT_TIMEOUT
+        return default
     try:
         seconds = float(text)
     except ValueError:
-        raise ValueError(
-            f"TFSTYLE_TIMEOUT_SECONDS={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit."
-        ) from None
+        raise ValueError(f"{name}={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit.") from None
     if seconds < 0:
-        raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is negative; write e.g. 300, or 0 for no limit.")
+        raise ValueError(f"{name}={text!r} is negative; write e.g. 300, or 0 for no limit.")
     return timedelta(seconds=seconds) if seconds else None
 
 
