@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.diagnosis import SideChannel
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.meeting import Meeting, Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
@@ -59,8 +61,8 @@ def members_of_launch() -> Members | None:
     return Members(launch.rank, launch.world_size, names, env.master_address())
 
 
-def _meet(members: Members, limit: timedelta | None) -> Any:
-    """A store that all workers share and that is new; waits until all are there."""
+def _meet(members: Members, limit: timedelta | None) -> tuple[Any, SideChannel]:
+    """A store that all workers share and that is new, and the same for messages; waits until all are there."""
     import torch.distributed as dist
 
     deadline = Deadline(limit)
@@ -81,7 +83,8 @@ def _meet(members: Members, limit: timedelta | None) -> Any:
     _meetings[place] = _meetings.get(place, 0) + 1
     here = dist.PrefixStore(f"tfstyle/{_meetings[place]}", store)
     meeting = Meeting(here, members, deadline, lasting=path is not None or agent)
-    return dist.PrefixStore(f"tfstyle/{meeting.hold()}", store)
+    store = dist.PrefixStore(f"tfstyle/{meeting.hold()}", store)
+    return store, SideChannel(store, None if meeting.lasting else meeting.leader)
 
 
 def _network_store(members: Members, address: tuple[str, int], deadline: Deadline, serve: bool) -> Any:
@@ -160,6 +163,7 @@ def make_group(
 
     timeout = effective_timeout(options)
     control = device if backend == "nccl" else torch.device("cpu")
+    stacks.start()
     if initialized:
         torch_group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
         group = TorchGroup(torch_group, timeout, _default_store(), control, lambda: _leave(torch_group))
@@ -169,11 +173,11 @@ def make_group(
         # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
         # TorchGroup.close).
         importlib.import_module("torch.distributed.nn.functional")
-        store = _meet(members, env.start_timeout(timeout))
+        store, channel = _meet(members, env.start_timeout(timeout))
         dist.init_process_group(
             backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
         )
-        group = TorchGroup(dist.group.WORLD, timeout, store, control, _leave_default)
+        group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
     _check_same_shape(group, device, num_local_replicas)
     return group
 
@@ -199,6 +203,7 @@ def _default_store() -> Any:
 def _leave(group: Any) -> None:
     import torch.distributed as dist
 
+    stacks.stop()
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -206,5 +211,6 @@ def _leave(group: Any) -> None:
 def _leave_default() -> None:
     import torch.distributed as dist
 
+    stacks.stop()
     if dist.is_initialized():
         dist.destroy_process_group()

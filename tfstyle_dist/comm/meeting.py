@@ -83,12 +83,17 @@ class Meeting:
         members: who is to meet.
         deadline: until when.
         lasting: whether the store may hold what an earlier life of these workers has left.
+
+    Attributes:
+        lasting: as given.
+        leader: where worker 0 runs, once the meeting was held.
     """
 
     def __init__(self, store: Any, members: Members, deadline: Deadline, lasting: bool) -> None:
-        self._store, self._members, self._deadline, self._lasting = store, members, deadline, lasting
+        self._store, self._members, self._deadline, self.lasting = store, members, deadline, lasting
         cluster = members.signature or f"{members.size} workers"
         self._hello = Hello(uuid.uuid4().hex, diagnosis.this_peer(members.rank), cluster)
+        self.leader = self._hello.peer
         self._beats, self._next_beat = 0, 0.0
         # Of each number: its last beat, when it came, and whether one came while we looked.
         self._heard: dict[str, tuple[bytes, float, bool]] = {}
@@ -145,6 +150,7 @@ class Meeting:
                 confirmed = listed
                 self._store.set(f"confirmed/{rank}", confirmed)
             if confirmed and self._store.check([f"go/{_digest(confirmed)}"]):
+                self.leader = (self._read_hello(0) or self._hello).peer
                 return _digest(confirmed)
             self._beat()
             self._look_after(self._read_hello(rank))
@@ -181,9 +187,9 @@ class Meeting:
             return
         state, was_alive = peer.state(), hello.number in self._alive
         silent = self._listen(hello)
-        if state == "dead" and (was_alive or not self._lasting):
+        if state == "dead" and (was_alive or not self.lasting):
             raise PeerLostError(f"{where} died while the workers started. Look at its own output first.")
-        if state == "dead" or (self._lasting and not peer.visible() and not self._heard[hello.number][2]):
+        if state == "dead" or (self.lasting and not peer.visible() and not self._heard[hello.number][2]):
             return  # perhaps of an earlier life
         self._alive.add(hello.number)
         if reason := self._read(f"gave up/{hello.number}"):
@@ -222,7 +228,7 @@ class Meeting:
             if rank == self._members.rank:
                 continue
             state = hello.peer.state() if hello else ""
-            if hello and (hello.number in self._alive or not self._lasting or hello.peer.visible()) and state != "dead":
+            if hello and (hello.number in self._alive or not self.lasting or hello.peer.visible()) and state != "dead":
                 lines.append(f"  {name}: has started, pid {hello.peer.pid} on {hello.peer.host}, {state}")
             else:
                 absent.append(name)
