@@ -174,9 +174,12 @@ def make_group(
         # TorchGroup.close).
         importlib.import_module("torch.distributed.nn.functional")
         store, channel = _meet(members, env.start_timeout(timeout))
-        dist.init_process_group(
-            backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
-        )
+        # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
+        towards = network.interface_towards(*members.address) if members.address else None
+        with env.gloo_interface_set(towards):
+            dist.init_process_group(
+                backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
+            )
         group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
     _check_same_shape(group, device, num_local_replicas)
     return group

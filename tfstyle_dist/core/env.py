@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TFSTYLE_RENDEZVOUS_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -59,6 +71,28 @@ def master_address() -> tuple[str, int] | None:
     return (host, _int("MASTER_PORT", 0)) if host and os.environ.get("MASTER_PORT") else None
 
 
+def gloo_interface() -> str | None:
+    """``GLOO_SOCKET_IFNAME``: the network interface for Gloo."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
+@contextmanager
+def gloo_interface_set(name: str | None) -> Iterator[None]:
+    """Sets ``GLOO_SOCKET_IFNAME`` for a while, unless the user has.
+
+    Args:
+        name: the interface, ``None`` to leave the choice to Gloo.
+    """
+    if name is None or gloo_interface() is not None:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def launcher_has_store() -> bool:
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself, not worker 0, answers at the master address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -101,6 +135,33 @@ def set_visible_gpus(gpus: str) -> None:
         gpus: e.g. ``"0,1"``.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
+def visible_gpus() -> list[str] | None:
+    """The names of the GPUs that a child process would see; ``None`` when that is not known without asking CUDA."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is not None:
+        return [gpu for gpu in text.split(",") if gpu]
+    try:
+        return [str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except OSError:
+        return None
+
+
+def for_task(tf_config: str, num_tasks: int, gpus: Sequence[str] | None) -> dict[str, str]:
+    """The environment of a task that the launcher starts: this process's, without another launcher's variables.
+
+    Args:
+        tf_config: its ``TF_CONFIG``.
+        num_tasks: how many tasks share the cores.
+        gpus: the GPUs it may use, ``None`` for all.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_tasks, 1)))
+    environment |= {"TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
 
 
 def timeout() -> timedelta | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _LISTENING = "0A"
+_SIOCGIFADDR = 0x8915
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -60,6 +63,39 @@ def port_owner(port: int) -> str | None:
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     return f"pid {process.name} ({command[:120]})"
     return "a process that this user cannot see"
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of a network interface; ``None`` without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The network interface through which this host reaches another one; nothing is sent.
+
+    Args:
+        host: name or IPv4 address of the other.
+        port: any.
+
+    Returns:
+        e.g. ``"eth0"``; ``None`` if that cannot be told.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for _, name in socket.if_nameindex():
+        address = interface_address(name)
+        if address is not None and (address == own or (address.startswith("127.") and own.startswith("127."))):
+            return name
+    return None
 
 
 def try_connect(host: str, port: int, seconds: float) -> str | None:

@@ -77,7 +77,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
             )
         options = communication_options or CommunicationOptions()
         self._cluster_resolver = cluster_resolver or resolver_from_environment()
-        members = _members(self._cluster_resolver)
+        members = members_of(self._cluster_resolver)
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, members, len(places))
         worker = Worker(places, group, effective_timeout(options), run_replicas)
@@ -135,8 +135,8 @@ def resolver_from_environment() -> ClusterResolver:
     return tf_config
 
 
-def _members(resolver: ClusterResolver) -> Members | None:
-    """The workers that train together, from a resolver."""
+def members_of(resolver: ClusterResolver) -> Members | None:
+    """The workers that train together, from a resolver; ``None`` if the launcher's environment says it."""
     if isinstance(resolver, TorchrunClusterResolver):
         return None
     tasks, rank = roles.training_tasks(resolver)
