@@ -46,6 +46,9 @@ if TYPE_CHECKING:
         MirroredStrategy as MirroredStrategy,
     )
     from tfstyle_dist.api import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from tfstyle_dist.api import (
         NcclAllReduce as NcclAllReduce,
     )
     from tfstyle_dist.api import (
@@ -123,6 +126,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "ReduceOp",

@@ -18,6 +18,7 @@ from tfstyle_dist.cross_device_ops import (
 from tfstyle_dist.input import AutoShardPolicy, DistributedDataset, DistributedIterator, InputContext, InputOptions
 from tfstyle_dist.strategies import (
     MirroredStrategy,
+    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ReplicaContext,
     RunOptions,
@@ -44,6 +45,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "ReduceOp",

@@ -27,7 +27,6 @@ def not_applicable(reason: str) -> str:
 
 
 CORE = planned("core")
-MULTI_WORKER = planned("multi-worker")
 PARAMETER_SERVER = planned("parameter server")
 TPU = planned("TPU")
 CHECKPOINT = planned("checkpoint")
@@ -37,6 +36,7 @@ ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, no
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
 WRAPS_TORCH = not_applicable("the base class wraps a torch.optim.Optimizer")
 
+REMOTE_TPU = not_applicable("programs run on the TPU hosts themselves; there is no remote TPU runtime to ask")
 PROTO = not_applicable("PyTorch has no protocol buffers")
 
 RESOLVER: Final = {
@@ -170,7 +170,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
     "tf.distribute.InputReplicationMode": IN,
     "tf.distribute.MirroredStrategy": STRATEGY,
-    "tf.distribute.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.NcclAllReduce": CROSS_DEVICE_OPS,
     "tf.distribute.OneDeviceStrategy": STRATEGY,
     "tf.distribute.ParameterServerStrategy": PARAMETER_SERVER,
@@ -210,13 +210,25 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
     "tf.distribute.TPUStrategy": TPU,
     "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
-    "tf.distribute.cluster_resolver.GCEClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.KubernetesClusterResolver": MULTI_WORKER,
-    "tf.distribute.cluster_resolver.KubernetesExecutableLocation": MULTI_WORKER,
+    "tf.distribute.cluster_resolver.GCEClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
+    "tf.distribute.cluster_resolver.KubernetesClusterResolver": {**RESOLVER, "__init__": IN},
+    "tf.distribute.cluster_resolver.KubernetesExecutableLocation": IN,
     "tf.distribute.cluster_resolver.SimpleClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.cluster_resolver.SlurmClusterResolver": {**RESOLVER, "__init__": IN, "get_task_info": IN},
     "tf.distribute.cluster_resolver.TFConfigClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
-    "tf.distribute.cluster_resolver.TPUClusterResolver": TPU,
+    "tf.distribute.cluster_resolver.TPUClusterResolver": {
+        **RESOLVER,
+        "__enter__": IN,
+        "__exit__": IN,
+        "__init__": IN,
+        "connect": IN,
+        "get_coordination_service_leader": REMOTE_TPU,
+        "get_job_name": IN,
+        "get_master": IN,
+        "get_tpu_system_metadata": REMOTE_TPU,
+        "set_tpu_topology": REMOTE_TPU,
+        "tpu_hardware_feature": REMOTE_TPU,
+    },
     "tf.distribute.cluster_resolver.UnionResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.coordinator.ClusterCoordinator": PARAMETER_SERVER,
     "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,
@@ -227,7 +239,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.experimental.CollectiveHints": {"__init__": IN},
     "tf.distribute.experimental.CommunicationImplementation": IN,
     "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
-    "tf.distribute.experimental.MultiWorkerMirroredStrategy": MULTI_WORKER,
+    "tf.distribute.experimental.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
     "tf.distribute.experimental.PreemptionCheckpointHandler": CHECKPOINT,
     "tf.distribute.experimental.PreemptionWatcher": CHECKPOINT,

@@ -18,6 +18,8 @@ EXPENSIVE = (
     "torch_xla",
     "accelerate",
     "keras",
+    "kubernetes",
+    "googleapiclient",
     "transformers",
     "sklearn",
     "zmq",

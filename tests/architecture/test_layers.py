@@ -53,6 +53,8 @@ OPTIONAL_PACKAGES = (
     "tensorboard",
     "zmq",
     "cloudpickle",
+    "googleapiclient",
+    "kubernetes",
 )
 # Modules of torch that load an optional package.
 OPTIONAL_ALIASES = {"torch.utils.tensorboard": "tensorboard"}

@@ -11,6 +11,8 @@ from tfstyle_dist.cluster_resolver import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
+    TPUClusterResolver,
     UnionResolver,
     roles,
 )
@@ -116,3 +118,29 @@ def test_slurm_keeps_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None
     assert resolver.master() == "grpc://n10:8888"
     with pytest.raises(RuntimeError, match="more GPUs per node"):
         SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    resolver = TorchrunClusterResolver()
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.cluster_spec().as_dict() == {"worker": ["node0:29500", "rank-1"]}
+    assert resolver.master() == "node0:29500"
+    monkeypatch.delenv("RANK")
+    with pytest.raises(RuntimeError, match="RANK and WORLD_SIZE are not set"):
+        TorchrunClusterResolver()
+
+
+def test_tpu_hosts_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TPUClusterResolver().cluster_spec().as_dict() == {"worker": ["localhost:8470"]}
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t0,t1")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    monkeypatch.setenv("TPU_CHIPS_PER_HOST_BOUNDS", "2,2,1")
+    with TPUClusterResolver.connect() as resolver:
+        assert resolver.cluster_spec().as_dict() == {"worker": ["t0:8470", "t1:8470"]}
+        assert (resolver.task_type, resolver.task_id, resolver.get_master()) == ("worker", 1, "")
+        assert resolver.master("worker", 0) == "t0:8470"
+        assert resolver.num_accelerators() == {"TPU": 4}
+    with pytest.raises(ValueError, match="cannot connect to a TPU elsewhere"):
+        TPUClusterResolver("grpc://10.0.0.1:8470")

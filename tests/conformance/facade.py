@@ -14,6 +14,7 @@ from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 
 sys.path.insert(0, str(Path(__file__).parent))
 import keras_rules
+import multi_worker
 import tf_data
 
 _DTYPES = {
@@ -71,6 +72,8 @@ class Facade:
             return td.OneDeviceStrategy(self.device(0), **kw)
         if kind == "central_storage":
             return td.experimental.CentralStorageStrategy([self.device(i) for i in range(n)], self.device(0), **kw)
+        if kind == "multi_worker_local":
+            return td.MultiWorkerMirroredStrategy(**kw)
         if kind == "default":
             return td.get_strategy()
         raise NotImplementedError(f"strategy kind {kind!r} is not there yet (docs/status.md)")
@@ -223,6 +226,11 @@ class Facade:
 
     def CheckpointManager(self, checkpoint, directory, max_to_keep):
         return td.train.CheckpointManager(checkpoint, directory, max_to_keep=max_to_keep)
+
+    # ---- clusters ----
+
+    def multi_worker(self, n, fn, timeout=90, **params):
+        return multi_worker.run(self, n, fn, timeout, params)
 
     # ---- misc ----
 

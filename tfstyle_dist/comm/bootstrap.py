@@ -1,18 +1,22 @@
-"""From what a launcher says to a worker group."""
+"""From what a launcher or a cluster says to a worker group."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.diagnosis import SideChannel
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.comm.meeting import Meeting, Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import env
+from tfstyle_dist.core import env, network
+from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 
@@ -44,116 +48,153 @@ def _backend(device: torch.device, options: CommunicationOptions) -> str:
     return "nccl"
 
 
-def _meet(launch: env.Launch, timeout: timedelta | None) -> Any:
-    """The store where the ranks meet; waits until all are there, and names the absent ones if they do not come."""
+def members_of_launch() -> Members | None:
+    """The workers that a launcher such as torchrun started; ``None`` when there was none.
+
+    Raises:
+        ValueError: RANK and WORLD_SIZE contradict each other.
+    """
+    launch = env.launch()
+    if launch is None:
+        return None
+    names = tuple(f"worker {rank}" for rank in range(launch.world_size))
+    return Members(launch.rank, launch.world_size, names, env.master_address())
+
+
+def _meet(members: Members, limit: timedelta | None) -> tuple[Any, SideChannel]:
+    """A store that all workers share and that is new, and the same for messages; waits until all are there."""
     import torch.distributed as dist
 
-    limit = timeout or _FOREVER
-    path, address = env.rendezvous_file(), env.master_address()
+    deadline = Deadline(limit)
+    path = env.rendezvous_file()
+    agent = env.launcher_has_store()
     if path is not None:
-        store: Any = dist.FileStore(path, launch.world_size)
-        store.set_timeout(limit)
-    elif address is not None:
-        store = _network_store(launch, address, limit)
+        store: Any = dist.FileStore(path, members.size)
+    elif members.address is not None:
+        store = _network_store(members, members.address, deadline, serve=members.rank == 0 and not agent)
     else:
         raise ValueError(
-            f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} are set, but neither MASTER_ADDR and "
-            f"MASTER_PORT nor "
+            f"RANK={members.rank} and WORLD_SIZE={members.size} are set, but neither MASTER_ADDR and MASTER_PORT nor "
             "TFSTYLE_RENDEZVOUS_FILE says where the workers meet. Start the script with torchrun, or unset RANK and "
             "WORLD_SIZE to run one process."
         )
     # What an earlier strategy of this process left in the store must not be taken for this one's.
-    place = str(path or address)
+    place = str(path or members.address)
     _meetings[place] = _meetings.get(place, 0) + 1
-    store = dist.PrefixStore(f"tfstyle/{_meetings[place]}", store)
-    store.set(f"hello/{launch.rank}", "1")
-    keys = [f"hello/{r}" for r in range(launch.world_size)]
-    try:
-        store.wait(keys, limit)
-    except Exception as error:
-        absent = []
-        for rank, key in enumerate(keys):
-            with contextlib.suppress(Exception):
-                if store.check([key]):
-                    continue
-            absent.append(rank)
-        raise DeadlineExceededError(
-            f"Worker(s) {absent} of {launch.world_size} did not start within {limit.total_seconds():g} s. Start "
-            f"one process "
-            "for each rank, or raise TFSTYLE_TIMEOUT_SECONDS."
-        ) from error
-    return store
+    here = dist.PrefixStore(f"tfstyle/{_meetings[place]}", store)
+    meeting = Meeting(here, members, deadline, lasting=path is not None or agent)
+    store = dist.PrefixStore(f"tfstyle/{meeting.hold()}", store)
+    return store, SideChannel(store, None if meeting.lasting else meeting.leader)
 
 
-def _network_store(launch: env.Launch, address: tuple[str, int], limit: timedelta) -> Any:
-    """The store at the master address; the one that worker 0 opens does not wait for the others yet."""
+def _network_store(members: Members, address: tuple[str, int], deadline: Deadline, serve: bool) -> Any:
+    """The store at an address; the one that worker 0 opens does not wait for the others yet."""
     import torch.distributed as dist
 
+    host, port = address
+    limit = deadline.limit or _FOREVER
+    if not serve:
+        _wait_for_listener(members, address, deadline)
     try:
-        if env.launcher_has_store():
-            return next(iter(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=limit)))[0]
-        host, port = address
-        return dist.TCPStore(
-            host, port, launch.world_size, launch.rank == 0, limit, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(host, port, members.size, serve, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
-        where = f"MASTER_ADDR:MASTER_PORT = {address[0]}:{address[1]}"
         said = str(error).strip().partition("\n")[0]
-        if "timed out" in said.lower():
-            raise DeadlineExceededError(
-                f"Worker {launch.rank} of {launch.world_size} did not reach worker 0 at {where} within "
-                f"{limit.total_seconds():g} s ({said}). Check that worker 0 runs there and that the address can be "
-                "reached from here."
+        if serve and "EADDRINUSE" in str(error):
+            raise UnavailableError(
+                f"Port {port} is in use by {network.port_owner(port) or 'another process'}, so {members.own_name} "
+                f"cannot open the meeting place {host}:{port}. End that process, or choose another port for "
+                f"{members.own_name} on all workers."
             ) from error
         raise UnavailableError(
-            f"Worker {launch.rank} of {launch.world_size} cannot use {where}: {said}. Choose another MASTER_PORT if it "
-            "is taken, and check the address."
+            f"{members.own_name} of {members.size} cannot use the meeting place {host}:{port}: {said}. Check the "
+            "address, and that nothing but this program answers there."
         ) from error
 
 
-def make_group(device: torch.device, options: CommunicationOptions) -> WorkerGroup:
-    """The group of all worker processes that the launcher started; a group of one when there was no launcher.
+def _wait_for_listener(members: Members, address: tuple[str, int], deadline: Deadline) -> None:
+    """Returns when somebody listens; waits in Python, so that Ctrl-C ends it."""
+    host, port = address
+    pause, problem = 0.02, ""
+    while not deadline.passed():
+        left = deadline.remaining()
+        problem = network.try_connect(host, port, 5.0 if left is None else min(left, 5.0)) or ""
+        if not problem:
+            return
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.5)
+    raise DeadlineExceededError(
+        f"{members.own_name} of {members.size} did not reach {members.names[0]} at {host}:{port} within {deadline}: "
+        f"{problem}. Check that {members.names[0]} runs there and that the address can be reached from here."
+    )
+
+
+def make_group(
+    device: torch.device, options: CommunicationOptions, members: Members | None = None, num_local_replicas: int = 1
+) -> WorkerGroup:
+    """The group of all worker processes; a group of one when there are no others.
 
     A process group that the program made itself is kept: a group of the same members is made beside it.
 
     Args:
         device: where this worker's tensors live; decides NCCL or Gloo.
         options: timeout and implementation.
+        members: the workers; default: those that a launcher started.
+        num_local_replicas: how many replicas this worker holds; must be the same on all.
 
     Raises:
-        ValueError: world sizes disagree, or the requested implementation cannot run here.
-        DeadlineExceededError: a worker did not start in time; the message lists the absent ranks.
+        ValueError: world sizes or numbers of replicas disagree, or the requested implementation cannot run here.
+        DeadlineExceededError: a worker did not start in time; the message lists the absent ones.
+        PeerLostError: a worker died or gave up during start-up.
+        UnavailableError: the port of the meeting place is in use.
     """
-    launch = env.launch()
+    members = members or members_of_launch()
     import torch.distributed as dist
 
     initialized = dist.is_available() and dist.is_initialized()
-    if initialized and launch is not None and dist.get_world_size() != launch.world_size:
+    if initialized and members is not None and dist.get_world_size() != members.size:
         raise ValueError(
-            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but "
-            f"WORLD_SIZE={launch.world_size}. "
-            "Initialise it for all ranks, or let the strategy do it."
+            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but WORLD_SIZE={members.size} "
+            "or the cluster says otherwise. Initialise it for all workers, or let the strategy do it."
         )
-    if not initialized and (launch is None or launch.world_size == 1):
-        return SingleGroup()
-    if initialized and dist.get_world_size() == 1:
+    backend = _backend(device, options)
+    if (not initialized and (members is None or members.size == 1)) or (initialized and dist.get_world_size() == 1):
         return SingleGroup()
     from tfstyle_dist.comm.torch_group import TorchGroup
 
-    timeout, backend = effective_timeout(options), _backend(device, options)
+    timeout = effective_timeout(options)
     control = device if backend == "nccl" else torch.device("cpu")
+    stacks.start()
     if initialized:
-        group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
-        return TorchGroup(group, timeout, _default_store(), control, lambda: _leave(group))
-    assert launch is not None
-    # Its functions keep the default group of the time of their import as a default argument, and torch.optim imports
-    # it: imported later, it would keep the group and its threads until the interpreter ends (see TorchGroup.close).
-    importlib.import_module("torch.distributed.nn.functional")
-    store = _meet(launch, timeout)
-    dist.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout or _FOREVER
-    )
-    return TorchGroup(dist.group.WORLD, timeout, store, control, _leave_default)
+        torch_group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
+        group = TorchGroup(torch_group, timeout, _default_store(), control, lambda: _leave(torch_group))
+    else:
+        assert members is not None
+        # Its functions keep the default group of the time of their import as a default argument, and torch.optim
+        # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
+        # TorchGroup.close).
+        importlib.import_module("torch.distributed.nn.functional")
+        store, channel = _meet(members, env.start_timeout(timeout))
+        # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
+        towards = network.interface_towards(*members.address) if members.address else None
+        with env.gloo_interface_set(towards):
+            dist.init_process_group(
+                backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
+            )
+        group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
+    _check_same_shape(group, device, num_local_replicas)
+    return group
+
+
+def _check_same_shape(group: WorkerGroup, device: torch.device, num_local_replicas: int) -> None:
+    """All workers must hold as many replicas, on the same kind of device."""
+    shapes = group.gather_objects([num_local_replicas, device.type], "replicas of each worker")
+    if any(shape != shapes[0] for shape in shapes):
+        group.close()
+        listed = ", ".join(f"worker {rank}: {count} on {kind}" for rank, (count, kind) in enumerate(shapes))
+        raise ValueError(
+            f"All workers must hold the same number of replicas on the same kind of device, got {listed}. Give every "
+            "worker the same `devices`, or hide GPUs with CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _default_store() -> Any:
@@ -165,6 +206,7 @@ def _default_store() -> Any:
 def _leave(group: Any) -> None:
     import torch.distributed as dist
 
+    stacks.stop()
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -172,5 +214,6 @@ def _leave(group: Any) -> None:
 def _leave_default() -> None:
     import torch.distributed as dist
 
+    stacks.stop()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,12 +6,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from tfstyle_dist.comm import stacks
 
 _GRACE_SECONDS = 1.5
+_MOST_STACKS = 4
+Result = TypeVar("Result")
 
 
 class KeyValueStore(Protocol):
@@ -25,6 +29,47 @@ class KeyValueStore(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
+
+
+class SideChannel:
+    """A store that is not asked any more once it failed, or once the worker that holds it is seen to be dead.
+
+    torch prints a C++ stack for every call to a store that is gone.
+
+    Args:
+        store: the store.
+        holder: the worker whose end is the store's end, if any.
+    """
+
+    def __init__(self, store: KeyValueStore, holder: Peer | None = None) -> None:
+        self._store, self._holder = store, holder
+        self._gone = False
+
+    def _ask(self) -> KeyValueStore:
+        self._gone = self._gone or (self._holder is not None and self._holder.state() == "dead")
+        if self._gone:
+            raise ConnectionError("the store is gone")
+        return self._store
+
+    def set(self, key: str, value: str) -> None:
+        """See ``KeyValueStore``."""
+        self._call(lambda store: store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """See ``KeyValueStore``."""
+        return self._call(lambda store: store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``KeyValueStore``."""
+        return self._call(lambda store: store.check(keys))
+
+    def _call(self, use: Callable[[KeyValueStore], Result]) -> Result:
+        store = self._ask()
+        try:
+            return use(store)
+        except Exception:
+            self._gone = True
+            raise
 
 
 @dataclass(frozen=True)
@@ -43,9 +88,13 @@ class Peer:
     host: str
     boot: str
 
+    def visible(self) -> bool:
+        """Whether it runs on this host."""
+        return (self.host, self.boot) == (socket.gethostname(), boot_id())
+
     def state(self) -> str:
         """What this host can see of the process: dead, stopped, running, or on another host."""
-        if (self.host, self.boot) != (socket.gethostname(), boot_id()):
+        if not self.visible():
             return f"on host {self.host}, not visible from here"
         try:
             after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
@@ -129,5 +178,9 @@ def describe_missing(
             lines.append(head + "waits in " + waiting[peer.rank])
         else:
             missing.append(peer.rank)
-            lines.append(head + ("MISSING, " + state))
+            lines.append(head + "MISSING, " + state)
+            if state == "running" and len(missing) <= _MOST_STACKS:
+                answer = stacks.ask(peer.pid)
+                shown = answer.replace("\n", "\n      ") if answer else "none: it does not answer"
+                lines.append(f"    its Python stack: {shown}")
     return missing, "\n".join(lines)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TFSTYLE_RENDEZVOUS_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -59,9 +71,36 @@ def master_address() -> tuple[str, int] | None:
     return (host, _int("MASTER_PORT", 0)) if host and os.environ.get("MASTER_PORT") else None
 
 
+def gloo_interface() -> str | None:
+    """``GLOO_SOCKET_IFNAME``: the network interface for Gloo."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
+@contextmanager
+def gloo_interface_set(name: str | None) -> Iterator[None]:
+    """Sets ``GLOO_SOCKET_IFNAME`` for a while, unless the user has.
+
+    Args:
+        name: the interface, ``None`` to leave the choice to Gloo.
+    """
+    if name is None or gloo_interface() is not None:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def launcher_has_store() -> bool:
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself, not worker 0, answers at the master address."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def slurm_job_id() -> int:
+    """``SLURM_JOB_ID``; 0 outside a job."""
+    return _int("SLURM_JOB_ID", 0)
 
 
 def tf_config() -> str | None:
@@ -74,6 +113,21 @@ def slurm(name: str) -> str | None:
     return os.environ.get(f"SLURM_{name}")
 
 
+def tpu_hosts() -> list[str]:
+    """``TPU_WORKER_HOSTNAMES``: the hosts of this TPU slice; default: this host."""
+    return [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host] or ["localhost"]
+
+
+def tpu_worker_id() -> int:
+    """``TPU_WORKER_ID``: which of them this host is; default 0."""
+    return _int("TPU_WORKER_ID", 0)
+
+
+def tpu_chips_per_host() -> list[int]:
+    """``TPU_CHIPS_PER_HOST_BOUNDS``: how one host's chips are laid out, e.g. ``2,2,1``; empty if not set."""
+    return [int(side) for side in os.environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "").split(",") if side.isdigit()]
+
+
 def set_visible_gpus(gpus: str) -> None:
     """Sets ``CUDA_VISIBLE_DEVICES``, to be done before CUDA starts.
 
@@ -83,19 +137,57 @@ def set_visible_gpus(gpus: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
 
 
+def visible_gpus() -> list[str] | None:
+    """The names of the GPUs that a child process would see; ``None`` when that is not known without asking CUDA."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is not None:
+        return [gpu for gpu in text.split(",") if gpu]
+    try:
+        return [str(number) for number in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except OSError:
+        return None
+
+
+def for_task(tf_config: str, num_tasks: int, gpus: Sequence[str] | None) -> dict[str, str]:
+    """The environment of a task that the launcher starts: this process's, without another launcher's variables.
+
+    Args:
+        tf_config: its ``TF_CONFIG``.
+        num_tasks: how many tasks share the cores.
+        gpus: the GPUs it may use, ``None`` for all.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_tasks, 1)))
+    environment |= {"TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
+
+
 def timeout() -> timedelta | None:
     """``TFSTYLE_TIMEOUT_SECONDS``: the limit of every wait; 0 waits for ever; default 300."""
-    text = os.environ.get("TFSTYLE_TIMEOUT_SECONDS")
+    return _seconds("TFSTYLE_TIMEOUT_SECONDS", DEFAULT_TIMEOUT)
+
+
+def start_timeout(default: timedelta | None) -> timedelta | None:
+    """``TFSTYLE_START_TIMEOUT_SECONDS``: the limit of the wait for all workers to start; 0 waits for ever.
+
+    Args:
+        default: the limit where the variable is not set.
+    """
+    return _seconds("TFSTYLE_START_TIMEOUT_SECONDS", default)
+
+
+def _seconds(name: str, default: timedelta | None) -> timedelta | None:
+    text = os.environ.get(name)
     if text is None or text == "":
-        return DEFAULT_TIMEOUT
+        return default
     try:
         seconds = float(text)
     except ValueError:
-        raise ValueError(
-            f"TFSTYLE_TIMEOUT_SECONDS={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit."
-        ) from None
+        raise ValueError(f"{name}={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit.") from None
     if seconds < 0:
-        raise ValueError(f"TFSTYLE_TIMEOUT_SECONDS={text!r} is negative; write e.g. 300, or 0 for no limit.")
+        raise ValueError(f"{name}={text!r} is negative; write e.g. 300, or 0 for no limit.")
     return timedelta(seconds=seconds) if seconds else None
 
 

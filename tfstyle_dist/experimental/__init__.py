@@ -8,6 +8,9 @@ from tfstyle_dist.comm.options import (
 )
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
+from tfstyle_dist.strategies.multi_worker_mirrored import (
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from tfstyle_dist.values import ValueContext
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "ValueContext",
     "exact_mean",
 ]

@@ -11,12 +11,14 @@ from tfstyle_dist.strategies.contexts import (
 )
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredStrategy
+from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 __all__ = [
     "CentralStorageStrategy",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ReplicaContext",
     "RunOptions",

@@ -125,7 +125,7 @@ class Strategy(InputMethods, TrainingMethods):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver the strategy was made with; ``None`` here."""
+        """Who the workers are; ``None`` for a strategy that was not made from a cluster."""
         return None
 
     @property

@@ -21,7 +21,48 @@ from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable
 
 
-class MirroredStrategy(Strategy):
+class MirroredVariables(Strategy):
+    """What strategies with equal copies on all replicas have in common; use a subclass."""
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """A variable with a copy on every replica."""
+        if spec.synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                f"VariableSynchronization.NONE is not supported by {type(self).__name__}: its variables have a copy on "
+                "every replica. Use AUTO, ON_WRITE or ON_READ."
+            )
+        if spec.synchronization is VariableSynchronization.AUTO:
+            spec.synchronization = VariableSynchronization.ON_WRITE
+        frame = current_frame()
+        if frame is not None and frame.replica is not None and frame.strategy is self:
+            # All replicas take part; the first one's value counts and all get the same object.
+            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
+            variable: Variable = frame.replica.meet("variable creation", spec, build)
+            self.parameter_store.ensure_equal()
+            return variable
+        return self._build(spec)
+
+    def _build(self, spec: VariableSpec) -> Variable:
+        tensor = spec.initial_tensor()
+        if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
+                f"{spec.name or 'Variable'!r}. "
+                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
+            )
+        return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
+
+
+def check_cross_device_ops(cross_device_ops: CrossDeviceOps | None) -> None:
+    """Raises TypeError for anything but a ``CrossDeviceOps`` or ``None``."""
+    if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+        raise TypeError(
+            f"cross_device_ops must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice(), got "
+            f"{cross_device_ops!r}."
+        )
+
+
+class MirroredStrategy(MirroredVariables):
     """Synchronous training on several replicas of one host (``tf.distribute.MirroredStrategy``).
 
     Started by torchrun, every process is one replica (its GPU ``LOCAL_RANK``, else the CPU). Started by hand, one
@@ -54,48 +95,15 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         run_replicas: str = "threads",
     ) -> None:
-        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-            raise TypeError(
-                f"cross_device_ops must be an instance of CrossDeviceOps, e.g. ReductionToOneDevice(), got "
-                f"{cross_device_ops!r}."
-            )
+        check_cross_device_ops(cross_device_ops)
         options = communication_options or CommunicationOptions()
-        places = device_names.parse_replica_devices(devices) if devices is not None else _devices_of_this_process()
-        group = make_group(places[0].torch_device, options)
+        places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
+        group = make_group(places[0].torch_device, options, num_local_replicas=len(places))
         worker = Worker(places, group, effective_timeout(options), run_replicas)
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
 
-    def create_variable(self, spec: VariableSpec) -> Variable:
-        """A variable with a copy on every replica."""
-        if spec.synchronization is VariableSynchronization.NONE:
-            raise ValueError(
-                "VariableSynchronization.NONE is not supported by MirroredStrategy: its variables have a copy "
-                "on every replica. "
-                "Use AUTO, ON_WRITE or ON_READ."
-            )
-        if spec.synchronization is VariableSynchronization.AUTO:
-            spec.synchronization = VariableSynchronization.ON_WRITE
-        frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy is self:
-            # All replicas take part; the first one's value counts and all get the same object.
-            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
-            variable: Variable = frame.replica.meet("variable creation", spec, build)
-            self.parameter_store.ensure_equal()
-            return variable
-        return self._build(spec)
 
-    def _build(self, spec: VariableSpec) -> Variable:
-        tensor = spec.initial_tensor()
-        if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
-                f"{spec.name or 'Variable'!r}. "
-                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
-            )
-        return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
-
-
-def _devices_of_this_process() -> tuple[ReplicaDevice, ...]:
+def devices_of_this_process() -> tuple[ReplicaDevice, ...]:
     """Under a launcher the rank's own device, else all that are found."""
     found = device_names.find_local_devices()
     launch = env.launch()

@@ -49,6 +49,31 @@ class TrainingMethods:
         self.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
         buffers.synchronize(self.worker, self.parameter_store)
 
+    def should_stop(self, flag: bool = False) -> bool:
+        """Whether any worker wants to stop, so that all leave the training loop at the same step.
+
+        Collective over the workers: all call it at the same place of each step, in cross-replica context.
+
+        Args:
+            flag: this worker's wish.
+
+        Returns:
+            The same answer on all workers: whether one of them passed True.
+
+        Raises:
+            RuntimeError: called in replica context.
+
+        Example:
+            >>> for batch in batches:
+            ...     strategy.run(step, args=batch)
+            ...     if strategy.should_stop(time.monotonic() > limit):  # clocks and limits may differ by worker
+            ...         break
+        """
+        self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
+        wishes = torch.tensor([int(bool(flag))], device=self.worker.torch_device(0))
+        self.worker.group.all_reduce(wishes, "should_stop")
+        return bool(wishes.item())
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
 

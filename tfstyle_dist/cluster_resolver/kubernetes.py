@@ -1,0 +1,107 @@
+"""``KubernetesClusterResolver``: the running pods of a Kubernetes cluster, asked for with the official client."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfstyle_dist.cluster_resolver.base import ClusterResolver
+from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs, which decides where the client finds its credentials.
+
+    Source: ``tf.distribute.cluster_resolver.KubernetesExecutableLocation``.
+
+    * ``WITHIN_CLUSTER``: in a pod; its service account must be allowed to list pods.
+    * ``OFF_CLUSTER``: elsewhere, with a kubeconfig file.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Pods chosen by labels (``tf.distribute.cluster_resolver.KubernetesClusterResolver``).
+
+    Which pod this process runs in is not found out: set ``task_type`` and ``task_id``, for instance from
+    ``JOB_COMPLETION_INDEX`` of an indexed Job. Tasks are numbered by pod name.
+
+    Args:
+        job_to_label_mapping: from job to the label selectors of its pods; default
+            ``{"worker": ["job-name=tensorflow"]}``.
+        tf_server_port: the port of every task.
+        rpc_layer: prefix of the addresses that ``master`` returns.
+        override_client: a ``kubernetes.client.CoreV1Api`` to use instead of a new one.
+        executable_location: where the program runs.
+
+    Raises:
+        ImportError: the package ``kubernetes`` is not installed and there is no ``override_client``.
+        ValueError: ``executable_location`` is no ``KubernetesExecutableLocation``.
+
+    Example:
+        >>> resolver = KubernetesClusterResolver({"worker": ["job-name=train"]})
+        >>> resolver.task_type, resolver.task_id = "worker", int(os.environ["JOB_COMPLETION_INDEX"])
+        >>> strategy = MultiWorkerMirroredStrategy(resolver)
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+    ) -> None:
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise ValueError(
+                "executable_location must be KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER, got "
+                f"{executable_location!r}."
+            )
+        self._labels = job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        self._port, self._rpc_layer = tf_server_port, rpc_layer
+        self._client = _client(executable_location) if override_client is None else override_client
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The pods as they are now.
+
+        Raises:
+            RuntimeError: a pod does not run yet, or no longer.
+        """
+        return ClusterSpec({job: self._pods(selectors) for job, selectors in self._labels.items()})
+
+    def _pods(self, selectors: Sequence[str]) -> list[str]:
+        addresses = []
+        for selector in selectors:
+            found = self._client.list_pod_for_all_namespaces(label_selector=selector).items
+            for pod in sorted(found, key=lambda pod: pod.metadata.name):
+                if pod.status.phase != "Running":
+                    raise RuntimeError(
+                        f"Pod {pod.metadata.name!r} is not running; phase: {pod.status.phase!r}. Wait until all pods "
+                        f"of {selector!r} run."
+                    )
+                # TensorFlow takes the node's address, which reaches a pod on the host network only; for those the
+                # two are the same.
+                addresses.append(f"{pod.status.pod_ip or pod.status.host_ip}:{self._port}")
+        return addresses
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default this process's if it was set, else ``""``; see ``ClusterResolver``."""
+        return self._own_master(task_type, task_id, rpc_layer)
+
+
+def _client(location: KubernetesExecutableLocation) -> Any:
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise ImportError(
+            "The Kubernetes Python client must be installed before using KubernetesClusterResolver: "
+            "pip install 'tfstyle_dist[kubernetes]'."
+        ) from None
+    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+        config.load_incluster_config()
+    else:
+        config.load_kube_config()
+    return client.CoreV1Api()

@@ -1,0 +1,100 @@
+"""The cluster that this process is told of: who is in it, and who can be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from tfstyle_dist.cluster_resolver import ClusterResolver, TorchrunClusterResolver, roles
+from tfstyle_dist.core import env, network
+from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
+from tfstyle_dist.strategies.multi_worker_mirrored import resolver_from_environment
+
+_CONNECT_SECONDS = 3.0
+
+
+def settings() -> Iterator[Finding]:
+    """The package's own environment variables."""
+    try:
+        limit, start = env.timeout(), env.start_timeout(env.timeout())
+    except ValueError as error:
+        yield problem("settings", str(error), "correct or unset the variable")
+        return
+    for name, seconds in (("a wait", limit), ("the start of all workers", start)):
+        if seconds is None:
+            yield warning("settings", f"no limit for {name}", "a lost worker would be waited for without end")
+        elif seconds < timedelta(seconds=5):
+            yield warning("settings", f"the limit for {name} is {seconds.total_seconds():g} s", "slow hosts need more")
+    yield ok("settings", f"limit of a wait {_text(limit)}, of the start {_text(start)}")
+
+
+def _text(limit: timedelta | None) -> str:
+    return "none" if limit is None else f"{limit.total_seconds():g} s"
+
+
+def find_cluster() -> tuple[ClusterResolver | None, list[Finding]]:
+    """The resolver that a strategy would use, and what is wrong with it."""
+    try:
+        resolver = resolver_from_environment()
+        spec = resolver.cluster_spec()
+        if not spec:
+            return None, [ok("cluster", "neither TF_CONFIG nor a launcher: a job started here has one worker")]
+        roles.check(spec, resolver.task_type, resolver.task_id)
+        for task in [] if isinstance(resolver, TorchrunClusterResolver) else roles.tasks(spec):
+            network.parse_address(task.address)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return None, [problem("cluster", str(error), "correct TF_CONFIG, or the launcher's variables")]
+    mine = f"this is {resolver.task_type} {resolver.task_id}"
+    counts = ", ".join(f"{spec.num_tasks(job)} {job}" for job in spec.jobs)
+    return resolver, [ok("cluster", f"{type(resolver).__name__}: {counts}; {mine}")]
+
+
+def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
+    """The meeting place and the other tasks."""
+    if isinstance(resolver, TorchrunClusterResolver):
+        yield from _torchrun(resolver)
+        return
+    spec = resolver.cluster_spec()
+    own = (resolver.task_type, resolver.task_id)
+    first = next(iter(roles.tasks(spec, "chief", "worker")), None)
+    for task in roles.tasks(spec):
+        host, port = network.parse_address(task.address)
+        if (task.type, task.index) == own:
+            listens = task == first or task.type == "ps"
+            if listens and (owner := network.port_owner(port)):
+                yield problem(
+                    "ports", f"{task}: port {port} is in use by {owner}", "end that process, or choose another port"
+                )
+            elif listens:
+                yield ok("ports", f"{task}: port {port} is free")
+            continue
+        yield _peer(str(task), host, port)
+
+
+def _peer(name: str, host: str, port: int) -> Finding:
+    trouble = network.try_connect(host, port, _CONNECT_SECONDS)
+    if trouble is None:
+        return ok("peers", f"{name} answers")
+    if "refused" in trouble:
+        return ok("peers", f"{name}: the host can be reached; nothing listens there yet")
+    return problem(
+        "peers", f"{name}: {trouble}", "check the address in the cluster, the network and the firewall of that host"
+    )
+
+
+def _torchrun(resolver: TorchrunClusterResolver) -> Iterator[Finding]:
+    launch, address = env.launch(), env.master_address()
+    if env.rendezvous_file() is not None:
+        yield ok("peers", f"the workers meet in the file {env.rendezvous_file()}")
+    elif address is None or launch is None:
+        yield problem("peers", "RANK is set, but not MASTER_ADDR and MASTER_PORT", "start the script with torchrun")
+    elif launch.rank > 0 or env.launcher_has_store():
+        yield _peer("worker 0", *address)
+    elif owner := network.port_owner(address[1]):
+        yield problem("ports", f"MASTER_PORT={address[1]} is in use by {owner}", "choose another MASTER_PORT")
+    if address and launch and launch.local_world_size < launch.world_size and address[0] in ("localhost", "127.0.0.1"):
+        yield problem(
+            "peers",
+            f"MASTER_ADDR={address[0]}, but the workers are on several hosts",
+            "set MASTER_ADDR to the name or address of worker 0's host",
+        )

@@ -1,0 +1,132 @@
+"""This machine: versions, devices, backends, shared memory, limits."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+
+import torch
+
+import tfstyle_dist
+from tfstyle_dist.comm.shared_lane import DIRECTORY, SLOT_BYTES, create_segment, remove_segment
+from tfstyle_dist.core import env, network
+from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
+
+_OLDEST_TORCH = (2, 9)
+_FEW_FILES = 1024
+_MEGABYTE = 1024 * 1024
+
+
+def versions() -> Iterator[Finding]:
+    """Python, torch, this package."""
+    text = f"Python {platform.python_version()}, torch {torch.__version__}, tfstyle_dist {tfstyle_dist.__version__}"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST_TORCH:
+        yield problem("versions", text, "install torch 2.9 or later")
+    elif sys.platform != "linux":
+        yield warning("versions", f"{text} on {sys.platform}", "only Linux is tested")
+    else:
+        yield ok("versions", f"{text}, {platform.platform()}")
+
+
+def devices() -> Iterator[Finding]:
+    """Cores and GPUs."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield ok("devices", f"{cores} CPU core(s) for this process, {torch.get_num_threads()} thread(s) for torch's math")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(gpus)]
+    present = env.visible_gpus()
+    if gpus:
+        yield ok("devices", f"{gpus} GPU(s): {', '.join(names)}")
+    elif present:
+        yield problem(
+            "devices",
+            f"this machine has {len(present)} NVIDIA GPU(s), but torch sees none (built for CUDA {torch.version.cuda})",
+            "install a CUDA build of torch that fits the driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+    else:
+        yield ok("devices", "no GPU: replicas run on the CPU")
+
+
+def backends() -> Iterator[Finding]:
+    """What can carry collectives."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield problem("backends", "torch was built without torch.distributed", "install an official build of torch")
+        return
+    if not dist.is_gloo_available():
+        yield problem("backends", "Gloo is missing from this torch build", "install an official build of torch")
+    else:
+        yield ok("backends", "Gloo")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if dist.is_nccl_available():
+        version = ".".join(str(part) for part in torch.cuda.nccl.version()) if gpus else "not loaded without a GPU"
+        yield ok("backends", f"NCCL ({version})")
+    elif gpus:
+        yield warning("backends", "there are GPUs, but torch has no NCCL", "gradients will go through Gloo, slowly")
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Where CPU workers of one host meet."""
+    if not env.shared_memory():
+        yield warning("shared memory", "TFSTYLE_SHARED_MEMORY=0", "CPU workers of one host use sockets, slowly")
+        return
+    workers = max(os.cpu_count() or 1, 2)
+    path = create_segment(2)
+    remove_segment(path)
+    try:
+        free = shutil.disk_usage(DIRECTORY).free
+    except OSError:
+        free = 0
+    needed = (workers + 1) * SLOT_BYTES
+    if path is None or free < needed:
+        yield warning(
+            "shared memory",
+            f"{DIRECTORY} has {free // _MEGABYTE} MB free; {workers} workers want {needed // _MEGABYTE} MB",
+            "workers will use sockets, slowly; in a container raise it, e.g. docker run --shm-size=1g",
+        )
+    else:
+        yield ok("shared memory", f"{DIRECTORY} has {free // _MEGABYTE} MB free")
+
+
+def limits() -> Iterator[Finding]:
+    """What the operating system allows."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 < files < _FEW_FILES:
+        yield warning("limits", f"at most {files} open files", f"raise it: ulimit -n {min(65536, most)}")
+    else:
+        yield ok("limits", f"at most {files} open files")
+
+
+def host_name() -> Iterator[Finding]:
+    """Whether this host's name leads other hosts to it."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield warning("host name", f"{name!r} does not resolve", "with several hosts, add it to DNS or /etc/hosts")
+        return
+    if address.startswith("127."):
+        yield warning(
+            "host name",
+            f"{name!r} resolves to {address}, which other hosts cannot reach",
+            "with several hosts, use addresses in TF_CONFIG or MASTER_ADDR; the network interface is chosen by them",
+        )
+    else:
+        yield ok("host name", f"{name} is {address}")
+    wanted = env.gloo_interface()
+    names = [one for _, one in socket.if_nameindex()]
+    if wanted and wanted not in names:
+        yield problem(
+            "network",
+            f"GLOO_SOCKET_IFNAME={wanted}, but this host has {', '.join(names)}",
+            "unset it, or name one of these",
+        )
+    else:
+        places = [f"{one} ({network.interface_address(one) or 'no IPv4 address'})" for one in names]
+        yield ok("network", f"interfaces {', '.join(places)}")

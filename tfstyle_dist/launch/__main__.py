@@ -1,0 +1,76 @@
+"""Starts a cluster on one machine: every task is a process with its own ``TF_CONFIG``.
+
+    python -m tfstyle_dist.launch --workers 2 train.py --epochs 3
+    python -m tfstyle_dist.launch --chief --workers 2 --ps 1 train.py
+    python -m tfstyle_dist.launch --workers 2 -m package.module
+
+Each task's output is shown line by line with its name in front. When a task fails, all are stopped, its traceback is
+shown once more, and the exit code is that task's. The tasks meet at free ports of 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tfstyle_dist.launch.cluster import make_tasks
+from tfstyle_dist.launch.supervisor import Supervisor
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {number}")
+    return number
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        "python -m tfstyle_dist.launch",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workers", type=_count, default=2, metavar="N", help="tasks 'worker' (default 2)")
+    parser.add_argument("--ps", type=_count, default=0, metavar="N", help="tasks 'ps', parameter servers (default 0)")
+    parser.add_argument("--chief", action="store_true", help="a task 'chief' besides the workers")
+    parser.add_argument("--evaluator", action="store_true", help="a task 'evaluator'")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="from SIGTERM to SIGKILL when stopping (10)"
+    )
+    parser.add_argument(
+        "--evaluator-grace",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long the evaluator may go on after the training has ended (60)",
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as for python -m")
+    parser.add_argument("script", help="the Python program that every task runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    if options.workers == 0 and not options.chief:
+        parser.error("there is nobody to train: give --workers N or --chief")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the cluster to its end.
+
+    Args:
+        arguments: the command line; default: that of the process.
+
+    Returns:
+        0, or the exit code of the first task that failed; 128 plus the number of a signal.
+    """
+    options = parse(arguments)
+    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
+    tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator)
+    return Supervisor(tasks, options.grace, options.evaluator_grace).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

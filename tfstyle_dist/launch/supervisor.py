@@ -1,0 +1,150 @@
+"""Runs tasks to the end: all succeed, or the first failure stops all."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from tfstyle_dist.launch.task import Task
+
+_LOOK_SECONDS = 0.1
+# The others often fail by themselves, with a message worth reading, before they are stopped.
+_SETTLE_SECONDS = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """Starts tasks, shows their output, and ends with all of them gone.
+
+    Args:
+        tasks: the tasks.
+        grace: seconds from SIGTERM to SIGKILL.
+        evaluator_grace: seconds that an evaluator may go on after the training.
+    """
+
+    def __init__(self, tasks: Sequence[Task], grace: float, evaluator_grace: float) -> None:
+        self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Runs all tasks.
+
+        Returns:
+            0, or the exit code of the first task that failed, or 128 plus the signal that ended the launcher.
+        """
+        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            for task in self._tasks:
+                task.start()
+                for stream in task.streams():
+                    self._selector.register(stream, selectors.EVENT_READ, task)
+            return self._watch()
+        finally:
+            self._kill()
+            for task in self._tasks:
+                task.drain()
+            self._selector.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _watch(self) -> int:
+        training_over: float | None = None
+        while True:
+            self._forward(_LOOK_SECONDS)
+            if self._signals:
+                return self._interrupted()
+            codes = {task: task.code() for task in self._tasks}
+            if any(codes.values()):
+                return self._failed()
+            running = [task for task, code in codes.items() if code is None]
+            if not running:
+                return 0
+            if self._training_is_over(running):
+                training_over = training_over or time.monotonic()
+                evaluators = [task for task in running if task.job == "evaluator"]
+                if not evaluators or time.monotonic() - training_over > self._evaluator_grace:
+                    if evaluators:
+                        self._say(f"the training is over and {evaluators[0].name} goes on: stopping it")
+                    self._stop(running, signal.SIGTERM)
+                    return 0
+
+    def _training_is_over(self, running: Sequence[Task]) -> bool:
+        """The chief's end ends a cluster with parameter servers, whose workers only serve; else all must end."""
+        jobs = {task.job for task in self._tasks}
+        if {"chief", "ps"} <= jobs:
+            return all(task.job != "chief" for task in running)
+        return not any(task.trains for task in running)
+
+    def _failed(self) -> int:
+        """Gives the others time to fail, stops them, and shows the first failure."""
+        end = time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < end and any(task.code() is None for task in self._tasks):
+            self._forward(_LOOK_SECONDS)
+            if self._signals:
+                break
+        failed = [task for task in self._tasks if task.code()]
+        self._stop([task for task in self._tasks if task.code() is None], signal.SIGTERM)
+        self._forward(0)
+        failed.sort(key=lambda task: (task.blames_others(), task.ended_at))
+        first, code = failed[0], failed[0].code() or 1
+        how = f"was ended by signal {code - 128} ({_signal_name(code - 128)})" if code > 128 else f"exited with {code}"
+        self._say(f"{first.name} (pid {first.pid}) failed first: it {how}; all tasks were stopped.")
+        if trace := first.traceback():
+            print(f"[{first.name}] " + trace.replace("\n", f"\n[{first.name}] "), file=sys.stderr, flush=True)
+        return code
+
+    def _interrupted(self) -> int:
+        number = self._signals[0]
+        self._say(f"{_signal_name(number)}: stopping all tasks")
+        self._signals.clear()
+        self._stop([task for task in self._tasks if task.code() is None], signal.Signals(number))
+        return 128 + number
+
+    def _stop(self, tasks: Sequence[Task], number: signal.Signals) -> None:
+        """Sends a signal, and kills what does not go; a second Ctrl-C kills at once."""
+        for task in tasks:
+            task.send(number)
+            task.send(signal.SIGCONT)
+        end = time.monotonic() + self._grace
+        while time.monotonic() < end and not self._signals and any(task.code() is None for task in tasks):
+            self._forward(_LOOK_SECONDS)
+        stubborn = [task.name for task in tasks if task.code() is None]
+        if stubborn:
+            self._say(f"{', '.join(stubborn)} did not stop: killed")
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kills all process groups, those of tasks that have ended too: they may have left children."""
+        for task in self._tasks:
+            task.send(signal.SIGKILL)
+        for task in self._tasks:
+            while task.started and task.code() is None:
+                time.sleep(0.01)
+
+    def _forward(self, seconds: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(seconds)
+            return
+        for key, _ in self._selector.select(seconds):
+            stream: Any = key.fileobj
+            if not key.data.forward(stream):
+                self._selector.unregister(stream)
+
+    def _say(self, text: str) -> None:
+        print(f"[launch] {text}", file=sys.stderr, flush=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

@@ -1,0 +1,147 @@
+"""``tf.distribute.MultiWorkerMirroredStrategy``: equal copies on the replicas of several worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.cluster_resolver import (
+    ClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+    roles,
+)
+from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.meeting import Members
+from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.core import devices as device_names
+from tfstyle_dist.core import env, network
+from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.mirrored import MirroredVariables, check_cross_device_ops, devices_of_this_process
+
+_SLURM_PORTS = range(20000, 40000)
+
+
+class MultiWorkerMirroredStrategy(MirroredVariables):
+    """Synchronous training on the replicas of several workers (``tf.distribute.MultiWorkerMirroredStrategy``).
+
+    The workers are found, in this order, from ``cluster_resolver``, from ``TF_CONFIG``, from torchrun's environment or
+    from that of a SLURM step; without any of them this process is the only worker. The tasks ``chief`` and ``worker``
+    train together, the chief (else worker 0) first; its address is where they meet. A task ``evaluator`` is alone with
+    itself. ONLY_FIRST_REPLICA means each worker's own first replica, as in TensorFlow.
+
+    Args:
+        cluster_resolver: who the workers are.
+        communication_options: bucket size, timeout and implementation of the communication.
+        devices: this worker's replicas, as in ``MirroredStrategy``; default: under torchrun the GPU ``LOCAL_RANK``,
+            else all GPUs, else the CPU. All workers must have as many.
+        cross_device_ops: how local values are summed; default: ADD_N on the first replica's device.
+        run_replicas: as in ``MirroredStrategy``.
+
+    Raises:
+        json.JSONDecodeError: ``TF_CONFIG`` is not JSON.
+        ValueError: the cluster is wrong (an unknown job, a task that does not exist, an address twice), contradicts
+            torchrun's environment, or the workers' replicas differ; or NCCL was asked for and cannot run.
+        DeadlineExceededError: workers did not start in time (5 minutes, ``TFSTYLE_START_TIMEOUT_SECONDS``); the
+            message lists them with their addresses.
+        UnavailableError: the port where the workers meet is in use.
+
+    Example:
+        >>> # TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+        >>> strategy = MultiWorkerMirroredStrategy()
+        >>> strategy.num_replicas_in_sync
+        2
+    """
+
+    first_replica_is_global = False
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        run_replicas: str = "threads",
+    ) -> None:
+        check_cross_device_ops(cross_device_ops)
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            raise TypeError(
+                f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}; write e.g. "
+                "cluster_resolver.TFConfigClusterResolver()."
+            )
+        options = communication_options or CommunicationOptions()
+        self._cluster_resolver = cluster_resolver or resolver_from_environment()
+        members = members_of(self._cluster_resolver)
+        places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
+        group = make_group(places[0].torch_device, options, members, len(places))
+        worker = Worker(places, group, effective_timeout(options), run_replicas)
+        super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Who the workers are: the resolver given, or the one found in the environment."""
+        return self._cluster_resolver
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """The older signature (``tf.distribute.experimental.MultiWorkerMirroredStrategy``).
+
+    Args:
+        communication: the implementation alone.
+        cluster_resolver: as in ``MultiWorkerMirroredStrategy``.
+        **options: the keyword arguments of ``MultiWorkerMirroredStrategy``.
+
+    Example:
+        >>> strategy = experimental.MultiWorkerMirroredStrategy(experimental.CollectiveCommunication.RING)
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(cluster_resolver, CommunicationOptions(implementation=communication), **options)
+
+
+def resolver_from_environment() -> ClusterResolver:
+    """The resolver of what is in the environment: TF_CONFIG, torchrun or a SLURM step, else an empty cluster.
+
+    Raises:
+        ValueError: TF_CONFIG and torchrun's variables contradict each other.
+    """
+    launch, tf_config = env.launch(), TFConfigClusterResolver()
+    if env.tf_config() is not None and tf_config.cluster_spec():
+        tasks, rank = roles.training_tasks(tf_config)
+        if launch is not None and (launch.rank, launch.world_size) != (rank, len(tasks)):
+            raise ValueError(
+                f"TF_CONFIG says that this process is worker {rank} of {len(tasks)}, but RANK={launch.rank} and "
+                f"WORLD_SIZE={launch.world_size}. Unset the one that is not meant, or pass cluster_resolver="
+                "TorchrunClusterResolver() or TFConfigClusterResolver()."
+            )
+        return tf_config
+    if launch is not None:
+        return TorchrunClusterResolver()
+    if int(env.slurm("STEP_NUM_TASKS") or 1) > 1 and env.slurm("PROCID"):
+        # Jobs of several users may share a node: their numbers keep the ports apart.
+        first = _SLURM_PORTS[env.slurm_job_id() * 16 % len(_SLURM_PORTS)]
+        return SlurmClusterResolver(port_base=first)
+    return tf_config
+
+
+def members_of(resolver: ClusterResolver) -> Members | None:
+    """The workers that train together, from a resolver; ``None`` if the launcher's environment says it."""
+    if isinstance(resolver, TorchrunClusterResolver):
+        return None
+    tasks, rank = roles.training_tasks(resolver)
+    if len(tasks) == 1:
+        return Members(0, 1, (str(tasks[0]),), None)
+    signature = ", ".join(str(task) for task in tasks)
+    addresses = [network.parse_address(task.address) for task in tasks]
+    return Members(rank, len(tasks), tuple(str(task) for task in tasks), addresses[0], signature)
