@@ -11,7 +11,6 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
-from tfstyle_dist.variables import logical_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 import keras_rules
@@ -214,12 +213,16 @@ class Facade:
     # ---- checkpoints ----
 
     def checkpoint_save(self, path, **variables):
-        state = logical_state.export_state(**variables)
-        torch.save({"tensors": state.tensors, "metadata": state.metadata}, path)
-        return path
+        return td.train.Checkpoint(**variables).save(path)
 
     def checkpoint_restore(self, path, **variables):
-        logical_state.import_state(logical_state.LogicalState(**torch.load(path)), **variables)
+        td.train.Checkpoint(**variables).restore(path).assert_consumed()
+
+    def Checkpoint(self, **variables):
+        return td.train.Checkpoint(**variables)
+
+    def CheckpointManager(self, checkpoint, directory, max_to_keep):
+        return td.train.CheckpointManager(checkpoint, directory, max_to_keep=max_to_keep)
 
     # ---- misc ----
 

@@ -21,6 +21,10 @@ class NotFoundError(LookupError):
     """A named thing does not exist (``tf.errors.NotFoundError``)."""
 
 
+class DataLossError(OSError):
+    """A file is damaged: not what was written (``tf.errors.DataLossError``)."""
+
+
 class UnavailableError(RuntimeError):
     """A task that is needed cannot be reached (``tf.errors.UnavailableError``)."""
 

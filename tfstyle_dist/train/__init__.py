@@ -1,5 +1,18 @@
-"""Layer 5: TF-style optimizers and gradients."""
+"""Layer 5: TF-style optimizers and gradients, checkpoints, preemption."""
 
+from tfstyle_dist.train.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    CheckpointOptions,
+    CheckpointReader,
+    CheckpointState,
+    checkpoints_iterator,
+    get_checkpoint_state,
+    latest_checkpoint,
+    list_variables,
+    load_checkpoint,
+    load_variable,
+)
 from tfstyle_dist.train.gradients import UnconnectedGradients, gradients
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.optimizers import (
@@ -10,17 +23,30 @@ from tfstyle_dist.train.optimizers import (
     MomentumOptimizer,
     RMSPropOptimizer,
 )
+from tfstyle_dist.train.random_state import RandomState
 from tfstyle_dist.train.torch_optimizer import Optimizer
 
 __all__ = [
     "AdagradOptimizer",
     "AdamOptimizer",
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointOptions",
+    "CheckpointReader",
+    "CheckpointState",
     "FtrlOptimizer",
     "GradientDescentOptimizer",
     "MomentumOptimizer",
     "Optimizer",
     "RMSPropOptimizer",
+    "RandomState",
     "TFOptimizer",
     "UnconnectedGradients",
+    "checkpoints_iterator",
+    "get_checkpoint_state",
     "gradients",
+    "latest_checkpoint",
+    "list_variables",
+    "load_checkpoint",
+    "load_variable",
 ]

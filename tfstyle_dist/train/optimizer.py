@@ -274,6 +274,10 @@ class TFOptimizer(abc.ABC):
         entry = self._slots.get(id(var))
         return None if entry is None else entry[1].get(name)
 
+    def slot_variables(self) -> list[Any]:
+        """The variables that have slots, in the order in which they were first updated."""
+        return [variable for variable, _ in self._slots.values()]
+
     def state_dict(self) -> dict[str, Any]:
         """All state, variables numbered in the order in which they were first updated."""
         return {"slots": [dict(slots) for _, slots in self._slots.values()], "common": self.common_state()}

@@ -1,99 +1,100 @@
-"""State under logical names: full tensors and metadata, independent of workers and replicas.
-
-What a checkpoint holds. ``train.Checkpoint`` will write it with ``torch.distributed.checkpoint``; anything that maps
-names to tensors can carry it.
-"""
+"""What a tensor is worth, whatever the numbers of workers, replicas and servers: one value, to save and to put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import NotFoundError
+from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
+from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
+from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import find_record
 from tfstyle_dist.variables.variable import Variable
 
-VERSION = 1
-
 
 @dataclass
-class LogicalState:
-    """Named full tensors.
+class LogicalTensor:
+    """One value for all copies of a tensor.
 
     Attributes:
-        tensors: one CPU tensor for each logical name.
-        metadata: for each name its ``kind``, ``synchronization`` and ``aggregation``; under ``""`` the format's
-        version.
+        value: a plain tensor on any device; it may share memory with the first replica's copy.
+        same_on_all: whether every worker of the owning strategy is sure to have this value.
+        facts: ``kind``, and for a strategy's tensors ``synchronization`` and ``aggregation``.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    value: torch.Tensor
+    same_on_all: bool
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
-def export_state(**objects: Variable | torch.nn.Module) -> LogicalState:
-    """The state of some variables and modules.
+def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
+    """The values of some tensors as a checkpoint holds them.
 
-    An ``ON_READ`` variable is stored as its cross-replica read, so this is collective over the workers; call it in
-    cross-replica context on all of them.
+    ``ON_READ`` variables and floating buffers are read across the replicas: collective over the workers, to be called
+    with the same tensors on all of them, in cross-replica context.
 
     Args:
-        **objects: variables and modules under the names that prefix theirs.
+        tensors: variables, parameters and buffers of strategies, or plain tensors.
 
     Raises:
         ValueError: an ``ON_READ`` variable of aggregation NONE, which has no single value.
 
     Source: how ``tf.train.Checkpoint`` saves distributed variables.
     """
-    state = LogicalState(metadata={"": {"version": VERSION}})
-    for name, tensor in _named(objects):
+    read: list[LogicalTensor] = []
+    means: dict[tuple[int, torch.dtype], list[tuple[Record, LogicalTensor]]] = {}
+    for tensor in tensors:
         record = find_record(tensor)
-        value = tensor.value() if isinstance(tensor, Variable) else _plain(tensor)
-        state.tensors[name] = value.detach().to("cpu", copy=True)
-        state.metadata[name] = {
-            "kind": "tensor" if record is None else record.kind,
-            "synchronization": None if record is None else record.synchronization.name,
-            "aggregation": None if record is None else record.aggregation.name,
+        if record is None:
+            read.append(LogicalTensor(tensor.detach(), False, {"kind": "tensor"}))
+            continue
+        record.store.ensure_equal()
+        on_read = record.synchronization is VariableSynchronization.ON_READ
+        mean = record.aggregation is VariableAggregation.MEAN
+        facts = {
+            "kind": record.kind,
+            "synchronization": record.synchronization.name,
+            "aggregation": record.aggregation.name,
         }
-    return state
+        if isinstance(tensor, Variable):
+            value = tensor.value() if on_read else record.components[0].detach()
+            combined = mean or record.aggregation is VariableAggregation.SUM
+            read.append(LogicalTensor(value, combined, facts))
+            continue
+        found = LogicalTensor(record.components[0].detach(), record.kind == "parameter" or mean, facts)
+        if record.kind == "buffer" and mean and record.store.worker.num_replicas > 1:
+            means.setdefault((id(record.store), found.value.dtype), []).append((record, found))
+        read.append(found)
+    for group in means.values():
+        _average(group)
+    return read
 
 
-def import_state(state: LogicalState, **objects: Variable | torch.nn.Module) -> None:
-    """Puts stored values back, for any number of replicas: an ``ON_READ`` SUM variable is divided by the new number.
+def _average(group: Sequence[tuple[Record, LogicalTensor]]) -> None:
+    """Fills in the means over all replicas, in one message."""
+    worker = group[0][0].store.worker
+    with torch.no_grad(), raw():
+        parts = [local_sum([c.detach() for c in record.components]).reshape(-1) for record, _ in group]
+        flat = reduce_over_workers(worker, ReduceOp.MEAN, torch.cat(parts), "buffers of a checkpoint")
+        for (_, found), mean in zip(group, flat.split([part.numel() for part in parts]), strict=True):
+            found.value = mean.view(found.value.shape)
+
+
+def write_logical(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Puts a value back on all replicas: an ``ON_READ`` SUM variable is divided by their number.
 
     Args:
-        state: what ``export_state`` gave.
-        **objects: variables and modules under the names they were stored with.
+        tensor: as for ``read_logical``; collective over the workers if it is an ``ON_READ`` variable.
+        value: of the same shape; a variable also wants the same dtype.
 
     Raises:
-        NotFoundError: a name that was not stored.
-        InvalidArgumentError: a stored value of another shape or dtype.
+        InvalidArgumentError: a value of another shape or dtype for a variable.
     """
-    named = list(_named(objects))
-    missing = [name for name, _ in named if name not in state.tensors]
-    if missing:
-        raise NotFoundError(f"The checkpoint has no {missing}; it holds {sorted(state.tensors)}.")
-    for name, tensor in named:
-        if isinstance(tensor, Variable):
-            tensor.assign(state.tensors[name])
-        else:
-            with torch.no_grad():
-                tensor.copy_(state.tensors[name])
-
-
-def _named(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, entry in objects.items():
-        if isinstance(entry, torch.nn.Module):
-            for name, tensor in entry.state_dict(keep_vars=True).items():
-                yield f"{prefix}/{name}", tensor
-        elif isinstance(entry, torch.Tensor):
-            yield prefix, entry
-        else:
-            raise TypeError(f"{prefix!r} is a {type(entry).__name__}; checkpoints hold variables and modules.")
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    record = find_record(tensor)
-    return tensor if record is None else record.components[0]
+    if isinstance(tensor, Variable):
+        tensor.assign(value)
+        return
+    with torch.no_grad():
+        tensor.copy_(value)

@@ -1,0 +1,230 @@
+"""``tf.train.Checkpoint``: the state of a job under names, saved and restored by all workers together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.train.checkpoint.leaves import Leaf
+from tfstyle_dist.train.checkpoint.listing import CheckpointState, write_state
+from tfstyle_dist.train.checkpoint.restoring import restore
+from tfstyle_dist.train.checkpoint.saving import OnCommit, Save
+from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
+from tfstyle_dist.train.checkpoint.tracking import find_leaves, group_of
+
+_COUNTER = "save_counter"
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of saving and restoring (``tf.train.CheckpointOptions``).
+
+    Args:
+        enable_async: write in the background; ``sync()``, or the next save, tells how it went.
+        experimental_enable_async_checkpoint: the older name of the same.
+    """
+
+    enable_async: bool = False
+    experimental_enable_async_checkpoint: bool = False
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether one of the two was asked for."""
+        return self.enable_async or self.experimental_enable_async_checkpoint
+
+
+class Checkpoint:
+    """Saves and restores objects under names (``tf.train.Checkpoint``).
+
+    It holds modules, ``torch.optim`` and ``train`` optimizers, schedulers and whatever else has ``state_dict`` and
+    ``load_state_dict`` (an iterator of a distributed dataset: its position), variables, tensors, ``torch.Generator``,
+    ``RandomState``, plain values, nested checkpoints, and lists and dicts of these. What is saved does not depend on
+    the numbers of workers and replicas. ``save``, ``write``, ``restore``, ``read`` and ``sync`` are collective: all
+    workers call them, in cross-replica context.
+
+    An object can be added or replaced later as an attribute; plain values are read and written so.
+
+    Args:
+        root: an object to be tracked under the name ``root``.
+        **kwargs: the objects by name.
+
+    Raises:
+        ValueError: a name that the class needs for itself.
+
+    Example:
+        >>> checkpoint = Checkpoint(model=model, optimizer=optimizer, epoch=0)
+        >>> path = checkpoint.save("/tmp/training/ckpt")
+        >>> checkpoint.epoch = 7
+        >>> checkpoint.restore(path).assert_consumed().matched, checkpoint.epoch
+        (3, 0)
+
+    Source: ``tf.train.Checkpoint``.
+    """
+
+    def __init__(self, root: Any = None, **kwargs: Any) -> None:
+        self._tfstyle_tracked: dict[str, Any] = {}
+        self._save: Save | None = None
+        objects = kwargs if root is None else {"root": root, **kwargs}
+        for name, value in objects.items():
+            if hasattr(Checkpoint, name) or name.startswith("_") or name == _COUNTER:
+                raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
+            setattr(self, name, value)
+        self._counter = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Tracks ``value`` under ``name``."""
+        if name.startswith("_") or name in vars(Checkpoint):
+            object.__setattr__(self, name, value)
+        else:
+            self._tfstyle_tracked[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """The object tracked under ``name``."""
+        tracked = self.__dict__.get("_tfstyle_tracked", {})
+        if name in tracked:
+            return tracked[name]
+        raise AttributeError(f"This Checkpoint has no {name!r}; it tracks {sorted(tracked)}.")
+
+    def __delattr__(self, name: str) -> None:
+        """Does not track it any more."""
+        if self._tfstyle_tracked.pop(name, None) is None:
+            object.__delattr__(self, name)
+
+    @property
+    def save_counter(self) -> int:
+        """How often ``save`` was called, in the runs before this one too; it is saved and restored."""
+        return self._counter
+
+    # ---- saving -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        file_prefix: str | os.PathLike[str],
+        options: CheckpointOptions | None = None,
+        *,
+        block: bool = True,
+    ) -> str:
+        """Writes a numbered checkpoint and makes it the latest one of its folder; collective.
+
+        Args:
+            file_prefix: folder and beginning of the name, e.g. ``"/data/job1/ckpt"``.
+            options: see ``CheckpointOptions``.
+            block: with ``False`` it returns when the state is copied, and the files are written while training goes on.
+                Call ``sync()`` at the end; the next save or restore does, too.
+
+        Returns:
+            The path of the checkpoint, ``<file_prefix>-<number>``.
+
+        Raises:
+            OSError: the disk is full, the folder read-only, ...; raised on all workers. Earlier checkpoints are intact,
+                and training can go on.
+            TypeError: an object has a state that a checkpoint cannot hold.
+            ValueError: an ON_READ variable of aggregation NONE.
+            RuntimeError: called in replica context.
+            CollectiveMismatchError: the workers save different things.
+            PeerLostError, DeadlineExceededError: a worker did not call it, or is gone; the message names it.
+        """
+        self.sync()
+        counter = self._counter + 1
+        path = f"{os.fspath(file_prefix)}-{counter}"
+        return self._write(path, _is_async(options, block), _make_latest, counter)
+
+    def write(
+        self,
+        file_prefix: str | os.PathLike[str],
+        options: CheckpointOptions | None = None,
+        *,
+        block: bool = True,
+    ) -> str:
+        """Writes a checkpoint under exactly this path, replacing one of that name; the folder's latest stays.
+
+        Arguments, result and errors as for ``save``.
+        """
+        self.sync()
+        return self._write(os.fspath(file_prefix), _is_async(options, block), _do_nothing, self._counter)
+
+    def _write(self, path: str, asynchronous: bool, on_commit: OnCommit, counter: int) -> str:
+        before, self._counter = self._counter, counter
+        try:
+            leaves = self._leaves()
+            save = Save(group_of(leaves, "Checkpoint.save"), path, leaves, on_commit)
+            if asynchronous:
+                self._save = save
+                save.later()
+            else:
+                save.now()
+        except Exception:
+            self._counter = before
+            raise
+        return path
+
+    def sync(self) -> None:
+        """Waits for a save in the background, if there is one; collective.
+
+        Raises:
+            OSError, PeerLostError, DeadlineExceededError: it failed, as for ``save``.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.finish()
+
+    # ---- restoring --------------------------------------------------------------------------------------------
+
+    def restore(
+        self, save_path: str | os.PathLike[str] | None, options: CheckpointOptions | None = None
+    ) -> CheckpointLoadStatus:
+        """Reads a checkpoint into the objects; collective.
+
+        Works for any numbers of workers and replicas. Objects that the checkpoint does not have stay as they are; the
+        result's methods check that, and a warning tells if none of them is called.
+
+        Args:
+            save_path: what ``save`` or ``latest_checkpoint`` returned; with ``None`` nothing happens.
+            options: accepted for TF's signature.
+
+        Raises:
+            NotFoundError: there is no such checkpoint.
+            DataLossError: it is damaged; the message names the file and the other checkpoints of the folder.
+            InvalidArgumentError: shapes, dtypes or kinds differ; nothing was changed.
+            CollectiveMismatchError: the workers restore different checkpoints.
+        """
+        self.sync()
+        if save_path is None:
+            return CheckpointLoadStatus(None, (), (), 0)
+        leaves = self._leaves()
+        return restore(group_of(leaves, "Checkpoint.restore"), os.fspath(save_path), leaves, optional=_COUNTER)
+
+    def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
+        """As ``restore``, but ``save_counter`` stays what it is."""
+        before = self._counter
+        status = self.restore(save_path, options)
+        self._counter = before
+        return status
+
+    def _leaves(self) -> list[Leaf]:
+        def replace(name: str, value: Any) -> None:
+            if name == _COUNTER:
+                self._counter = value
+            else:
+                self._tfstyle_tracked[name] = value
+
+        return find_leaves({**self._tfstyle_tracked, _COUNTER: self._counter}, replace)
+
+    def _group(self) -> WorkerGroup:
+        return group_of(self._leaves(), "this call")
+
+
+def _is_async(options: CheckpointOptions | None, block: bool) -> bool:
+    return not block or (options is not None and options.asynchronous)
+
+
+def _make_latest(path: str, time: float, writes: bool) -> None:
+    """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
+    if writes:
+        write_state(os.path.dirname(path) or ".", CheckpointState(path, [path], [time]))
+
+
+def _do_nothing(path: str, time: float, writes: bool) -> None:
+    """``write`` leaves the folder's latest checkpoint what it is."""

@@ -1,0 +1,101 @@
+"""``torch.distributed.checkpoint`` writes and reads the tensors; the only module that imports it.
+
+Each worker writes a part of its own, without communication; worker 0 then joins the parts' metadata, so that the whole
+folder is one checkpoint of ``torch.distributed.checkpoint``, which plain ``torch.distributed.checkpoint.load`` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METADATA_FILE = ".metadata"
+
+
+def write_part(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes one worker's tensors into a folder of their own, and waits until they are on the disk.
+
+    Args:
+        directory: is made if it does not exist.
+        tensors: by name; on any device.
+
+    Raises:
+        OSError: the disk is full, or cannot be written to.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+    writer = FileSystemWriter(directory, sync_files=True)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), writer.storage_meta(), True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    written = writer.write_data(plan, planner)
+    written.wait()
+    writer.finish(metadata, [written.value()])
+
+
+def join_parts(directory: Path, parts: Sequence[str]) -> None:
+    """Makes one checkpoint of the parts in a folder.
+
+    Args:
+        directory: the folder.
+        parts: the folders of the workers' parts in it.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    everything: dict[str, Any] = {}
+    results = []
+    for part in parts:
+        metadata = FileSystemReader(directory / part).read_metadata()
+        everything.update(metadata.state_dict_metadata)
+        for index, info in metadata.storage_data.items():
+            moved = dataclasses.replace(info, relative_path=f"{part}/{info.relative_path}")
+            results.append(WriteResult(index=index, size_in_bytes=info.length, storage_data=moved))
+    joined = Metadata(state_dict_metadata=everything, planner_data={name: (name,) for name in everything})
+    FileSystemWriter(directory, sync_files=True).finish(joined, [results])
+    for part in parts:
+        (directory / part / METADATA_FILE).unlink()
+
+
+class TensorReader:
+    """Reads tensors by name.
+
+    Args:
+        directory: a folder that ``join_parts`` completed.
+        facts: shape and dtype of each tensor, as the index file has them.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        self._directory, self._facts = directory, facts
+        self._metadata = FileSystemReader(directory).read_metadata()
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors, on the CPU.
+
+        Args:
+            names: of tensors in the checkpoint.
+        """
+        from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+
+        wanted: dict[str, Any] = {name: self._empty(self._facts[name]) for name in names}
+        reader = FileSystemReader(self._directory)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(wanted, self._metadata, True)
+        reader.set_up_storage_reader(self._metadata, True)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        plan = planner.finish_plan(reader.prepare_global_plan(planner.create_global_plan([plan]))[0])
+        reader.read_data(plan, planner).wait()
+        return wanted
+
+    @staticmethod
+    def _empty(facts: Mapping[str, Any]) -> torch.Tensor:
+        return torch.empty(facts["shape"], dtype=getattr(torch, facts["dtype"]))

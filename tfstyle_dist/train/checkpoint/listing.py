@@ -1,0 +1,260 @@
+"""What is in a folder of checkpoints, and in a checkpoint, without the objects it was made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.errors import DataLossError, NotFoundError
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.train.checkpoint import codec, files
+from tfstyle_dist.train.checkpoint.dcp import TensorReader
+
+STATE_FILE = "checkpoint"
+_POLL_SECONDS = 0.5
+
+
+@dataclass
+class CheckpointState:
+    """The content of the file ``checkpoint`` of a folder.
+
+    Attributes:
+        model_checkpoint_path: the latest checkpoint.
+        all_model_checkpoint_paths: those that are kept, oldest first.
+        all_model_checkpoint_timestamps: when each of them was saved, in seconds since 1970.
+        last_preserved_timestamp: when the last one was saved that is kept for good.
+    """
+
+    model_checkpoint_path: str
+    all_model_checkpoint_paths: Sequence[str] = ()
+    all_model_checkpoint_timestamps: Sequence[float] = ()
+    last_preserved_timestamp: float | None = None
+
+
+def write_state(directory: str, state: CheckpointState, latest_filename: str | None = None) -> None:
+    """Writes the file ``checkpoint``, in TensorFlow's text format, with paths relative to the folder."""
+
+    def short(path: str) -> str:
+        return json.dumps(os.path.relpath(path, directory))
+
+    lines = [f"model_checkpoint_path: {short(state.model_checkpoint_path)}"]
+    lines += [f"all_model_checkpoint_paths: {short(path)}" for path in state.all_model_checkpoint_paths]
+    lines += [f"all_model_checkpoint_timestamps: {stamp!r}" for stamp in state.all_model_checkpoint_timestamps]
+    if state.last_preserved_timestamp is not None:
+        lines.append(f"last_preserved_timestamp: {state.last_preserved_timestamp!r}")
+    files.write_atomically(Path(directory, latest_filename or STATE_FILE), "\n".join(lines) + "\n")
+
+
+def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None) -> CheckpointState | None:
+    """The content of the file ``checkpoint``; ``None`` when there is none.
+
+    Args:
+        checkpoint_dir: the folder.
+        latest_filename: another name of the file.
+
+    Raises:
+        DataLossError: the file is damaged.
+
+    Source: ``tf.train.get_checkpoint_state``.
+    """
+    file = Path(checkpoint_dir, latest_filename or STATE_FILE)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    found: dict[str, list[Any]] = {}
+    try:
+        for line in lines:
+            key, _, value = line.partition(": ")
+            found.setdefault(key, []).append(json.loads(value))
+        (latest,) = found["model_checkpoint_path"]
+        return CheckpointState(
+            os.path.join(checkpoint_dir, latest),
+            [os.path.join(checkpoint_dir, path) for path in found.get("all_model_checkpoint_paths", ())],
+            found.get("all_model_checkpoint_timestamps", ()),
+            next(iter(found.get("last_preserved_timestamp", ())), None),
+        )
+    except (KeyError, ValueError) as error:
+        raise DataLossError(f"The file {file} is damaged: {error!r}.") from error
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None) -> str | None:
+    """The path of the latest checkpoint of a folder, to be given to ``Checkpoint.restore``.
+
+    Args:
+        checkpoint_dir: the folder.
+        latest_filename: another name of the file ``checkpoint``.
+
+    Returns:
+        The path without a suffix; ``None`` when there is no checkpoint.
+
+    Raises:
+        DataLossError: the file ``checkpoint`` is damaged; the message names the checkpoints there are.
+
+    Example:
+        >>> latest_checkpoint("/tmp/no-such-folder") is None
+        True
+
+    Source: ``tf.train.latest_checkpoint``.
+    """
+    directory = os.fspath(checkpoint_dir)
+    try:
+        state = get_checkpoint_state(directory, latest_filename)
+    except DataLossError as error:
+        raise DataLossError(f"{error} These checkpoints are there: {checkpoints_in(directory)}.") from error
+    if state is None:
+        return None
+    if not files.index_file(state.model_checkpoint_path).exists():
+        get_logger().warning(
+            "%s names the checkpoint %s, which is not there; these are: %s",
+            Path(directory, latest_filename or STATE_FILE),
+            state.model_checkpoint_path,
+            checkpoints_in(directory) or "none",
+        )
+        return None
+    return state.model_checkpoint_path
+
+
+def checkpoints_in(directory: str) -> list[str]:
+    """All checkpoints in a folder, by number."""
+    found = [str(file).removesuffix(files.INDEX) for file in Path(directory).glob(f"*{files.INDEX}")]
+    return sorted(found, key=lambda path: (re.sub(r"\d+$", "", path), int((re.findall(r"\d+$", path) or ["0"])[0])))
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str | os.PathLike[str],
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """Yields each new checkpoint of a folder as it appears, e.g. for an evaluator beside the training job.
+
+    Args:
+        checkpoint_dir: the folder; need not exist yet.
+        min_interval_secs: at least so many seconds between two.
+        timeout: seconds to wait for a new one; ``None`` waits for ever.
+        timeout_fn: called when the time is up; the iterator goes on unless it returns true.
+
+    Source: ``tf.train.checkpoints_iterator``.
+    """
+    seen: str | None = None
+    while True:
+        began = time.monotonic()
+        deadline = Deadline(None if timeout is None else timedelta(seconds=timeout))
+        while (path := latest_checkpoint(checkpoint_dir)) is None or path == seen:
+            if deadline.passed():
+                if timeout_fn is None or timeout_fn():
+                    return
+                deadline = Deadline(deadline.limit)
+            time.sleep(min(_POLL_SECONDS, deadline.remaining() or _POLL_SECONDS))
+        seen = path
+        yield path
+        time.sleep(max(0.0, began + min_interval_secs - time.monotonic()))
+
+
+class CheckpointReader:
+    """Reads a checkpoint without the objects it was made of (``tf.train.CheckpointReader``).
+
+    Args:
+        path: the checkpoint.
+
+    Attributes:
+        content: of its index file.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        DataLossError: it is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.content = path, files.read_index(path)
+        self._facts: dict[str, dict[str, Any]] = self.content["tensors"]
+        self._reader: TensorReader | None = None
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """The shape of each tensor by name."""
+        return {name: list(facts["shape"]) for name, facts in self._facts.items()}
+
+    def get_variable_to_dtype_map(self) -> dict[str, torch.dtype]:
+        """The element type of each tensor by name."""
+        return {name: getattr(torch, facts["dtype"]) for name, facts in self._facts.items()}
+
+    def has_tensor(self, tensor_str: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return tensor_str in self._facts
+
+    def get_tensor(self, tensor_str: str) -> torch.Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        return self.read([tensor_str])[tensor_str]
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Some tensors, on the CPU."""
+        if missing := [name for name in names if name not in self._facts]:
+            raise NotFoundError(f"Checkpoint {self.path!r} has no tensor {missing}; it has {sorted(self._facts)}.")
+        try:
+            if self._reader is None:
+                self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
+            return self._reader.read(names)
+        except Exception as error:
+            files.verify(self.path, self.content)  # a damaged file is the likely reason
+            raise DataLossError(f"Checkpoint {self.path!r} cannot be read: {error!r}.") from error
+
+    def state_dict(self, name: str) -> Any:
+        """The state of one object, as its ``state_dict()`` was: for programs that do not use this package.
+
+        The state of an optimizer has the names of the parameters in place of their numbers.
+
+        Args:
+            name: under which the object was given to ``Checkpoint``.
+
+        Raises:
+            NotFoundError: there is no object of this name.
+        """
+        if name not in self.content["objects"]:
+            raise NotFoundError(f"Checkpoint {self.path!r} has no {name!r}; it has {sorted(self.content['objects'])}.")
+        tree = self.content["objects"][name]["tree"]
+        tensors = self.read(codec.tensor_names(tree))
+        return codec.decode(tree, tensors.__getitem__)
+
+
+def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReader:
+    """A reader of a checkpoint, or of the latest one of a folder (``tf.train.load_checkpoint``).
+
+    Args:
+        ckpt_dir_or_file: a folder, or a checkpoint's path.
+
+    Raises:
+        NotFoundError: there is none.
+        DataLossError: it is damaged.
+    """
+    path = os.fspath(ckpt_dir_or_file)
+    if Path(path).is_dir():
+        latest = latest_checkpoint(path)
+        if latest is None:
+            raise NotFoundError(f"There is no checkpoint in {path!r}.")
+        path = latest
+    return CheckpointReader(path)
+
+
+def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
+    """Names and shapes of the tensors (``tf.train.list_variables``); arguments as for ``load_checkpoint``."""
+    return sorted(load_checkpoint(ckpt_dir_or_file).get_variable_to_shape_map().items())
+
+
+def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> torch.Tensor:
+    """One tensor (``tf.train.load_variable``); arguments as for ``load_checkpoint`` and ``get_tensor``."""
+    return load_checkpoint(ckpt_dir_or_file).get_tensor(name)
