@@ -287,7 +287,7 @@ def test_all_checkpoints_damaged(tmp_path: Path) -> None:
     keeper = CheckpointManager(Checkpoint(step=1), tmp_path, None)
     path = keeper.save()
     truncate(files.index_file(str(path)))
-    with pytest.raises(DataLossError, match="index file .* is damaged"):
+    with pytest.raises(DataLossError, match=r"index file .* is damaged"):
         keeper.restore_or_initialize()
 
 

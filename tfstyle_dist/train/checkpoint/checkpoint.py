@@ -10,7 +10,7 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.train.checkpoint.leaves import Leaf
 from tfstyle_dist.train.checkpoint.listing import CheckpointState, write_state
 from tfstyle_dist.train.checkpoint.restoring import restore
-from tfstyle_dist.train.checkpoint.saving import OnCommit, Save
+from tfstyle_dist.train.checkpoint.saving import Save, Then
 from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.train.checkpoint.tracking import find_leaves, group_of
 
@@ -33,6 +33,15 @@ class CheckpointOptions:
     def asynchronous(self) -> bool:
         """Whether one of the two was asked for."""
         return self.enable_async or self.experimental_enable_async_checkpoint
+
+
+def _make_latest(path: str, time: float) -> None:
+    """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
+    write_state(os.path.dirname(path) or ".", CheckpointState(path, [path], [time]))
+
+
+def _do_nothing(path: str, time: float) -> None:
+    """``write`` leaves the folder's latest checkpoint what it is."""
 
 
 class Checkpoint:
@@ -129,7 +138,7 @@ class Checkpoint:
         self.sync()
         counter = self._counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
-        return self._write(path, _is_async(options, block), _make_latest, counter)
+        return self._write(path, _is_async(options, block), counter, _make_latest)
 
     def write(
         self,
@@ -143,13 +152,15 @@ class Checkpoint:
         Arguments, result and errors as for ``save``.
         """
         self.sync()
-        return self._write(os.fspath(file_prefix), _is_async(options, block), _do_nothing, self._counter)
+        return self._write(os.fspath(file_prefix), _is_async(options, block), self._counter, _do_nothing)
 
-    def _write(self, path: str, asynchronous: bool, on_commit: OnCommit, counter: int) -> str:
+    def _write(
+        self, path: str, asynchronous: bool, counter: int, on_commit: Then, on_finish: Then = _do_nothing
+    ) -> str:
         before, self._counter = self._counter, counter
         try:
             leaves = self._leaves()
-            save = Save(group_of(leaves, "Checkpoint.save"), path, leaves, on_commit)
+            save = Save(group_of(leaves, "Checkpoint.save"), path, leaves, on_commit, on_finish)
             if asynchronous:
                 self._save = save
                 save.later()
@@ -218,13 +229,3 @@ class Checkpoint:
 
 def _is_async(options: CheckpointOptions | None, block: bool) -> bool:
     return not block or (options is not None and options.asynchronous)
-
-
-def _make_latest(path: str, time: float, writes: bool) -> None:
-    """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
-    if writes:
-        write_state(os.path.dirname(path) or ".", CheckpointState(path, [path], [time]))
-
-
-def _do_nothing(path: str, time: float, writes: bool) -> None:
-    """``write`` leaves the folder's latest checkpoint what it is."""

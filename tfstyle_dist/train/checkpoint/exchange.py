@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def describe(error: BaseException | None) -> dict[str, Any] | None:
+def _describe(error: BaseException | None) -> dict[str, Any] | None:
     """An error as JSON."""
     if error is None:
         return None
@@ -51,11 +51,11 @@ def exchange(
         CollectiveMismatchError: the workers do not mean the same.
         PeerLostError, DeadlineExceededError: a worker did not come.
     """
-    told = group.gather_objects({"error": describe(error), **facts}, name)
+    told = group.gather_objects({"error": _describe(error), **facts}, name)
     for worker, other in enumerate(told):
         if other["error"] is not None:
             where = f" on worker {worker}" if group.size > 1 else ""
-            raise_described(failed + where, other["error"], error if worker == group.rank else None)
+            _raise(failed + where, other["error"], error if worker == group.rank else None)
     if any(other.get("same") != told[0].get("same") for other in told):
         lines = "\n".join(f"  worker {worker}: {other.get('same')}" for worker, other in enumerate(told))
         raise CollectiveMismatchError(
@@ -64,8 +64,8 @@ def exchange(
     return told
 
 
-def raise_described(failed: str, described: dict[str, Any], own: BaseException | None = None) -> None:
-    """Raises what ``describe`` described, by its kind."""
+def _raise(failed: str, described: dict[str, Any], own: BaseException | None = None) -> None:
+    """Raises what ``_describe`` described, by its kind."""
     text = f"{failed}: {described['text']}"
     kind = _KINDS.get(described["kind"] or "")
     if kind is not None:

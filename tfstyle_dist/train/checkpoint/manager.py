@@ -128,7 +128,7 @@ class CheckpointManager:
             checkpoint_number: its number; default: one more than the last.
             check_interval: whether to save nothing before ``checkpoint_interval`` steps have passed.
             options: see ``CheckpointOptions``.
-            block: as for ``Checkpoint.save``; ``checkpoints`` lists it when its files are there.
+            block: as for ``Checkpoint.save``; ``checkpoints`` lists it after ``sync()``, or the next save.
 
         Returns:
             Its path; ``None`` when it was not due.
@@ -146,7 +146,7 @@ class CheckpointManager:
         number = checkpoint.save_counter + 1
         path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
         counter = number if checkpoint_number is None else checkpoint.save_counter
-        checkpoint._write(path, _is_async(options, block), self._committed, counter)
+        checkpoint._write(path, _is_async(options, block), counter, self._commit, self._finish)
         self._last_step = step
         return path
 
@@ -158,24 +158,31 @@ class CheckpointManager:
         value = self._step_counter() if callable(self._step_counter) else self._step_counter
         return float(value)
 
-    def _committed(self, path: str, saved: float, writes: bool) -> None:
-        """Every worker keeps the same list, from worker 0's time; worker 0 writes and deletes."""
+    def _plan(self, path: str, saved: float) -> tuple[dict[str, float], list[str], float]:
+        """What is kept, what is deleted and what was last kept for good, with ``path`` as the newest."""
         kept = {k: v for k, v in self._kept.items() if k != path}
         kept[path] = saved
-        old = []
+        old, preserved = [], self._last_preserved
         while self._max_to_keep is not None and len(kept) > self._max_to_keep:
             oldest = next(iter(kept))
             stamp = kept.pop(oldest)
-            if self._keep_seconds is not None and stamp - self._keep_seconds >= self._last_preserved:
-                self._last_preserved = stamp
+            if self._keep_seconds is not None and stamp - self._keep_seconds >= preserved:
+                preserved = stamp
             else:
                 old.append(oldest)
-        self._kept, self._latest = kept, path
-        if writes:
-            state = CheckpointState(path, list(kept), list(kept.values()), self._last_preserved)
-            write_state(self._directory, state)
-            for unwanted in old:
-                _delete(unwanted)
+        return kept, old, preserved
+
+    def _commit(self, path: str, saved: float) -> None:
+        """On worker 0, maybe in another thread."""
+        kept, old, preserved = self._plan(path, saved)
+        write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
+        for unwanted in old:
+            _delete(unwanted)
+
+    def _finish(self, path: str, saved: float) -> None:
+        """On every worker; from worker 0's time, so that all have the same list."""
+        self._kept, _, self._last_preserved = self._plan(path, saved)
+        self._latest = path
 
     # ---- restoring --------------------------------------------------------------------------------------------
 

@@ -59,7 +59,9 @@ def restore(group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: str
             used |= found[leaf.path].used
     missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path != optional]
     missing += [name for match in found.values() for name in match.missing]
-    return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used, optional), len(found.keys() - {optional}))
+    return CheckpointLoadStatus(
+        path, missing, _unused(reader.content, found, used, optional), len(found.keys() - {optional})
+    )
 
 
 def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:

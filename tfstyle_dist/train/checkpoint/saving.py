@@ -22,12 +22,12 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DataLossError, DeadlineExceededError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.train.checkpoint import dcp, files
-from tfstyle_dist.train.checkpoint.exchange import describe, exchange, raise_described
+from tfstyle_dist.train.checkpoint.exchange import exchange
 from tfstyle_dist.train.checkpoint.leaves import Leaf
 from tfstyle_dist.train.checkpoint.snapshot import Snapshot
 
-OnCommit = Callable[[str, float, bool], None]
-"""Called when a checkpoint exists, on every worker: with the path, the time, and whether this worker writes files."""
+Then = Callable[[str, float], None]
+"""Called with the path of a checkpoint and the time of its save."""
 
 _POLL_SECONDS = 0.02
 _LIMIT_AT_EXIT = timedelta(seconds=30)
@@ -40,16 +40,17 @@ class Save:
         group: the workers that save together.
         path: the checkpoint.
         leaves: what is saved.
-        on_commit: called when it exists.
+        on_commit: called on worker 0 when it exists, maybe in another thread.
+        on_finish: called on all workers when all know that it exists.
 
     Attributes:
         error: why it failed.
     """
 
-    def __init__(self, group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: OnCommit) -> None:
+    def __init__(self, group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then, on_finish: Then) -> None:
         self.path = path
         self.error: Exception | None = None
-        self._group, self._on_commit = group, on_commit
+        self._group, self._on_commit, self._on_finish = group, on_commit, on_finish
         self._failed = f"Checkpoint {path!r} was not written (those before it are untouched)"
         self._thread: threading.Thread | None = None
         self._seen = False
@@ -96,8 +97,7 @@ class Save:
         except Exception:
             self._clean()
             raise
-        if self._group.rank != 0:
-            self._on_commit(self.path, self.time, False)
+        self._on_finish(self.path, self.time)
 
     def later(self) -> None:
         """Copies what is saved and writes it in a thread, while training goes on; ``finish`` tells how it went."""
@@ -116,9 +116,12 @@ class Save:
         self._thread.join()
         self._seen = True
         try:
-            exchange(self._group, "Checkpoint.sync", self._failed, self.error)
+            # The worker that failed tells why.
+            error = None if isinstance(self.error, _FailedElsewhere) else self.error
+            exchange(self._group, "Checkpoint.sync", self._failed, error)
         finally:
             self._clean()
+        self._on_finish(self.path, self.time)
 
     def _clean(self) -> None:
         if self._group.rank == 0:
@@ -165,7 +168,7 @@ class Save:
             (self._folder / f"{name}.json").unlink()
         content["files"][dcp.METADATA_FILE] = files.fingerprint(self._folder / dcp.METADATA_FILE)
         files.publish(self._folder, self.path, content)
-        self._on_commit(self.path, self.time, True)
+        self._on_commit(self.path, self.time)
 
     # ---- in a thread ------------------------------------------------------------------------------------------
 
@@ -175,17 +178,16 @@ class Save:
         if self.error is not None:
             get_logger().error("%s: %s", self._failed, self.error)
             with suppress(OSError):
-                files.write_atomically(self._mark(self._group.rank), json.dumps(describe(self.error)))
+                self._mark(self._group.rank).touch()
 
     def _work_alone(self) -> None:
         self._write_part()
         deadline = Deadline(self._group.timeout)
         if self._group.rank == 0:
-            self._wait(deadline, lambda w: (self._folder / f"part-{w}.json").exists(), "finished its part")
+            self._wait(deadline, lambda w: (self._folder / f"part-{w}.json").exists(), "written their part")
             self._commit()
         else:
             self._wait(deadline, lambda w: w != 0 or self._committed(), "given the checkpoint its name")
-            self._on_commit(self.path, self.time, False)
 
     def _committed(self) -> bool:
         try:
@@ -197,15 +199,14 @@ class Save:
         at_exit = None
         while absent := [worker for worker in range(self._group.size) if not done(worker)]:
             for worker in range(self._group.size):
-                with suppress(OSError, ValueError):
-                    described = json.loads(self._mark(worker).read_text(encoding="utf-8"))
-                    raise_described(f"{self._failed} on worker {worker}", described)
+                if worker != self._group.rank and self._mark(worker).exists():
+                    raise _FailedElsewhere(f"worker {worker} could not write")
             if at_exit is None and not threading.main_thread().is_alive():
                 at_exit = Deadline(_LIMIT_AT_EXIT)
             if deadline.passed() or (at_exit is not None and at_exit.passed()):
                 raise DeadlineExceededError(
-                    f"{self._failed}: worker(s) {absent} have not {what} within {at_exit or deadline}. They may be "
-                    f"gone, or {self._folder.parent} may not be on a disk that all hosts share."
+                    f"worker(s) {absent} have not {what} within {at_exit or deadline}. They may be gone, or "
+                    f"{self._folder.parent} may not be on a disk that all hosts share"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -217,6 +218,10 @@ class Save:
         if self._thread is not None and not self._seen and self.error is not None:
             get_logger().error("%s: %s. Call sync() at the end to have it raised.", self._failed, self.error)
             self._clean()
+
+
+class _FailedElsewhere(Exception):
+    """Another worker has the error."""
 
 
 _unfinished: weakref.WeakSet[Save] = weakref.WeakSet()
