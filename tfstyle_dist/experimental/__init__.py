@@ -8,6 +8,7 @@ from tfstyle_dist.comm.options import (
 )
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
+from tfstyle_dist.train.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 from tfstyle_dist.values import ValueContext
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TerminationConfig",
     "ValueContext",
     "exact_mean",
 ]
