@@ -29,7 +29,6 @@ def not_applicable(reason: str) -> str:
 CORE = planned("core")
 PARAMETER_SERVER = planned("parameter server")
 TPU = planned("TPU")
-CHECKPOINT = planned("checkpoint")
 
 GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
 ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
@@ -51,7 +50,7 @@ RESOLVER: Final = {
 STRATEGY: Final = {
     "__init__": IN,
     "cluster_resolver": IN,
-    "colocate_vars_with": GRAPH,
+    "colocate_vars_with": IN,
     "configure": GRAPH,
     "distribute_datasets_from_function": IN,
     "experimental_distribute_dataset": IN,
@@ -68,7 +67,7 @@ STRATEGY: Final = {
     "reduce": IN,
     "run": IN,
     "scope": IN,
-    "unwrap": CORE,
+    "unwrap": IN,
     "update_config_proto": GRAPH,
 }
 
@@ -241,10 +240,20 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
     "tf.distribute.experimental.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
-    "tf.distribute.experimental.PreemptionCheckpointHandler": CHECKPOINT,
-    "tf.distribute.experimental.PreemptionWatcher": CHECKPOINT,
+    "tf.distribute.experimental.PreemptionCheckpointHandler": {
+        "__init__": IN,
+        "run": IN,
+        "save_checkpoint_if_preempted": IN,
+        "total_run_calls": IN,
+        "watch_preemption_scope": IN,
+    },
+    "tf.distribute.experimental.PreemptionWatcher": {
+        "__init__": IN,
+        "block_until_worker_exit": IN,
+        "preemption_message": IN,
+    },
     "tf.distribute.experimental.TPUStrategy": TPU,
-    "tf.distribute.experimental.TerminationConfig": CHECKPOINT,
+    "tf.distribute.experimental.TerminationConfig": {"__init__": IN},
     "tf.distribute.experimental.ValueContext": {
         "__init__": IN,
         "num_replicas_in_sync": IN,

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-CATEGORIES = ("variables", "run", "reduce", "context", "xdev", "train", "data", "cluster", "multiworker")
+CATEGORIES = (
+    "variables",
+    "run",
+    "reduce",
+    "context",
+    "xdev",
+    "train",
+    "data",
+    "cluster",
+    "multiworker",
+    "preempt",
+    "misc",
+)
 
 WAITING = {
-    "MultiWorkerMirroredStrategy": ("xdev.case_strategy_devices",),
+    "parameter server": ("misc.case_small_types_n2",),
 }

@@ -11,6 +11,7 @@ from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from tfstyle_dist.train.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 from tfstyle_dist.values import ValueContext
 
 __all__ = [
@@ -20,6 +21,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TerminationConfig",
     "ValueContext",
     "exact_mean",
 ]

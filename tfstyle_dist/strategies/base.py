@@ -309,6 +309,14 @@ class Strategy(InputMethods, TrainingMethods):
         """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
         return local_results(value, self.worker.num_local_replicas)
 
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """The older name of ``experimental_local_results``."""
+        return self.experimental_local_results(value)
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """The older place of ``extended.colocate_vars_with``."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Builds a ``PerReplica`` from a function of the replica's number.
 

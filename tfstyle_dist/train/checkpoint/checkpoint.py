@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.train.checkpoint.leaves import Leaf
 from tfstyle_dist.train.checkpoint.listing import CheckpointState, write_state
 from tfstyle_dist.train.checkpoint.restoring import restore
 from tfstyle_dist.train.checkpoint.saving import Save, Then
 from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
-from tfstyle_dist.train.checkpoint.tracking import find_leaves, group_of
+from tfstyle_dist.train.checkpoint.tracking import find_leaves, worker_of
 
 _COUNTER = "save_counter"
 
@@ -75,12 +75,12 @@ class Checkpoint:
     def __init__(self, root: Any = None, **kwargs: Any) -> None:
         self._tfstyle_tracked: dict[str, Any] = {}
         self._save: Save | None = None
+        self._counters = {_COUNTER: 0}
         objects = kwargs if root is None else {"root": root, **kwargs}
         for name, value in objects.items():
             if hasattr(Checkpoint, name) or name.startswith("_") or name == _COUNTER:
                 raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
             setattr(self, name, value)
-        self._counter = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Tracks ``value`` under ``name``."""
@@ -104,7 +104,27 @@ class Checkpoint:
     @property
     def save_counter(self) -> int:
         """How often ``save`` was called, in the runs before this one too; it is saved and restored."""
-        return self._counter
+        return self._counters[_COUNTER]
+
+    def counter(self, name: str) -> int:
+        """A number that is saved and restored with the objects."""
+        return self._counters[name]
+
+    def add_counter(self, name: str) -> None:
+        """Keeps a number under ``name``, from 0; that an older checkpoint does not have it is no mismatch."""
+        self._counters.setdefault(name, 0)
+
+    def add_to_counter(self, name: str) -> None:
+        """Adds one."""
+        self._counters[name] += 1
+
+    def worker(self) -> Worker:
+        """The worker of the strategy that the objects belong to.
+
+        Raises:
+            RuntimeError: see ``save``.
+        """
+        return worker_of(self._leaves(), "this call")
 
     # ---- saving -----------------------------------------------------------------------------------------------
 
@@ -136,7 +156,7 @@ class Checkpoint:
             PeerLostError, DeadlineExceededError: a worker did not call it, or is gone; the message names it.
         """
         self.sync()
-        counter = self._counter + 1
+        counter = self.save_counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
         return self._write(path, _is_async(options, block), counter, _make_latest)
 
@@ -152,22 +172,22 @@ class Checkpoint:
         Arguments, result and errors as for ``save``.
         """
         self.sync()
-        return self._write(os.fspath(file_prefix), _is_async(options, block), self._counter, _do_nothing)
+        return self._write(os.fspath(file_prefix), _is_async(options, block), self.save_counter, _do_nothing)
 
     def _write(
         self, path: str, asynchronous: bool, counter: int, on_commit: Then, on_finish: Then = _do_nothing
     ) -> str:
-        before, self._counter = self._counter, counter
+        before, self._counters[_COUNTER] = self.save_counter, counter
         try:
             leaves = self._leaves()
-            save = Save(group_of(leaves, "Checkpoint.save"), path, leaves, on_commit, on_finish)
+            save = Save(worker_of(leaves, "Checkpoint.save").group, path, leaves, on_commit, on_finish)
             if asynchronous:
                 self._save = save
                 save.later()
             else:
                 save.now()
         except Exception:
-            self._counter = before
+            self._counters[_COUNTER] = before
             raise
         return path
 
@@ -205,26 +225,21 @@ class Checkpoint:
         if save_path is None:
             return CheckpointLoadStatus(None, (), (), 0)
         leaves = self._leaves()
-        return restore(group_of(leaves, "Checkpoint.restore"), os.fspath(save_path), leaves, optional=_COUNTER)
+        group = worker_of(leaves, "Checkpoint.restore").group
+        return restore(group, os.fspath(save_path), leaves, optional=self._counters.keys())
 
     def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
-        """As ``restore``, but ``save_counter`` stays what it is."""
-        before = self._counter
+        """As ``restore``, but ``save_counter`` and the other counters stay what they are."""
+        before = dict(self._counters)
         status = self.restore(save_path, options)
-        self._counter = before
+        self._counters = before
         return status
 
     def _leaves(self) -> list[Leaf]:
         def replace(name: str, value: Any) -> None:
-            if name == _COUNTER:
-                self._counter = value
-            else:
-                self._tfstyle_tracked[name] = value
+            (self._counters if name in self._counters else self._tfstyle_tracked)[name] = value
 
-        return find_leaves({**self._tfstyle_tracked, _COUNTER: self._counter}, replace)
-
-    def _group(self) -> WorkerGroup:
-        return group_of(self._leaves(), "this call")
+        return find_leaves(self._tfstyle_tracked, self._counters, replace)
 
 
 def _is_async(options: CheckpointOptions | None, block: bool) -> bool:

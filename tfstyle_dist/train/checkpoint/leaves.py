@@ -103,6 +103,12 @@ class ValueLeaf(Leaf):
         self._replace(codec.decode(tree, _all(tree, read)))
 
 
+class CounterLeaf(ValueLeaf):
+    """A number of the checkpoint's own."""
+
+    kind = "counter"
+
+
 class TensorLeaf(Leaf):
     """A variable, or any tensor; written in place."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
 _BYTES_AT_A_TIME = 64 * 1024 * 1024
 
 
-def restore(group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: str = "") -> CheckpointLoadStatus:
+def restore(
+    group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: Collection[str] = ()
+) -> CheckpointLoadStatus:
     """Reads a checkpoint into objects; collective.
 
     Nothing is changed before all workers have found the checkpoint whole and fit for their objects.
@@ -27,7 +29,7 @@ def restore(group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: str
         group: the workers that restore together.
         path: the checkpoint.
         leaves: the objects.
-        optional: name of an object that may be missing or unused.
+        optional: names of objects that may be missing.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -57,11 +59,9 @@ def restore(group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: str
             leaf.worker = group.rank
             leaf.load(reader.content["objects"][leaf.path]["tree"], lambda names: _pieces(reader, names))
             used |= found[leaf.path].used
-    missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path != optional]
+    missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path not in optional]
     missing += [name for match in found.values() for name in match.missing]
-    return CheckpointLoadStatus(
-        path, missing, _unused(reader.content, found, used, optional), len(found.keys() - {optional})
-    )
+    return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used), len(found.keys() - set(optional)))
 
 
 def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:
@@ -81,10 +81,10 @@ def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]
     return found
 
 
-def _unused(content: dict[str, Any], found: dict[str, Match], used: set[str], optional: str) -> list[str]:
+def _unused(content: dict[str, Any], found: dict[str, Match], used: set[str]) -> list[str]:
     unused = []
     for path, about in content["objects"].items():
-        if path not in found and path != optional:
+        if path not in found and about["kind"] != "counter":
             unused += codec.tensor_names(about["tree"]) or [path]
         elif path in found:
             unused += [name for name in codec.tensor_names(about["tree"]) if name not in used]

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env
 from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy
 from tfstyle_dist.train.checkpoint import leaves as kinds
 from tfstyle_dist.train.checkpoint.leaves import Leaf, ParameterNames
@@ -23,11 +22,14 @@ from tfstyle_dist.variables import find_record
 Replace = Callable[[Any], None]
 
 
-def find_leaves(tracked: Mapping[str, Any], replace: Callable[[str, Any], None]) -> list[Leaf]:
+def find_leaves(
+    tracked: Mapping[str, Any], counters: Mapping[str, int], replace: Callable[[str, Any], None]
+) -> list[Leaf]:
     """The objects in what a checkpoint tracks, by name; dicts, lists and nested checkpoints are gone through.
 
     Args:
         tracked: the objects by name.
+        counters: numbers of the checkpoint's own.
         replace: puts another value in the place of a plain one.
 
     Raises:
@@ -36,6 +38,7 @@ def find_leaves(tracked: Mapping[str, Any], replace: Callable[[str, Any], None])
     found: list[Leaf | tuple[str, Any, type]] = []
     for name, value in tracked.items():
         found += _walk(name, value, functools.partial(replace, name))
+    found += [kinds.CounterLeaf(name, value, functools.partial(replace, name)) for name, value in counters.items()]
     names = ParameterNames(leaf for leaf in found if isinstance(leaf, Leaf))
     return [leaf if isinstance(leaf, Leaf) else leaf[2](leaf[0], leaf[1], names) for leaf in found]
 
@@ -95,8 +98,8 @@ def _has_objects(values: Iterable[Any]) -> bool:
     return False
 
 
-def group_of(leaves: Iterable[Leaf], what: str) -> WorkerGroup:
-    """The workers that make a call together: those of the strategy of the objects, or of the one in force.
+def worker_of(leaves: Iterable[Leaf], what: str) -> Worker:
+    """The worker, with its group, that makes a call: of the strategy in force, or of the one that owns the objects.
 
     Args:
         leaves: what is saved or restored.
@@ -111,20 +114,16 @@ def group_of(leaves: Iterable[Leaf], what: str) -> WorkerGroup:
             f"{what} must be called in cross-replica context, on all workers, not in replica context (inside "
             "strategy.run). Call it after run."
         )
-    found: dict[int, WorkerGroup] = {}
-    for leaf in leaves:
-        for tensor in leaf.tensors():
-            record = find_record(tensor)
-            if record is not None:
-                found[id(record.store)] = record.store.worker.group
     if has_strategy():
-        return get_strategy().worker.group
-    if found:
-        return max(found.values(), key=lambda group: group.size)
+        return get_strategy().worker
+    records = [find_record(tensor) for leaf in leaves for tensor in leaf.tensors()]
+    workers = [record.store.worker for record in records if record is not None]
+    if workers:
+        return max(workers, key=lambda worker: worker.group.size)
     launch = env.launch()
     if launch is not None and launch.world_size > 1:
         raise RuntimeError(
             f"{what} on worker {launch.rank} of {launch.world_size}: no object in the checkpoint belongs to a strategy "
             "and none is in force, so all workers would write the same files. Call it inside strategy.scope()."
         )
-    return SingleGroup()
+    return get_strategy().worker
