@@ -52,6 +52,9 @@ if TYPE_CHECKING:
         OneDeviceStrategy as OneDeviceStrategy,
     )
     from tfstyle_dist.api import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from tfstyle_dist.api import (
         ReduceOp as ReduceOp,
     )
     from tfstyle_dist.api import (
@@ -62,6 +65,9 @@ if TYPE_CHECKING:
     )
     from tfstyle_dist.api import (
         RunOptions as RunOptions,
+    )
+    from tfstyle_dist.api import (
+        Server as Server,
     )
     from tfstyle_dist.api import (
         Strategy as Strategy,
@@ -80,6 +86,9 @@ if TYPE_CHECKING:
     )
     from tfstyle_dist.api import (
         cluster_resolver as cluster_resolver,
+    )
+    from tfstyle_dist.api import (
+        coordinator as coordinator,
     )
     from tfstyle_dist.api import (
         errors as errors,
@@ -125,16 +134,19 @@ __all__ = [
     "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "coordinator",
     "errors",
     "experimental",
     "experimental_set_strategy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-CATEGORIES = ("variables", "run", "reduce", "context", "xdev", "train", "data", "cluster")
+CATEGORIES = ("variables", "run", "reduce", "context", "xdev", "train", "data", "cluster", "partition", "ps")
 
 WAITING = {
     "MultiWorkerMirroredStrategy": ("xdev.case_strategy_devices",),

@@ -6,6 +6,8 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tfstyle_dist.experimental import coordinator, partitioners
+from tfstyle_dist.strategies import ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.values import ValueContext
@@ -16,6 +18,9 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ParameterServerStrategy",
     "ValueContext",
+    "coordinator",
     "exact_mean",
+    "partitioners",
 ]

@@ -12,12 +12,14 @@ from tfstyle_dist.strategies.contexts import (
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredStrategy
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 __all__ = [
     "CentralStorageStrategy",
     "MirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
