@@ -55,6 +55,9 @@ if TYPE_CHECKING:
         OneDeviceStrategy as OneDeviceStrategy,
     )
     from tfstyle_dist.api import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from tfstyle_dist.api import (
         ReduceOp as ReduceOp,
     )
     from tfstyle_dist.api import (
@@ -65,6 +68,9 @@ if TYPE_CHECKING:
     )
     from tfstyle_dist.api import (
         RunOptions as RunOptions,
+    )
+    from tfstyle_dist.api import (
+        Server as Server,
     )
     from tfstyle_dist.api import (
         Strategy as Strategy,
@@ -83,6 +89,9 @@ if TYPE_CHECKING:
     )
     from tfstyle_dist.api import (
         cluster_resolver as cluster_resolver,
+    )
+    from tfstyle_dist.api import (
+        coordinator as coordinator,
     )
     from tfstyle_dist.api import (
         errors as errors,
@@ -129,16 +138,19 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "coordinator",
     "errors",
     "experimental",
     "experimental_set_strategy",

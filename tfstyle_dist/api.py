@@ -1,6 +1,7 @@
 """The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
 
-from tfstyle_dist import cluster_resolver, experimental, nn, train
+from tfstyle_dist import cluster_resolver, coordinator, experimental, nn, train
+from tfstyle_dist.coordinator.server import Server
 from tfstyle_dist.core import errors as errors
 from tfstyle_dist.core.enums import (
     AggregationMethod,
@@ -20,6 +21,7 @@ from tfstyle_dist.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    ParameterServerStrategy,
     ReplicaContext,
     RunOptions,
     Strategy,
@@ -48,16 +50,19 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "coordinator",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",

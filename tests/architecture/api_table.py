@@ -95,6 +95,18 @@ OPTIMIZER: Final = {
     "variables": CORE,
 }
 
+CLUSTER_COORDINATOR: Final = {
+    "__init__": IN,
+    "create_per_worker_dataset": IN,
+    "done": IN,
+    "fetch": IN,
+    "join": IN,
+    "schedule": IN,
+    "strategy": IN,
+}
+
+PARTITIONER: Final = {"__call__": IN, "__init__": IN}
+
 VARIABLE: Final = {
     "__init__": IN,
     "aggregation": IN,
@@ -172,7 +184,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.NcclAllReduce": CROSS_DEVICE_OPS,
     "tf.distribute.OneDeviceStrategy": STRATEGY,
-    "tf.distribute.ParameterServerStrategy": PARAMETER_SERVER,
+    "tf.distribute.ParameterServerStrategy": STRATEGY,
     "tf.distribute.ReduceOp": IN,
     "tf.distribute.ReductionToOneDevice": CROSS_DEVICE_OPS,
     "tf.distribute.ReplicaContext": {
@@ -193,7 +205,14 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "experimental_enable_dynamic_batch_size": IN,
         "experimental_xla_options": IN,
     },
-    "tf.distribute.Server": PARAMETER_SERVER,
+    "tf.distribute.Server": {
+        "__init__": IN,
+        "create_local_server": IN,
+        "join": IN,
+        "server_def": IN,
+        "start": IN,
+        "target": IN,
+    },
     "tf.distribute.Strategy": {**STRATEGY, "__init__": SUBCLASSING},
     "tf.distribute.StrategyExtended": {
         "__init__": SUBCLASSING,
@@ -229,17 +248,17 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "tpu_hardware_feature": REMOTE_TPU,
     },
     "tf.distribute.cluster_resolver.UnionResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
-    "tf.distribute.coordinator.ClusterCoordinator": PARAMETER_SERVER,
-    "tf.distribute.coordinator.PerWorkerValue": PARAMETER_SERVER,
-    "tf.distribute.coordinator.RemoteValue": PARAMETER_SERVER,
-    "tf.distribute.coordinator.experimental_get_current_worker_index": PARAMETER_SERVER,
+    "tf.distribute.coordinator.ClusterCoordinator": CLUSTER_COORDINATOR,
+    "tf.distribute.coordinator.PerWorkerValue": {"__init__": IN},
+    "tf.distribute.coordinator.RemoteValue": {"fetch": IN, "get": IN},
+    "tf.distribute.coordinator.experimental_get_current_worker_index": IN,
     "tf.distribute.experimental.CentralStorageStrategy": STRATEGY,
     "tf.distribute.experimental.CollectiveCommunication": IN,
     "tf.distribute.experimental.CollectiveHints": {"__init__": IN},
     "tf.distribute.experimental.CommunicationImplementation": IN,
     "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
     "tf.distribute.experimental.MultiWorkerMirroredStrategy": STRATEGY,
-    "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
+    "tf.distribute.experimental.ParameterServerStrategy": STRATEGY,
     "tf.distribute.experimental.PreemptionCheckpointHandler": {
         "__init__": IN,
         "run": IN,
@@ -259,13 +278,13 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "num_replicas_in_sync": IN,
         "replica_id_in_sync_group": IN,
     },
-    "tf.distribute.experimental.coordinator.ClusterCoordinator": PARAMETER_SERVER,
-    "tf.distribute.experimental.coordinator.PerWorkerValues": PARAMETER_SERVER,
-    "tf.distribute.experimental.coordinator.RemoteValue": PARAMETER_SERVER,
-    "tf.distribute.experimental.partitioners.FixedShardsPartitioner": PARAMETER_SERVER,
-    "tf.distribute.experimental.partitioners.MaxSizePartitioner": PARAMETER_SERVER,
-    "tf.distribute.experimental.partitioners.MinSizePartitioner": PARAMETER_SERVER,
-    "tf.distribute.experimental.partitioners.Partitioner": PARAMETER_SERVER,
+    "tf.distribute.experimental.coordinator.ClusterCoordinator": CLUSTER_COORDINATOR,
+    "tf.distribute.experimental.coordinator.PerWorkerValues": {"__init__": IN},
+    "tf.distribute.experimental.coordinator.RemoteValue": {"fetch": IN, "get": IN},
+    "tf.distribute.experimental.partitioners.FixedShardsPartitioner": PARTITIONER,
+    "tf.distribute.experimental.partitioners.MaxSizePartitioner": PARTITIONER,
+    "tf.distribute.experimental.partitioners.MinSizePartitioner": PARTITIONER,
+    "tf.distribute.experimental.partitioners.Partitioner": {"__call__": IN},
     "tf.distribute.experimental.rpc.Client": PARAMETER_SERVER,
     "tf.distribute.experimental.rpc.Server": PARAMETER_SERVER,
     "tf.distribute.experimental_set_strategy": IN,

@@ -37,6 +37,7 @@ WITHIN_LAYER = {
     ("gradients", "variables"),
     ("gradients", "cross_device_ops"),
     ("variables", "cross_device_ops"),
+    ("parameter_server", "variables"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
 REEXPORTS = {"", "api", "experimental"}
@@ -77,7 +78,7 @@ def imported_part(imported: Import) -> str:
 
 def may_import(importer: str, imported: str) -> bool:
     if imported in REEXPORTS:
-        return importer in ("", "api")
+        return importer in ("", "api", imported)
     if importer in REEXPORTS or importer == imported:
         return True
     return LAYERS[importer] > LAYERS[imported] or (importer, imported) in WITHIN_LAYER

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import cloudpickle  # noqa: F401  # imported before the cases are forked, not in each of them
 import numpy as np
 import torch
+import zmq  # noqa: F401  # likewise
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.parameter_server.variable import ServerVariable, ShardedVariable
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +34,8 @@ class _Absent:
         self._name = name
 
     def __getattr__(self, member):
+        if member.startswith("_"):  # asked while it is unpickled on a worker, before it has attributes
+            raise AttributeError(member)
         raise NotImplementedError(f"{self._name}.{member} is not there yet (docs/status.md)")
 
     def __call__(self, *args, **kwargs):
@@ -44,8 +49,10 @@ class _Namespace:
         self._module, self._name = module, name
 
     def __getattr__(self, member):
-        if member == "experimental":
-            return _Namespace(self._module.experimental, self._name + ".experimental")
+        if member.startswith("_"):  # asked while it is unpickled on a worker, before it has attributes
+            raise AttributeError(member)
+        if member in ("experimental", "coordinator"):
+            return _Namespace(getattr(self._module, member), f"{self._name}.{member}")
         found = getattr(self._module, member, None)
         return _Absent(f"{self._name}.{member}") if found is None else found
 
@@ -87,7 +94,7 @@ class Facade:
     # ---- tensors and variables ----
 
     def dtype(self, name):
-        return _DTYPES[name]
+        return str if name == "string" else _DTYPES[name]
 
     def dtype_name(self, t):
         return _NAMES[t.dtype]
@@ -118,7 +125,7 @@ class Facade:
     def to_list(self, t):
         if hasattr(t, "read_value"):
             t = t.read_value()
-        if isinstance(t, np.ndarray):
+        if isinstance(t, np.ndarray | np.generic):
             return t.tolist()
         return t.detach().tolist() if isinstance(t, torch.Tensor) else t
 
@@ -126,6 +133,8 @@ class Facade:
         return v * 1 if isinstance(v, torch.Tensor) else torch.as_tensor(v)
 
     def type_tag(self, v):
+        if isinstance(v, ShardedVariable):
+            return "sharded_variable"
         if isinstance(v, td.Variable) or hasattr(v, "read_value"):
             return "variable"
         if isinstance(v, Mirrored):
@@ -231,6 +240,27 @@ class Facade:
 
     def multi_worker(self, n, fn, timeout=90, **params):
         return multi_worker.run(self, n, fn, timeout, params)
+
+    # ---- partitioners ----
+
+    def tensor_shape(self, dims):
+        return tuple(dims)
+
+    # ---- parameter servers ----
+
+    def ps_cluster(self, num_workers, num_ps, partitioner=None):
+        from ps_cluster import Cluster
+
+        return Cluster(num_workers, num_ps, partitioner)
+
+    def ps_index(self, v):
+        return v.server_index if isinstance(v, ServerVariable) else -1
+
+    def spin(self, n):
+        x = 0.0
+        for _ in range(n):
+            x += 1.0
+        return torch.tensor(x)
 
     # ---- misc ----
 

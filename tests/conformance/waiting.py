@@ -14,8 +14,8 @@ CATEGORIES = (
     "multiworker",
     "preempt",
     "misc",
+    "partition",
+    "ps",
 )
 
-WAITING = {
-    "parameter server": ("misc.case_small_types_n2",),
-}
+WAITING = {}

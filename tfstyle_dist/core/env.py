@@ -206,6 +206,28 @@ def host_name() -> str | None:
     return os.environ.get("TFSTYLE_HOST") or None
 
 
+def parameter_server_keys() -> str | None:
+    """``TFSTYLE_PS_KEYS``: path of the cluster's key file; unset: no encryption, loopback only."""
+    return os.environ.get("TFSTYLE_PS_KEYS") or None
+
+
+def insecure_parameter_server() -> bool:
+    """``TFSTYLE_PS_INSECURE``: 1 lets servers without keys listen on any interface."""
+    return os.environ.get("TFSTYLE_PS_INSECURE", "0") == "1"
+
+
+def coordinator_patience() -> float:
+    """``TFSTYLE_PS_PATIENCE_SECONDS``: how long ps and worker tasks wait for a silent coordinator; default 60."""
+    text = os.environ.get("TFSTYLE_PS_PATIENCE_SECONDS") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"TFSTYLE_PS_PATIENCE_SECONDS={text!r} is not a number of seconds above 0; write e.g. 60.")
+    return seconds
+
+
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()

@@ -6,6 +6,8 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tfstyle_dist.experimental import coordinator, partitioners
+from tfstyle_dist.strategies import ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.strategies.multi_worker_mirrored import (
@@ -21,9 +23,12 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "TerminationConfig",
     "ValueContext",
+    "coordinator",
     "exact_mean",
+    "partitioners",
 ]

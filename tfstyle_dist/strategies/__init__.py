@@ -13,6 +13,7 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredStrategy
 from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "ReplicaContext",
     "RunOptions",
     "Strategy",

@@ -140,6 +140,11 @@ class Strategy(InputMethods, TrainingMethods):
         if self.is_chief:
             print(*values, **kwargs)
 
+    @property
+    def adopts_modules(self) -> bool:
+        """Whether modules built in the scope are taken over; with one replica there is nothing to take over."""
+        return self.num_replicas_in_sync > 1
+
     # ---- contexts ---------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Strategy]:

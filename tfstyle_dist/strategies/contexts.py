@@ -73,9 +73,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         )
     if _global is not None:
         _global.parameter_store.ensure_equal()
-        if _global.num_replicas_in_sync > 1:
+        if _global.adopts_modules:
             adoption.uninstall()
     _global = strategy
     set_global_strategy(strategy)
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
+    if strategy is not None and strategy.adopts_modules:
         adoption.install()

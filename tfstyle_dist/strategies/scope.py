@@ -32,7 +32,7 @@ class Scope:
             raise scope_in_replica_context(strategy)
         block = entered(Frame(strategy))
         block.__enter__()
-        adopting = strategy.num_replicas_in_sync > 1
+        adopting = strategy.adopts_modules
         if adopting:
             adoption.install()
         self._entered.append((block, adopting))

@@ -23,6 +23,11 @@ class TrainingMethods:
     parameter_store: ParameterStore
     gradient_reducer: GradientReducer | None
 
+    @property
+    def adopts_modules(self) -> bool:
+        """See ``Strategy``."""
+        raise NotImplementedError
+
     def require_cross_replica_context(self, what: str, instead: str) -> None:
         """See ``Strategy``."""
         raise NotImplementedError
@@ -36,7 +41,7 @@ class TrainingMethods:
         Returns:
             The same module.
         """
-        if self.worker.num_replicas > 1:
+        if self.adopts_modules:
             adopt_module(self.parameter_store, module)
             self.parameter_store.ensure_equal()
         return module

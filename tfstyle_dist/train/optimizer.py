@@ -17,6 +17,7 @@ from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
+from tfstyle_dist.variables.record import Placement
 from tfstyle_dist.variables.replicated import Replicated
 
 GradsAndVars = Sequence[tuple[Any, Any]]
@@ -206,10 +207,37 @@ class TFOptimizer(abc.ABC):
             raise ValueError(
                 "No gradients provided for any variable: all are None. Does the loss depend on the variables?"
             )
+        if self._push(pairs):
+            return
         self.begin_step()
         with torch.no_grad():
             for grad, variable in pairs:
                 self._update_one(grad, variable)
+
+    def _push(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> bool:
+        """Gives the gradients to the parameter servers, if that is where the variables live."""
+        records = [find_record(v) for _, v in pairs]
+        remote = [r for r in records if r is not None and r.placement is Placement.REMOTE]
+        if not remote:
+            return False
+        if len(remote) != len(pairs):
+            raise RuntimeError(
+                f"{self._name}.apply_gradients mixes {len(remote)} variables on parameter servers with "
+                f"{len(pairs) - len(remote)} others. Use one optimizer for each."
+            )
+        remote[0].store.strategy.push_gradients(self, list(zip(remote, [g for g, _ in pairs], strict=True)))
+        return True
+
+    def update_parameters(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """One step over plain parameters; what a parameter server calls with the gradients it was sent."""
+        self.begin_step()
+        with torch.no_grad():
+            for grad, parameter in pairs:
+                self._update_one(grad, parameter)
+
+    def without_slots(self) -> dict[str, Any]:
+        """The settings alone; the slots live beside the variables."""
+        return {**self.__dict__, "_slots": {}}
 
     def _update_one(self, grad: torch.Tensor, variable: Any) -> None:
         record = find_record(variable)

@@ -17,12 +17,12 @@ _handles: list[Any] = []
 
 
 def _store_in_force() -> ParameterStore | None:
-    """The store of the strategy whose scope this thread is in, if that strategy has several replicas."""
+    """The store of the strategy whose scope this thread is in, if that strategy takes modules over."""
     frame = current_frame()
     if frame is None or frame.replica is not None:
         return None
     store: ParameterStore = frame.strategy.parameter_store
-    return store if store.worker.num_replicas > 1 else None
+    return store if frame.strategy.adopts_modules else None
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:

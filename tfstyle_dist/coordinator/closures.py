@@ -1,0 +1,202 @@
+"""Scheduled functions on their way: waiting, running, finished; errors and cancellation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError
+from tfstyle_dist.core.logging import get_logger
+
+_SAY_EVERY = 10.0
+
+
+class Closure:
+    """One scheduled call.
+
+    Attributes:
+        number: from 1 on, in the order of scheduling.
+        function: number of the function.
+        parts: its pickled arguments.
+        attempt: how often it was given to a worker.
+        result: what the caller of ``schedule`` holds.
+        worker: the only worker that may run it; ``None``: any.
+    """
+
+    __slots__ = ("attempt", "finished", "function", "number", "parts", "result", "worker")
+
+    def __init__(
+        self, number: int, function: int, parts: Sequence[Any], result: RemoteValue, worker: int | None
+    ) -> None:
+        self.number, self.function, self.parts, self.result, self.worker = number, function, parts, result, worker
+        self.attempt, self.finished = 0, False
+
+
+class ClosureQueue:
+    """All scheduled calls of one coordinator; thread-safe."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._number = 0
+        self._waiting: deque[Closure] = deque()
+        self._pinned: dict[int, deque[Closure]] = {}
+        self._order: deque[Closure] = deque()
+        self._running = 0
+        self._error: BaseException | None = None
+        self.dispatched = 0
+
+    # ---- the program's side -----------------------------------------------------------------------------------
+
+    def put(self, function: int, parts: Sequence[Any], worker: int | None) -> RemoteValue:
+        """Adds a call.
+
+        Raises:
+            Exception: the error of an earlier function that nobody has seen yet.
+        """
+        with self.changed:
+            self._raise_error(None)
+            self._number += 1
+            closure = Closure(self._number, function, parts, RemoteValue(self.changed), worker)
+            self._order.append(closure)
+            (self._waiting if worker is None else self._pinned.setdefault(worker, deque())).append(closure)
+            return closure.result
+
+    def wait(self, deadline: Deadline, who_is_absent: Callable[[], str]) -> None:
+        """Waits until everything is finished.
+
+        Args:
+            deadline: until when.
+            who_is_absent: tells, for messages, which workers are not there.
+
+        Raises:
+            Exception: the first error since the last one that was raised.
+            DeadlineExceededError: not finished in time.
+        """
+        say = time.monotonic() + _SAY_EVERY
+        with self.changed:
+            while self._error is None and (self._running or self._any_waiting()):
+                if deadline.passed():
+                    raise DeadlineExceededError(
+                        f"{self._running} scheduled functions are running and {self._count_waiting()} are waiting "
+                        f"after {deadline}.{who_is_absent()}"
+                    )
+                left = deadline.remaining()
+                self.changed.wait(1.0 if left is None else min(left, 1.0))
+                if time.monotonic() > say:
+                    say = time.monotonic() + _SAY_EVERY
+                    if absent := who_is_absent():
+                        get_logger().warning("join() waits for %d functions.%s", self._pending(), absent)
+            self._raise_error(deadline)
+
+    def done(self) -> bool:
+        """Whether nothing is pending.
+
+        Raises:
+            Exception: as ``wait``.
+        """
+        with self.changed:
+            self._raise_error(None)
+            return self._pending() == 0
+
+    def _raise_error(self, deadline: Deadline | None) -> None:
+        if self._error is None:
+            return
+        # What runs is let end, so that nothing of before the error happens after it.
+        limit = deadline or Deadline(timedelta(minutes=5))
+        while self._running and not limit.passed():
+            left = limit.remaining()
+            self.changed.wait(1.0 if left is None else min(left, 1.0))
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _any_waiting(self) -> bool:
+        return bool(self._waiting) or any(self._pinned.values())
+
+    def _count_waiting(self) -> int:
+        return len(self._waiting) + sum(len(q) for q in self._pinned.values())
+
+    def _pending(self) -> int:
+        return self._running + self._count_waiting()
+
+    # ---- the workers' side ------------------------------------------------------------------------------------
+
+    def take(self, worker: int) -> Closure | None:
+        """The next call for a worker; ``None`` when there is none."""
+        with self.changed:
+            queue = self._pinned.get(worker) or self._waiting
+            if not queue:
+                return None
+            closure = queue.popleft()
+            closure.attempt += 1
+            self._running += 1
+            self.dispatched += 1
+            return closure
+
+    def put_back(self, closures: Iterable[Closure]) -> None:
+        """A worker was lost: its calls are first in line for another one."""
+        with self.changed:
+            for closure in sorted(closures, key=lambda c: -c.number):
+                self._running -= 1
+                if self._error is not None:
+                    self._cancel(closure)
+                else:
+                    own = closure.worker
+                    (self._waiting if own is None else self._pinned.setdefault(own, deque())).appendleft(closure)
+            self.changed.notify_all()
+
+    def finish(self, closure: Closure, value: Any) -> None:
+        """A call has returned."""
+        with self.changed:
+            closure.result.set_value(value)
+            self._end(closure)
+
+    def fail(self, closure: Closure, error: BaseException) -> None:
+        """A call has raised: what waits is cancelled."""
+        with self.changed:
+            closure.result.set_error(error)
+            self._note(error)
+            self._end(closure)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Nothing can run any more, e.g. because the workers refuse this program."""
+        with self.changed:
+            self._note(error)
+            self.changed.notify_all()
+
+    def _note(self, error: BaseException) -> None:
+        if self._error is not None:
+            return
+        self._error = error
+        for queue in (self._waiting, *self._pinned.values()):
+            while queue:
+                self._cancel(queue.popleft())
+
+    def _cancel(self, closure: Closure) -> None:
+        closure.result.set_error(
+            CancelledError(
+                f"This function was cancelled because another one failed: {self._error!r}. Schedule it again."
+            )
+        )
+        closure.finished = True
+        closure.parts = ()
+
+    def _end(self, closure: Closure) -> None:
+        closure.finished = True
+        closure.parts = ()
+        self._running -= 1
+        self.changed.notify_all()
+
+    def low_water(self) -> int:
+        """Every call with a smaller number is finished."""
+        with self.changed:
+            order = self._order
+            while order and order[0].finished:
+                order.popleft()
+            return order[0].number if order else self._number + 1

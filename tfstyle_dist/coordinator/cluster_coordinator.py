@@ -1,0 +1,223 @@
+"""``tf.distribute.coordinator.ClusterCoordinator``."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
+from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.coordinator.references import Outgoing
+from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+
+
+class ClusterCoordinator:
+    """Schedules functions on the worker tasks of a ``ParameterServerStrategy``.
+
+    There is one coordinator for each strategy: making a second one gives the first. A function is pickled when it is
+    scheduled for the first time; variables, modules and optimizers of the strategy travel as references. If a worker
+    is lost, its functions are run again elsewhere, and the writes they had made to variables are not made twice.
+
+    Args:
+        strategy: the strategy.
+
+    Raises:
+        TypeError: another kind of strategy.
+
+    Example:
+        >>> coordinator = ClusterCoordinator(strategy)
+        >>> loss = coordinator.schedule(step, args=(iterator,))
+        >>> coordinator.join()
+        >>> loss.fetch()
+        0.25
+
+    Source: ``tf.distribute.coordinator.ClusterCoordinator``.
+    """
+
+    _tfstyle_stays_here = True
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """The coordinator of the strategy, made once."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise TypeError(
+                f"ClusterCoordinator needs a ParameterServerStrategy, got {strategy!r}: only there are functions "
+                "scheduled. Under other strategies call strategy.run."
+            )
+        if strategy.coordinator is None:
+            strategy.coordinator = super().__new__(cls)
+        return strategy.coordinator  # type: ignore[no-any-return]
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if hasattr(self, "_strategy"):
+            return
+        self._strategy = strategy
+        self._queue = ClosureQueue()
+        self._functions: dict[int, list[bytes]] = {}
+        self._by_function: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._by_content: dict[bytes, int] = {}
+        self._resources: dict[int, list[bytes]] = {}
+        self._lock = threading.RLock()
+        self._outgoing = Outgoing(strategy, self._keep_resource)
+        self._no_arguments = [bytes(p) for p in pickling.dumps(((), {}))]
+        hello = {"role": "coordinator", "session": strategy.session, "cluster": strategy.cluster}
+        strategy.servers.call_all({"method": "statistics"})
+        self._pool = WorkerPool(
+            strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
+            self._functions, self._resources,
+        )  # fmt: skip
+        atexit.register(_close_at_exit, weakref.ref(strategy))
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    # ---- scheduling -------------------------------------------------------------------------------------------
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        worker: int | None = None,
+    ) -> RemoteValue:
+        """Runs ``fn(*args, **kwargs)`` on some worker, some time; returns at once.
+
+        On the worker the strategy is in force, in cross-replica context; ``strategy.run`` in ``fn`` works as usual with
+        one replica. Any Python function will do.
+
+        Args:
+            fn: the function.
+            args: positional arguments; a per-worker iterator or ``PerWorkerValues`` arrives as the worker's own one.
+            kwargs: keyword arguments.
+            worker: number of the only worker that may run it; ``None``: any.
+
+        Returns:
+            The result to come.
+
+        Raises:
+            TypeError: ``fn`` cannot be called, or something cannot be sent to another process.
+            ValueError: a ``RemoteValue`` among the arguments, or a worker that does not exist.
+            Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet.
+        """
+        if not callable(fn):
+            raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
+        if worker is not None and not 0 <= worker < len(self._strategy.cluster["worker"]):
+            raise ValueError(f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}.")
+        number = self._function_number(fn)
+        parts = self._no_arguments
+        if args or kwargs:
+            with self._lock:
+                parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+        self._strategy.send_hyperparameters()
+        result = self._queue.put(number, parts, worker)
+        self._pool.wake()
+        return result
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all scheduled functions are finished.
+
+        When no worker is there it waits for one to come back and says so in the log.
+
+        Args:
+            timeout: seconds to wait; ``None``: without limit.
+
+        Raises:
+            Exception: the first error of a function since the last one that was raised; functions that were waiting
+                then are cancelled.
+            UnavailableError: a parameter server was lost.
+            DeadlineExceededError: not finished in time; the message names the workers that are not there.
+        """
+        self._queue.wait(Deadline(None if timeout is None else timedelta(seconds=timeout)), self._pool.absent)
+
+    def done(self) -> bool:
+        """Whether all scheduled functions are finished; raises as ``join`` does."""
+        return self._queue.done()
+
+    def fetch(self, val: Any) -> Any:
+        """Waits for the results in a nest.
+
+        Args:
+            val: a nest; each ``RemoteValue`` in it is replaced by its ``fetch()``, anything else stays.
+
+        Raises:
+            Exception: what a function raised, or CancelledError.
+        """
+        return nest.map_structure(lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val)
+
+    # ---- per-worker data --------------------------------------------------------------------------------------
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any] | Any) -> PerWorkerDataset:
+        """A dataset of which each worker has its own, whole copy.
+
+        Args:
+            dataset_fn: called on each worker when it first needs the data, and again on a worker that was restarted;
+                or a dataset that can be pickled.
+
+        Returns:
+            Something to iterate over: give ``iter(...)`` of it to ``schedule``.
+        """
+        factory = dataset_fn if callable(dataset_fn) else ReturnDataset(dataset_fn)
+        dataset = PerWorkerDataset(factory)
+        self._keep_resource(dataset)
+        return dataset
+
+    def create_per_worker_resource(self, factory: Callable[[], Any]) -> PerWorkerResource:
+        """Something that each worker makes once for itself, such as an open file or a model that is not trained.
+
+        Args:
+            factory: called on each worker when it is first needed.
+        """
+        resource = PerWorkerResource(factory)
+        self._keep_resource(resource)
+        return resource
+
+    def _keep_resource(self, resource: PerWorkerResource) -> None:
+        with self._lock:
+            if resource.number not in self._resources:
+                parts = [bytes(p) for p in pickling.dumps(resource.factory, self._outgoing)]
+                self._resources[resource.number] = parts
+
+    def _function_number(self, fn: Callable[..., Any]) -> int:
+        try:
+            known = self._by_function.get(fn)
+        except TypeError:
+            known = None
+        if known is not None:
+            return known
+        with self._lock:
+            parts = [bytes(p) for p in pickling.dumps(fn, self._outgoing)]
+            digest = hashlib.sha256(b"".join(parts)).digest()
+            number = self._by_content.setdefault(digest, len(self._by_content) + 1)
+            self._functions.setdefault(number, parts)
+            with contextlib.suppress(TypeError):  # what cannot be referred to weakly is pickled each time
+                self._by_function[fn] = number
+        return number
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def close(self, end_workers: bool = True) -> None:
+        """Ends the coordinator's thread; ``strategy.close()`` calls it.
+
+        Args:
+            end_workers: tells the worker tasks to end too.
+        """
+        self._pool.stop(end_workers)
+
+
+def _close_at_exit(strategy: weakref.ref[ParameterServerStrategy]) -> None:
+    found = strategy()
+    if found is not None:
+        found.close()

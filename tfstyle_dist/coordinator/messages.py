@@ -1,0 +1,51 @@
+"""What the coordinator and its workers tell each other, on top of ``parameter_server.wire``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server.wire import Header, Kind
+
+_NUMBER = struct.Struct("<Q")
+
+
+def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequence[Any]) -> list[Any]:
+    """The message that starts a function."""
+    sizes, frames = wire.split(parts)
+    meta = struct.pack(f"<{len(sizes) + 1}Q", function, *sizes)
+    return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta)), meta), *frames]
+
+
+def numbers(meta: Any) -> list[int]:
+    """The numbers of a meta part.
+
+    Raises:
+        WireError: it is no list of numbers.
+    """
+    if len(meta) % _NUMBER.size:
+        raise wire.WireError(f"{len(meta)} bytes are no list of numbers")
+    return list(struct.unpack(f"<{len(meta) // _NUMBER.size}Q", meta))
+
+
+def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any]) -> list[Any]:
+    """The message that ends a function: its pickled value or exception."""
+    sizes, frames = wire.split(parts)
+    meta = struct.pack(f"<{len(sizes)}Q", *sizes)
+    kind = Kind.ERROR if failed else Kind.OK
+    return [wire.message(Header(kind, closure, closure, 0, attempt, len(meta)), meta), *frames]
+
+
+def call(meta: dict[str, Any], parts: Sequence[Any]) -> list[Any]:
+    """A message with named values and pickled parts."""
+    sizes, frames = wire.split(parts)
+    body = wire.pack_json({**meta, "sizes": sizes})
+    return [wire.message(Header(Kind.CALL, 0, meta_bytes=len(body)), body), *frames]
+
+
+def plain(kind: Kind, meta: dict[str, Any] | None = None, request: int = 0) -> bytes:
+    """A message without parts."""
+    body = wire.pack_json(meta) if meta is not None else b""
+    return wire.message(Header(kind, request, meta_bytes=len(body)), body)

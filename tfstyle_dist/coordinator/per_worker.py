@@ -1,0 +1,120 @@
+"""Values and datasets of which every worker has its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tfstyle_dist.core.errors import OutOfRangeError
+
+_numbers = itertools.count(1)
+
+
+class PerWorkerValues:
+    """One value for each worker; a scheduled function gets that of the worker it runs on.
+
+    Args:
+        values: in the order of the workers.
+
+    Source: ``tf.distribute.coordinator.PerWorkerValue``.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+
+    def for_worker(self, index: int) -> Any:
+        """The value of one worker."""
+        if index >= len(self._values):
+            raise ValueError(f"PerWorkerValues holds {len(self._values)} values, but this is worker {index}.")
+        return self._values[index]
+
+
+class PerWorkerResource:
+    """Something that each worker makes for itself, once, and again when it was restarted.
+
+    Args:
+        factory: called on the worker.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self.factory = factory
+        self.number = next(_numbers)
+
+
+class PerWorkerDataset(PerWorkerResource):
+    """A dataset of which each worker has its own copy."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        """An iterator on each worker; give it to ``schedule``."""
+        return PerWorkerIterator(self)
+
+
+class PerWorkerIterator(PerWorkerResource):
+    """An iterator on each worker over its dataset."""
+
+    def __init__(self, dataset: PerWorkerDataset) -> None:
+        super().__init__(MakeIterator(dataset))
+
+    def __iter__(self) -> PerWorkerIterator:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Refused: the data is on the workers."""
+        raise NotImplementedError(
+            "The iterator of a per-worker dataset cannot be advanced here: its data is on the workers. Give it "
+            "to schedule(fn, args=(iterator,)) and call next(iterator) in fn."
+        )
+
+    get_next = __next__
+
+
+class MakeIterator:
+    """Makes the iterator on the worker.
+
+    Args:
+        dataset: the per-worker dataset; on the worker, its own one.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __call__(self) -> WorkerIterator:
+        """Makes it."""
+        return WorkerIterator(iter(self.dataset))
+
+
+class ReturnDataset:
+    """A dataset object that was given in place of a function."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __call__(self) -> Any:
+        """The dataset."""
+        return self.dataset
+
+
+class WorkerIterator:
+    """On the worker: what ``next(iterator)`` in a scheduled function advances."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> WorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def get_next(self) -> Any:
+        """The next element.
+
+        Raises:
+            OutOfRangeError: there is none.
+        """
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise OutOfRangeError("The per-worker iterator is at its end.") from None

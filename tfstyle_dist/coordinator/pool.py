@@ -1,0 +1,252 @@
+"""The thread that gives functions to workers, takes their results and notices when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfstyle_dist.coordinator import messages
+from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
+from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server import pickling, wire, zmq_link
+from tfstyle_dist.parameter_server.wire import Header, Kind
+
+IN_FLIGHT = 2
+_ALIVE_EVERY = 1.0
+
+
+class _Link:
+    """The connection to one task."""
+
+    def __init__(self, context: Any, name: str, address: str) -> None:
+        self.context, self.name, self.address = context, name, address
+        self.socket: Any = None
+        self.monitor: Any = None
+        self.ready = self.ever = False
+        self.refused = False
+        self.incarnation = ""
+        self.functions: set[int] = set()
+        self.resources: set[int] = set()
+        self.running: dict[int, Closure] = {}
+
+    def open(self) -> None:
+        """Connects under a new identity: nothing that was meant for an earlier connection can come."""
+        self.socket, self.monitor = self.context.connect(self.address, b"p" + uuid.uuid4().bytes)
+        self.ready = False
+
+    def close(self) -> None:
+        """Closes the connection; what was not sent yet is dropped."""
+        zmq_link.close_link(self.socket, self.monitor)
+
+
+class WorkerPool:
+    """Runs the calls of a queue on the worker tasks.
+
+    Args:
+        context: sockets and keys.
+        workers: addresses of the worker tasks.
+        servers: addresses of the ps tasks; they are told that this process lives.
+        hello: what each task is told at first.
+        queue: the calls.
+        functions: pickled functions by number.
+        resources: pickled factories of per-worker resources by number.
+    """
+
+    def __init__(
+        self,
+        context: zmq_link.Context,
+        workers: Sequence[str],
+        servers: Sequence[str],
+        hello: Mapping[str, Any],
+        queue: ClosureQueue,
+        functions: Mapping[int, Sequence[Any]],
+        resources: Mapping[int, Sequence[Any]],
+    ) -> None:
+        self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
+        self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
+        self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._goodbye = True
+        self._poller: Any = None
+        self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
+        self._thread.start()
+
+    # ---- from other threads -----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to do."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._event, 1)
+
+    def absent(self) -> str:
+        """Says which workers are not there; empty when all are."""
+        missing = [f"{w.name} at {w.address}" for w in self._workers if not w.ready]
+        if not missing:
+            return ""
+        which = "No worker is there" if len(missing) == len(self._workers) else "Some workers are not there"
+        return f" {which}: {', '.join(missing)}. Start them (again); functions go on as soon as one is back."
+
+    def num_ready(self) -> int:
+        """How many workers are there."""
+        return sum(w.ready for w in self._workers)
+
+    def stop(self, goodbye: bool = True) -> None:
+        """Ends the thread.
+
+        Args:
+            goodbye: also tells the workers to end.
+        """
+        if not self._thread.is_alive():
+            return
+        self._stopping, self._goodbye = True, goodbye
+        self.wake()
+        self._thread.join(30)
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            for link in (*self._workers, *self._servers):
+                link.open()
+            self._loop()
+        except BaseException as error:  # the program must not wait for a dead thread
+            get_logger().exception("the coordinator's thread failed")
+            for link in self._workers:
+                for closure in list(link.running.values()):
+                    self._queue.fail(closure, error)
+            self._queue.fail_all(error)
+        finally:
+            for link in (*self._workers, *self._servers):
+                if link.socket is not None:
+                    if self._goodbye and link in self._workers and link.ready:
+                        link.socket.linger = 1000
+                        link.socket.send(messages.plain(Kind.GOODBYE))
+                        link.socket.disable_monitor()
+                        link.monitor.close(0)
+                        link.socket.close()
+                    else:
+                        link.close()
+            os.close(self._event)
+
+    def _new_poller(self) -> None:
+        links = (*self._workers, *self._servers)
+        self._poller = zmq_link.poller(self._event, *(s for link in links for s in (link.socket, link.monitor)))
+        self._sockets = {link.socket: link for link in links}
+        self._monitors = {link.monitor: link for link in links}
+
+    def _loop(self) -> None:
+        self._new_poller()
+        alive = time.monotonic()
+        while not self._stopping:
+            for entry, _ in self._poller.poll(500):
+                if entry == self._event:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._event)
+                elif entry in self._sockets:
+                    self._take(self._sockets[entry])
+                elif entry in self._monitors:
+                    self._news(self._monitors[entry])
+            self._dispatch()
+            if time.monotonic() - alive > _ALIVE_EVERY:
+                alive = time.monotonic()
+                for link in (*self._workers, *self._servers):
+                    if link.ready:
+                        link.socket.send(messages.plain(Kind.ALIVE))
+
+    def _news(self, link: _Link) -> None:
+        while (event := zmq_link.news(link.monitor)) is not None:
+            if event == "up":
+                link.socket.send(messages.plain(Kind.HELLO, {**self._hello, "address": link.address}))
+            elif event == "down":
+                self._lose(link)
+                return
+            elif not link.refused:
+                link.refused = True
+                error = UnavailableError(f"{link.name} at {link.address} refuses this program's key (TFSTYLE_PS_KEYS).")
+                get_logger().warning("%s", error)
+                if link in self._workers and all(w.refused for w in self._workers):
+                    self._queue.fail_all(error)
+
+    def _lose(self, link: _Link) -> None:
+        """A task is gone, or its connection is: what it had is given to others."""
+        if link.ready:
+            get_logger().warning(
+                "%s at %s is lost; %d functions go elsewhere", link.name, link.address, len(link.running)
+            )
+        link.close()
+        lost = list(link.running.values())
+        link.running.clear()
+        link.open()
+        self._new_poller()
+        if lost:
+            self._queue.put_back(lost)
+
+    def _take(self, link: _Link) -> None:
+        for _ in range(64):
+            try:
+                parts = link.socket.recv_multipart(zmq_link.DONTWAIT)
+            except zmq_link.Again:
+                return
+            header = Header.unpack(parts[0])
+            meta = memoryview(parts[0])[wire.HEADER_SIZE :]
+            if header.closure == 0:
+                self._introduced(link, header, meta)
+                continue
+            closure = link.running.pop(header.closure, None)
+            if closure is None or closure.attempt != header.attempt:
+                continue
+            try:
+                value = pickling.loads(wire.join(messages.numbers(meta), parts[1:]))
+            except Exception as error:
+                self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
+                continue
+            if header.kind is Kind.OK:
+                self._queue.finish(closure, value)
+            else:
+                self._queue.fail(closure, value)
+
+    def _introduced(self, link: _Link, header: Header, meta: Any) -> None:
+        if header.kind is Kind.ERROR:
+            get_logger().warning("%s does not work for this program: %s", link.name, wire.unpack_error(meta, link.name))
+            return
+        incarnation = str(wire.unpack_json(meta).get("incarnation"))
+        if incarnation != link.incarnation:
+            if link.ever:
+                get_logger().warning("%s at %s is back", link.name, link.address)
+            link.incarnation = incarnation
+            link.functions.clear()
+            link.resources.clear()
+        link.ready = link.ever = True
+
+    def _dispatch(self) -> None:
+        """Gives each free worker a call, until all are busy or nothing waits."""
+        given = True
+        while given:
+            given = False
+            for index, link in enumerate(self._workers):
+                if link.ready and len(link.running) < IN_FLIGHT:
+                    closure = self._queue.take(index)
+                    if closure is not None:
+                        self._give(link, closure)
+                        given = True
+
+    def _give(self, link: _Link, closure: Closure) -> None:
+        for number in self._resources.keys() - link.resources:
+            link.socket.send_multipart(messages.call({"method": "resource", "number": number}, self._resources[number]))
+            link.resources.add(number)
+        if closure.function not in link.functions:
+            parts = self._functions[closure.function]
+            link.socket.send_multipart(messages.call({"method": "function", "number": closure.function}, parts))
+            link.functions.add(closure.function)
+        link.running[closure.number] = closure
+        low_water = self._queue.low_water()
+        link.socket.send_multipart(
+            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts)
+        )

@@ -1,0 +1,132 @@
+"""What stands in a pickle for things that each task has its own of: the strategy, variables, optimizers, iterators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.coordinator.per_worker import PerWorkerResource, PerWorkerValues
+from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.parameter_server.remote import RemoteRecord
+from tfstyle_dist.parameter_server.rules import optimizer_state, restore_optimizer
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.variables.store import find_record
+
+_PLAIN = frozenset({int, float, str, bytes, bool, tuple, list, dict, type(None), type})
+
+
+class Outgoing:
+    """References made by the coordinator.
+
+    Args:
+        strategy: its strategy.
+        on_resource: told of each per-worker resource that is referred to.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, on_resource: Callable[[PerWorkerResource], None]) -> None:
+        self._strategy, self._on_resource = strategy, on_resource
+
+    def __call__(self, value: Any) -> Any:
+        """The reference for ``value``, or ``None`` if it travels itself.
+
+        Raises:
+            ValueError: a ``RemoteValue``.
+            TypeError: something that belongs to this process alone.
+        """
+        if type(value) in _PLAIN:
+            return None
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, Strategy):
+            if value is not self._strategy:
+                raise TypeError(f"A scheduled function refers to {value!r}, not to the coordinator's own strategy.")
+            return ("strategy",)
+        if isinstance(value, PerWorkerResource):
+            self._on_resource(value)
+            return "resource", value.number
+        if isinstance(value, PerWorkerValues):
+            return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value._values]
+        if isinstance(value, RemoteValue):
+            raise ValueError(
+                "A RemoteValue used as an input of a scheduled function is not yet supported; fetch() it first."
+            )
+        if getattr(type(value), "_tfstyle_stays_here", False):
+            return "stays", type(value).__name__
+        return self._optimizer(value)
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        record = getattr(value, "_tfstyle_record", None)
+        if not isinstance(record, RemoteRecord) or record.tensor is not value:
+            return None
+        if record.store is not self._strategy.parameter_store:
+            raise TypeError(f"{record.describe()!r} belongs to another strategy")
+        return "tensor", self._strategy.remote_store.description(value)
+
+    def _optimizer(self, value: Any) -> Any:
+        if isinstance(value, torch.optim.Optimizer):
+            parameters = [p for group in value.param_groups for p in group["params"]]
+            if not any(isinstance(find_record(p), RemoteRecord) for p in parameters):
+                return None
+        elif not hasattr(type(value), "without_slots") or hasattr(value, "torch_optimizer"):
+            return None
+        number = self._strategy.optimizer_number(value)
+        return "optimizer", number, [bytes(p) for p in pickling.dumps(optimizer_state(value), self)]
+
+
+class Incoming:
+    """References resolved by a worker.
+
+    Args:
+        strategy: the worker's.
+        index: of the worker.
+        resource: its own object of a per-worker resource.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, index: int, resource: Callable[[int], Any]) -> None:
+        self._strategy, self._index, self._resource = strategy, index, resource
+        self.seen: dict[RemoteRecord, None] = {}
+
+    def __call__(self, reference: Any) -> Any:
+        """The object of this process for a reference."""
+        kind, *rest = reference
+        if kind == "strategy":
+            return self._strategy
+        if kind == "tensor":
+            tensor = self._strategy.remote_store.adopt_description(rest[0])
+            record = find_record(tensor)
+            if isinstance(record, RemoteRecord) and record.fixed:
+                self.seen[record] = None
+            return tensor
+        if kind == "optimizer":
+            number, parts = rest
+            return self._strategy.know_optimizer(number, lambda: restore_optimizer(*pickling.loads(parts, self)))
+        if kind == "resource":
+            return self._resource(rest[0])
+        if kind == "per worker":
+            return pickling.loads(PerWorkerValues(rest[0]).for_worker(self._index), self)
+        if kind == "stays":
+            return NotHere(rest[0])
+        raise ValueError(f"unknown reference {kind!r}")
+
+
+class NotHere:
+    """Stands for something that only the coordinator's process has; using it raises.
+
+    Args:
+        name: what it is there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, member: str) -> Any:
+        if member.startswith("__"):
+            raise AttributeError(member)
+        raise RuntimeError(
+            f"A scheduled function uses {self._name}.{member}, but the {self._name} is in the coordinator's process. "
+            "Call it in the program that schedules."
+        )

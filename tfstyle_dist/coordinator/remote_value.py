@@ -1,0 +1,86 @@
+"""The result of a scheduled function, before and after it is there."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.errors import DeadlineExceededError
+
+
+class RemoteValueStatus(enum.Enum):
+    """Where a result is."""
+
+    NOT_READY = "NOT_READY"
+    ABORTED = "ABORTED"
+    READY = "READY"
+
+
+class RemoteValue:
+    """The result that a scheduled function will have (``tf.distribute.coordinator.RemoteValue``).
+
+    ``ClusterCoordinator.schedule`` makes it.
+
+    Args:
+        changed: notified, with its lock held, whenever a result comes.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._status = RemoteValueStatus.NOT_READY
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    # The closure queue calls these with the condition's lock held.
+
+    def set_value(self, value: Any) -> None:
+        """The function has returned."""
+        self._value, self._status = value, RemoteValueStatus.READY
+
+    def set_error(self, error: BaseException) -> None:
+        """The function has failed or was cancelled."""
+        self._error, self._status = error, RemoteValueStatus.ABORTED
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Waits for the result.
+
+        Args:
+            timeout: seconds to wait; ``None``: until it is there.
+
+        Returns:
+            What the function returned; tensors are CPU tensors.
+
+        Raises:
+            Exception: what the function raised, each time.
+            CancelledError: it was cancelled because another one failed.
+            DeadlineExceededError: it did not come in time.
+        """
+        deadline = Deadline(None if timeout is None else timedelta(seconds=timeout))
+        with self._changed:
+            while self._status is RemoteValueStatus.NOT_READY:
+                if deadline.passed():
+                    raise DeadlineExceededError(f"The result of a scheduled function did not come within {deadline}.")
+                self._changed.wait(deadline.remaining())
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Like ``get``, with NumPy arrays and numbers in place of tensors."""
+        return nest.map_structure(as_numpy, self.get(timeout))
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue {self._status.value}>"
+
+
+def as_numpy(leaf: Any) -> Any:
+    """A tensor as a NumPy array, or number if it has no dimensions; bfloat16, which NumPy lacks, as it is."""
+    if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bfloat16:
+        return leaf.detach().numpy()[()]
+    return leaf

@@ -1,0 +1,168 @@
+"""``tf.distribute.Server``: one ps or worker task of a cluster."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfstyle_dist.core import env
+from tfstyle_dist.parameter_server.cluster import as_addresses
+
+
+@dataclass(frozen=True)
+class ServerDef:
+    """What a server was made with.
+
+    Attributes:
+        cluster: addresses by job.
+        job_name: its job.
+        task_index: its number in the job.
+        protocol: ``"tcp"``.
+    """
+
+    cluster: Mapping[str, list[str]]
+    job_name: str
+    task_index: int
+    protocol: str
+
+
+class Server:
+    """One ps or worker task: it listens at its address and serves the coordinator (``tf.distribute.Server``).
+
+    Args:
+        server_or_cluster_def: a ``ClusterSpec``, a dict of addresses by job, or a ``ServerDef``.
+        job_name: ``"ps"`` or ``"worker"``; may be left out if the cluster has one task.
+        task_index: number of the task in its job; may be left out if the job has one task.
+        protocol: accepted for TF's signature; it is always TCP.
+        config: accepted for TF's signature.
+        start: start at once; otherwise call ``start()``.
+
+    Raises:
+        ValueError: an unknown job or task, or the chief's.
+        UnavailableError: the address is in use, e.g. by another task with this index.
+        PermissionError: no keys, and an address that other machines can reach.
+
+    Example:
+        >>> Server(cluster_spec, job_name="ps", task_index=0).join()
+
+    Source: ``tf.distribute.Server``.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ) -> None:
+        given = server_or_cluster_def
+        if isinstance(given, ServerDef):
+            job_name = given.job_name if job_name is None else job_name
+            task_index = given.task_index if task_index is None else task_index
+            given = given.cluster
+        cluster = as_addresses(given.as_dict() if hasattr(given, "as_dict") else given)
+        job, index = _task(cluster, job_name, task_index)
+        self._definition = ServerDef(cluster, job, index, "tcp")
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if start:
+            self.start()
+
+    @property
+    def server_def(self) -> ServerDef:
+        """What this server is."""
+        return self._definition
+
+    @property
+    def target(self) -> str:
+        """Its address as a URL."""
+        return f"tcp://{self._address}"
+
+    @property
+    def _address(self) -> str:
+        return self._definition.cluster[self._definition.job_name][self._definition.task_index]
+
+    def start(self) -> None:
+        """Starts listening; nothing when it has."""
+        if self._thread is not None:
+            return
+        from tfstyle_dist.parameter_server import zmq_link
+        from tfstyle_dist.parameter_server.service import ParameterServer
+
+        path = env.parameter_server_keys()
+        context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
+        job, index, patience = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
+        try:
+            if job == "ps":
+                task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", patience)
+            else:
+                from tfstyle_dist.coordinator.worker import WorkerTask
+
+                task = WorkerTask(context, self._address, job, index, patience)
+        except BaseException:
+            context.close()
+            raise
+
+        def serve() -> None:
+            try:
+                task.run()
+            except BaseException as error:
+                self._error = error
+            finally:
+                context.close()
+
+        self._thread = threading.Thread(target=serve, name=f"tfstyle-{job}-{index}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until the coordinator ends the cluster (``strategy.close()``, or the end of its program).
+
+        Raises:
+            UnavailableError: the coordinator was there, and was then silent for ``TFSTYLE_PS_PATIENCE_SECONDS``.
+            RuntimeError: the server was not started.
+        """
+        if self._thread is None:
+            raise RuntimeError("Server.join() before start(): nothing is running.")
+        while self._thread.is_alive():
+            self._thread.join(0.5)  # with a limit, so that Ctrl-C gets through
+        if self._error is not None:
+            raise self._error
+
+    @staticmethod
+    def create_local_server(config: Any = None, start: bool = True) -> Server:
+        """A worker task of its own on a free port of this machine.
+
+        Args:
+            config: accepted for TF's signature.
+            start: start at once.
+        """
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return Server({"local": [f"127.0.0.1:{port}"]}, start=start)
+
+
+def _task(cluster: Mapping[str, list[str]], job: str | None, index: int | None) -> tuple[str, int]:
+    if job is None:
+        if len(cluster) != 1:
+            raise ValueError(f"job_name is needed: the cluster has the jobs {sorted(cluster)}.")
+        job = next(iter(cluster))
+    if job not in cluster:
+        raise ValueError(f"The cluster has no job {job!r}; its jobs are {sorted(cluster)}.")
+    if job in ("chief", "evaluator"):
+        raise ValueError(
+            f"A {job} task does not serve: make the ParameterServerStrategy in its program (chief), or read "
+            "checkpoints there (evaluator)."
+        )
+    if index is None:
+        if len(cluster[job]) != 1:
+            raise ValueError(f"task_index is needed: job {job!r} has {len(cluster[job])} tasks.")
+        index = 0
+    if not 0 <= index < len(cluster[job]):
+        raise ValueError(f"Job {job!r} has tasks 0 to {len(cluster[job]) - 1}, not {index}.")
+    return job, index

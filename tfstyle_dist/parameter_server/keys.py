@@ -1,0 +1,25 @@
+"""``python -m tfstyle_dist.parameter_server.keys PATH`` makes the key file of a cluster (mode 0600)."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str]) -> int:
+    """Writes a key file; the exit code."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m tfstyle_dist.parameter_server.keys PATH", file=sys.stderr)
+        return 2
+    from tfstyle_dist.parameter_server.zmq_link import new_keys
+
+    try:
+        new_keys(arguments[0])
+    except FileExistsError:
+        print(f"{arguments[0]} exists; it was left as it is", file=sys.stderr)
+        return 1
+    print(f"Wrote {arguments[0]}. Copy it to every task and set TFSTYLE_PS_KEYS to its path.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

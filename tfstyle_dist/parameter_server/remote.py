@@ -1,0 +1,412 @@
+"""Tensors whose values live on parameter servers, as one process sees them: pulling, writing, pushing gradients."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server.client import NO_WORK, ServerLink, Work
+from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
+from tfstyle_dist.variables.record import Placement, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Some rows of a tensor on one server.
+
+    Attributes:
+        number: of the variable on the server; no other in the cluster has it.
+        server: task index of the server.
+        start: first row.
+        rows: how many; a scalar has one.
+        offset: of its first element in the whole tensor.
+        numel: number of its elements.
+    """
+
+    number: int
+    server: int
+    start: int
+    rows: int
+    offset: int
+    numel: int
+
+
+class RemoteRecord(Record):
+    """What a process knows of one tensor on the servers; ``components[0]`` is its local copy.
+
+    Attributes:
+        shards: where its rows are.
+        versions: of the shards in the local copy; 0: never pulled.
+        created: the servers have it; before, the local copy is what counts.
+        fixed: the local copy must stay the same object (a parameter or buffer of a module on a worker).
+        stamp: the step in which the local copy was pulled.
+        key: number of the tensor in the cluster.
+    """
+
+    __slots__ = ("baseline", "created", "fixed", "key", "shards", "stamp", "versions", "written")
+
+    def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.placement = Placement.REMOTE
+        self.key, self.shards = key, tuple(shards)
+        self.versions = [0] * len(self.shards)
+        self.created = self.fixed = False
+        self.stamp = -1
+        self.written = False  # by this process since it was pulled
+        self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
+
+    def read(self) -> torch.Tensor:
+        """The local copy, fresh enough for the calling context."""
+        if self.created:
+            self.store.servers.refresh([self], read=True)  # type: ignore[attr-defined]
+        return self.components[0]
+
+    def fan_out(self) -> None:
+        """After somebody wrote into the local copy outside of a step: the servers take it over."""
+        if self.created:
+            servers: Servers = self.store.servers  # type: ignore[attr-defined]
+            servers.write(self, Op.ASSIGN, self.components[0].detach())
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """``tensor.data = data``: the servers take the value over."""
+        local = self.components[0]
+        if data.shape != local.shape or data.dtype != local.dtype:
+            raise TypeError(
+                f"{self.describe()!r} is a {local.dtype} of shape {tuple(local.shape)} on the parameter servers and "
+                f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
+                "adopts it."
+            )
+        with torch.no_grad():
+            local.copy_(data)
+        self.fan_out()
+
+
+class Servers:
+    """All parameter servers of a cluster, as one process sees them.
+
+    Args:
+        links: one for each ps task.
+
+    Attributes:
+        work: the scheduled function under way.
+        steps: counts the functions this process has run; ``None`` on the coordinator, where each read is fresh.
+        reads: the records that the function under way has read.
+    """
+
+    def __init__(self, links: Sequence[ServerLink]) -> None:
+        self.links = list(links)
+        self.work: Work = NO_WORK
+        self.steps: int | None = None
+        self.reads: dict[RemoteRecord, None] = {}
+        self._writes: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    @classmethod
+    def of(cls, context: Any, addresses: Sequence[str], hello: Mapping[str, Any], timeout: timedelta | None) -> Servers:
+        """Links to the servers at ``addresses``; each connects when it is first needed."""
+        return cls(
+            [
+                ServerLink(context, address, f"/job:ps/task:{index}", dict(hello), timeout)
+                for index, address in enumerate(addresses)
+            ]
+        )
+
+    def close(self, goodbye: bool = True) -> None:
+        """Closes all links."""
+        for link in self.links:
+            link.close(goodbye)
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def begin(self, work: Work) -> None:
+        """A scheduled function starts in this process."""
+        self.work, self.reads = work, {}
+        self.steps = 1 if self.steps is None else self.steps + 1
+        self._writes.clear()
+        if work.attempt > 1:
+            # Its earlier attempt may still be at work somewhere: from here on the servers refuse it.
+            for link in self.links:
+                link.call({"method": "fence", "closure": work.closure, "attempt": work.attempt})
+
+    def end(self) -> None:
+        """The function is over: waits until the servers have taken its writes.
+
+        Raises:
+            Exception: the first error of a write.
+        """
+        self.work = NO_WORK
+        first: Exception | None = None
+        for link in self.links:
+            try:
+                link.finish()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    # ---- reading ----------------------------------------------------------------------------------------------
+
+    def refresh(self, records: Iterable[RemoteRecord], read: bool = False) -> None:
+        """Pulls those local copies that may be out of date, with one request for each server.
+
+        Args:
+            records: the tensors.
+            read: they are being read by the function under way: the next run of it pulls them at its start.
+        """
+        with self._lock:
+            wanted: dict[RemoteRecord, None] = {}
+            for record in records:
+                if self.steps is None or record.stamp != self.steps:
+                    wanted[record] = None
+                if read and self.steps is not None:
+                    self.reads[record] = None
+            if wanted:
+                self._pull(list(wanted))
+
+    def _pull(self, records: Sequence[RemoteRecord]) -> None:
+        by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
+        for record in records:
+            for place, shard in enumerate(record.shards):
+                by_server.setdefault(shard.server, []).append((record, place))
+        pulls = {id(record): _Pull(record, self.steps) for record in records}
+        for server, entries in by_server.items():
+            operations, answer_bytes = [], 0
+            for record, place in entries:
+                shard, local = record.shards[place], record.components[0]
+                operations.append(Operation(Op.PULL, dtype_number(local.dtype), shard.number, record.versions[place]))
+                answer_bytes += wire.padded(shard.numel * local.element_size())
+
+            def take(answers: list[Operation], data: torch.Tensor, entries: Any = entries) -> None:
+                offset = 0
+                for (record, place), answer in zip(entries, answers, strict=True):
+                    if answer.extra & FLAG_UNCHANGED:
+                        continue
+                    pulls[id(record)].take(place, data[offset : offset + answer.nbytes], answer.argument)
+                    offset += wire.padded(answer.nbytes)
+
+            self.links[server].batch(self.work, operations, [], take, answer_bytes)
+        for server in by_server:
+            self.links[server].finish()
+        for pull in pulls.values():
+            pull.done()
+
+    def pull_rows(self, record: RemoteRecord, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of a tensor.
+
+        Args:
+            record: the tensor.
+            rows: int64 row numbers, one-dimensional; they may repeat.
+
+        Returns:
+            A new tensor with one row for each number.
+        """
+        local = record.components[0]
+        result = torch.empty((len(rows), *record_shape(record)[1:]), dtype=local.dtype)
+        flat_bytes = result.view(len(rows), -1).shape[1] * result.element_size() if len(rows) else 0
+        with self._lock:
+            used = []
+            for shard, places, ids in _by_shard(record, rows):
+                operation = Operation(Op.PULL_ROWS, dtype_number(local.dtype), shard.number, 0, len(ids))
+
+                def take(answers: list[Operation], data: torch.Tensor, places: Any = places) -> None:
+                    part = data[: answers[0].nbytes].view(result.dtype).view(-1, *result.shape[1:])
+                    if places is None:
+                        result.copy_(part)
+                    else:
+                        result[places] = part
+
+                self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(len(ids) * flat_bytes))
+                used.append(shard.server)
+            for server in used:
+                self.links[server].finish()
+        return result
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def write(self, record: RemoteRecord, op: Op, value: torch.Tensor) -> None:
+        """Assigns to, adds to or subtracts from a tensor; the servers do it in one go for each shard."""
+        flat = value.detach().contiguous().view(-1)
+        with self._lock:
+            for shard in record.shards:
+                part = flat[shard.offset : shard.offset + shard.numel]
+                self._send(shard, Operation(op, dtype_number(flat.dtype), shard.number), [part])
+            self._after_write([record])
+
+    def add_rows(self, record: RemoteRecord, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds values to some rows; a row named twice gets both."""
+        with self._lock:
+            for shard, places, ids in _by_shard(record, rows):
+                part = values.detach() if places is None else values.detach()[places]
+                operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, len(ids))
+                self._send(shard, operation, [ids, part.contiguous()])
+            self._after_write([record])
+
+    def push(self, rule: int, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:
+        """Sends gradients; the servers' optimizer ``rule`` makes one step with those of one server.
+
+        Args:
+            rule: number of the optimizer.
+            pairs: tensors and their gradients, dense or sparse.
+        """
+        with self._lock:
+            by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
+            for record, grad in pairs:
+                for shard, operation, tensors in _gradient_parts(record, grad):
+                    operation.argument, operation.extra = self._count(shard), rule
+                    operations, data = by_server.setdefault(shard.server, ([], []))
+                    operations.append(operation)
+                    data.extend(tensors)
+            for server, (operations, data) in by_server.items():
+                self.links[server].batch(self.work, operations, data, None)
+            self._after_write([record for record, _ in pairs])
+
+    def _send(self, shard: Shard, operation: Operation, tensors: list[torch.Tensor]) -> None:
+        values = tensors[-1]
+        operation.nbytes = values.numel() * values.element_size()
+        operation.argument = self._count(shard)
+        self.links[shard.server].batch(self.work, [operation], tensors, None)
+
+    def _count(self, shard: Shard) -> int:
+        """How many writes to this shard the function made before."""
+        count = self._writes.get(shard.number, 0)
+        if self.work.closure:
+            self._writes[shard.number] = count + 1
+        return count
+
+    def _after_write(self, records: Sequence[RemoteRecord]) -> None:
+        for record in records:
+            record.stamp, record.written = -1, True
+        if self.work.closure == 0:
+            for server in {s.server for r in records for s in r.shards}:
+                self.links[server].finish()
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    def create(self, records: Sequence[RemoteRecord]) -> None:
+        """Makes the tensors on their servers with the values of the local copies."""
+        with self._lock:
+            for server, link in enumerate(self.links):
+                entries, parts = [], []
+                for record in records:
+                    local = record.components[0].detach().contiguous()
+                    flat = local.view(-1)
+                    for place, shard in enumerate(record.shards):
+                        if shard.server != server:
+                            continue
+                        shape = [shard.rows, *local.shape[1:]] if local.dim() else []
+                        name = record.local_name if len(record.shards) == 1 else f"{record.local_name}/part_{place}"
+                        entries.append(
+                            {"number": shard.number, "name": name, "shape": shape, "dtype": dtype_number(local.dtype)}
+                        )
+                        parts.append(wire.tensor_bytes(flat[shard.offset : shard.offset + shard.numel]))
+                for batch in _in_batches(list(zip(entries, parts, strict=True))):
+                    link.call({"method": "create", "variables": [e for e, _ in batch]}, [p for _, p in batch])
+            for record in records:
+                record.created = True
+
+    def call_all(self, meta: dict[str, Any], parts: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Calls a method on every server."""
+        return [link.call(meta, parts) for link in self.links]
+
+
+class _Pull:
+    """Puts the shards of one answer into the local copy, or into a new one if the old one may be in use."""
+
+    def __init__(self, record: RemoteRecord, steps: int | None) -> None:
+        self._record, self._steps = record, steps
+        local = record.components[0]
+        same_step = steps is None or record.written
+        self._target: torch.Tensor | None = None
+        self._fresh = not record.fixed and same_step
+        self._local = local
+
+    def take(self, place: int, data: torch.Tensor, version: int) -> None:
+        """One shard's bytes."""
+        if self._target is None:
+            local = self._local.detach()
+            if not self._fresh:
+                self._target = local
+            else:
+                self._target = torch.empty_like(local) if len(self._record.shards) == 1 else local.clone()
+        shard = self._record.shards[place]
+        flat = self._target.view(-1)[shard.offset : shard.offset + shard.numel]
+        with torch.no_grad():
+            flat.copy_(data.view(flat.dtype))
+        self._record.versions[place] = version
+
+    def done(self) -> None:
+        """The local copy is as fresh as the servers were."""
+        record = self._record
+        if self._target is not None and self._fresh:
+            old = record.components[0]
+            record.components[0] = renewed(old, self._target)
+        if self._steps is not None:
+            record.stamp = self._steps
+        record.written = False
+        if record.kind == "buffer":
+            record.baseline = record.components[0].detach().clone()
+
+
+def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A leaf like ``old`` with other data."""
+    fresh = data.as_subclass(type(old)) if type(old) is not torch.nn.Parameter else torch.nn.Parameter(data, False)
+    fresh.requires_grad_(old.requires_grad)
+    for name, value in old.__dict__.items():
+        if name.startswith("_tfstyle"):
+            fresh.__dict__[name] = value
+    return fresh
+
+
+def record_shape(record: RemoteRecord) -> torch.Size:
+    """Shape of the whole tensor."""
+    return record.components[0].shape
+
+
+def _by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
+    """For each shard with some of the rows: their places, and their numbers inside the shard."""
+    rows = rows.detach().to(torch.int64).contiguous().view(-1)
+    if len(record.shards) == 1:
+        yield record.shards[0], None, rows
+        return
+    for number, shard in enumerate(record.shards):
+        # Numbers out of range go to the last shard, whose server refuses them.
+        last = number == len(record.shards) - 1
+        mask = (rows >= shard.start) if last else (rows >= shard.start) & (rows < shard.start + shard.rows)
+        if number == 0:
+            mask |= rows < 0
+        places = mask.nonzero().view(-1)
+        if len(places):
+            yield shard, places, rows[places] - shard.start
+
+
+def _gradient_parts(record: RemoteRecord, grad: torch.Tensor) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
+    dtype = record.components[0].dtype
+    number = dtype_number(dtype)
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values().to(dtype)
+        for shard, places, ids in _by_shard(record, rows):
+            part = (values if places is None else values[places]).contiguous()
+            nbytes = part.numel() * part.element_size()
+            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, len(ids), nbytes), [ids, part]
+        return
+    flat = grad.detach().to("cpu", dtype).contiguous().view(-1)
+    for shard in record.shards:
+        part = flat[shard.offset : shard.offset + shard.numel]
+        nbytes = part.numel() * part.element_size()
+        yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, nbytes), [part]
+
+
+def _in_batches(
+    entries: list[tuple[dict[str, Any], Any]], most: int = 512
+) -> Iterable[list[tuple[dict[str, Any], Any]]]:
+    iterator = iter(entries)
+    while batch := list(itertools.islice(iterator, most)):
+        yield batch

@@ -1,0 +1,106 @@
+"""Optimizers on a parameter server: the user's own optimizer object, over the variables that live here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.parameter_server import pickling
+
+
+class LocalParameters:
+    """Stands for one of the optimizer's parameters: the shards of it that this server holds (often none or one)."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+
+
+class TorchRule:
+    """A ``torch.optim`` optimizer over the parameters of this server.
+
+    Args:
+        optimizer: its groups hold ``LocalParameters``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [p for entry in group["params"] for p in entry.parameters]
+        self._optimizer = optimizer
+
+    def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """One step with these gradients; other parameters are left alone."""
+        for grad, parameter in pairs:
+            parameter.grad = grad.coalesce() if grad.is_sparse else grad
+        try:
+            self._optimizer.step()
+        finally:
+            for _, parameter in pairs:
+                parameter.grad = None
+
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over learning rates and the like; their groups are in the optimizer's order."""
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+    def state(self) -> Any:
+        """What a snapshot keeps."""
+        return self._optimizer.state_dict()
+
+    def load_state(self, state: Any) -> None:
+        """Restores ``state``."""
+        self._optimizer.load_state_dict(state)
+
+
+class TFRule:
+    """A TF-style optimizer: it keeps its slots itself.
+
+    Args:
+        optimizer: an object with ``update_parameters(pairs)``.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """One step with these gradients."""
+        self._optimizer.update_parameters(pairs)
+
+
+def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[torch.nn.Parameter]]) -> Any:
+    """The rule of a pickled optimizer.
+
+    Args:
+        parts: what ``pickling.dumps`` gave: class and state.
+        find: the parameters of this server among some variable numbers.
+    """
+
+    def resolve(reference: Any) -> Any:
+        kind, numbers = reference
+        if kind != "shards":
+            raise ValueError(f"an optimizer cannot refer to a {kind}")
+        return LocalParameters(find(numbers))
+
+    optimizer = restore_optimizer(*pickling.loads(parts, resolve))
+    return TorchRule(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else TFRule(optimizer)
+
+
+def optimizer_state(optimizer: Any) -> tuple[type, dict[str, Any]]:
+    """Class and settings of an optimizer, without its slots: those live on the servers."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer), {
+            "defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in optimizer.param_groups]
+        }  # fmt: skip
+    return type(optimizer), optimizer.without_slots()
+
+
+def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
+    """The optimizer of ``optimizer_state``."""
+    optimizer = kind.__new__(kind)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.__setstate__({**state, "state": defaultdict(dict)})
+    else:
+        optimizer.__dict__.update(state)
+    return optimizer

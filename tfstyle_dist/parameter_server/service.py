@@ -1,0 +1,306 @@
+"""The process of one parameter server: takes requests from its socket and works on its table."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server.rules import make_rule
+from tfstyle_dist.parameter_server.segment import Segment
+from tfstyle_dist.parameter_server.table import Answer, VariableTable
+from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
+
+_MAX_CLIENTS = 4096
+
+
+class _Client:
+    """What the server knows of one connection."""
+
+    __slots__ = ("buffer", "header", "name", "operations", "refused", "role", "segment", "skip", "taken")
+
+    def __init__(self) -> None:
+        self.role, self.name = "", "somebody"
+        self.header: Header | None = None  # of the batch whose bytes are on their way
+        self.operations: list[wire.Operation] = []
+        self.buffer, self.taken = torch.empty(0, dtype=torch.uint8), 0
+        self.skip = 0
+        self.refused = False
+        self.segment: Segment | None = None
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """A buffer for the bytes of one batch; it is kept for the next one."""
+        if self.buffer.numel() < nbytes:
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self.buffer[:nbytes]
+
+
+class ParameterServer:
+    """Serves one table.
+
+    Args:
+        context: sockets and keys.
+        address: ``host:port`` to listen at.
+        name: of the task, for messages, e.g. ``"/job:ps/task:0"``.
+        patience: seconds without a sign of life of the coordinator after which ``run`` gives up.
+    """
+
+    def __init__(self, context: zmq_link.Context, address: str, name: str, patience: float) -> None:
+        self._context, self._name, self._patience = context, name, patience
+        self._socket = context.listen(address)
+        self._clients: dict[bytes, _Client] = {}
+        self.incarnation = uuid.uuid4().hex
+        self.session = ""
+        self.table = VariableTable()
+        self._ended = False
+        self._heard: float | None = None
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until the coordinator says goodbye.
+
+        Raises:
+            UnavailableError: a coordinator was there, and then was silent for too long.
+        """
+        poller = zmq_link.poller(self._socket)
+        try:
+            while not self._ended:
+                if poller.poll(500):
+                    self._take()
+                if self._heard is not None and time.monotonic() - self._heard > self._patience:
+                    raise UnavailableError(
+                        f"{self._name} has not heard from its coordinator for {self._patience:g} s and ends. Start "
+                        "it again together with the coordinator."
+                    )
+        finally:
+            for client in self._clients.values():
+                _drop_segment(client)
+            self._socket.close(0)
+
+    def _take(self) -> None:
+        """Takes the messages that are there, but not for ever: the coordinator's silence must be noticed."""
+        for _ in range(256):
+            try:
+                identity = self._socket.recv(zmq_link.DONTWAIT)
+            except zmq_link.Again:
+                return
+            client = self._clients.get(identity)
+            if client is not None and client.header is not None:
+                self._take_chunk(identity, client)
+                continue
+            parts = self._socket.recv_multipart()
+            if client is None:
+                if len(self._clients) >= _MAX_CLIENTS:
+                    get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
+                    continue
+                client = self._clients[identity] = _Client()
+            if client.refused:
+                continue
+            if client.skip:
+                client.skip = max(client.skip - len(parts[0]), 0)
+                continue
+            self._take_message(identity, client, parts)
+
+    def _take_message(self, identity: bytes, client: _Client, parts: list[bytes]) -> None:
+        header = None
+        try:
+            header = Header.unpack(parts[0])
+            self._handle(identity, client, header, parts)
+        except WireError as error:
+            # Nothing sensible can follow on a connection that breaks the protocol.
+            get_logger().warning("%s refuses a message of %s: %s", self._name, client.name, error)
+            client.refused = True
+            client.buffer = torch.empty(0, dtype=torch.uint8)
+            self._refuse(identity, 0 if header is None else header.request, error)
+        except Exception as error:
+            if header is not None and header.kind is Kind.BATCH and not header.flags & wire.FLAG_INLINE:
+                client.skip = 0 if header.flags & wire.FLAG_SHARED else header.data_bytes
+            self._refuse(identity, 0 if header is None else header.request, error)
+
+    def _refuse(self, identity: bytes, request: int, error: BaseException) -> None:
+        meta = wire.pack_error(error)
+        self._send(identity, [wire.message(Header(Kind.ERROR, request, meta_bytes=len(meta)), meta)])
+
+    def _send(self, identity: bytes, parts: list[Any]) -> bool:
+        try:
+            self._socket.send_multipart([identity, *parts])
+        except zmq_link.ZMQError:
+            client = self._clients.pop(identity, None)  # it is gone
+            if client is not None:
+                _drop_segment(client)
+            return False
+        return True
+
+    # ---- messages ---------------------------------------------------------------------------------------------
+
+    def _handle(self, identity: bytes, client: _Client, header: Header, parts: list[bytes]) -> None:
+        meta = memoryview(parts[0])[wire.HEADER_SIZE :]
+        if header.kind is Kind.HELLO:
+            self._hello(identity, client, header, wire.unpack_json(meta))
+            return
+        if not client.role:
+            raise WireError("the first message must be a HELLO")
+        if client.role == "coordinator":
+            self._heard = time.monotonic()
+        if header.kind is Kind.BATCH:
+            self._batch(identity, client, header, meta, parts)
+        elif header.kind is Kind.CALL:
+            answer = self._call(client, wire.unpack_json(meta), parts[1:])
+            body = wire.pack_json(answer)
+            self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+        elif header.kind is Kind.GOODBYE:
+            _drop_segment(client)
+            self._clients.pop(identity, None)
+            self._ended = client.role == "coordinator"
+        elif header.kind is not Kind.ALIVE:
+            raise WireError(f"a server does not take messages of kind {header.kind.name}")
+
+    def _hello(self, identity: bytes, client: _Client, header: Header, meta: dict[str, Any]) -> None:
+        role, session = str(meta.get("role")), str(meta.get("session"))
+        if role not in ("coordinator", "worker"):
+            raise WireError(f"unknown role {role!r}")
+        if role == "coordinator":
+            if session != self.session:
+                self.session, self.table = session, VariableTable()
+            self._heard = time.monotonic()
+        elif session != self.session:
+            raise CancelledError(f"{self._name} works for another coordinator now.")
+        client.role, client.name = role, str(meta.get("task"))[:200]
+        body = wire.pack_json({"incarnation": self.incarnation, "task": self._name, "host": wire.boot_id()})
+        self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+
+    def _batch(self, identity: bytes, client: _Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
+        operations = wire.unpack_operations(meta)
+        self.table.check(header, operations)
+        if header.flags & wire.FLAG_SHARED:
+            if client.segment is None or header.data_bytes > client.segment.half:
+                raise WireError("the data is said to be in shared memory, but there is no segment of that size")
+            self._execute(identity, client, header, operations, client.segment.request(header.data_bytes))
+        elif header.flags & wire.FLAG_INLINE:
+            if len(parts) != 2 or len(parts[1]) != header.data_bytes:
+                raise WireError(f"{header.data_bytes} bytes were announced")
+            data = torch.frombuffer(bytearray(parts[1]), dtype=torch.uint8)
+            self._execute(identity, client, header, operations, data)
+        elif header.data_bytes == 0:
+            self._execute(identity, client, header, operations, torch.empty(0, dtype=torch.uint8))
+        else:
+            client.room(header.data_bytes)
+            client.header, client.operations, client.taken = header, operations, 0
+
+    def _take_chunk(self, identity: bytes, client: _Client) -> None:
+        header = client.header
+        assert header is not None
+        left = header.data_bytes - client.taken
+        view = wire.tensor_bytes(client.buffer)
+        size = self._socket.recv_into(view[client.taken : client.taken + min(left, CHUNK)])
+        if size > left or self._socket.getsockopt(zmq_link.RCVMORE):
+            while self._socket.getsockopt(zmq_link.RCVMORE):
+                self._socket.recv()
+            client.header, client.refused = None, True
+            self._refuse(identity, header.request, WireError(f"{left} more bytes were announced"))
+            return
+        client.taken += size
+        if client.taken < header.data_bytes:
+            return
+        client.header = None
+        try:
+            # Meanwhile the closure may have been started elsewhere.
+            self.table.check(header, client.operations)
+            self._execute(identity, client, header, client.operations, client.room(header.data_bytes))
+        except Exception as error:
+            self._refuse(identity, header.request, error)
+
+    def _execute(
+        self, identity: bytes, client: _Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
+    ) -> None:
+        answer = self.table.execute(header, operations, data)
+        meta = wire.pack_operations(answer.operations)
+        total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
+        segment = client.segment if header.flags & wire.FLAG_SHARED else None
+        if total == 0:
+            self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(meta)), meta)])
+        elif segment is not None and wire.INLINE < total <= segment.half:
+            _pack(answer, segment.answer(total))
+            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_SHARED)
+            self._send(identity, [wire.message(reply, meta)])
+        elif total <= wire.INLINE:
+            flat = torch.empty(total, dtype=torch.uint8)
+            _pack(answer, flat)
+            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_INLINE)
+            self._send(identity, [wire.message(reply, meta), wire.tensor_bytes(flat)])
+        else:
+            self._stream(identity, header, meta, answer, total)
+
+    def _stream(self, identity: bytes, header: Header, meta: bytes, answer: Answer, total: int) -> None:
+        reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
+        if not self._send(identity, [wire.message(reply, meta)]):
+            return
+        flat = torch.empty(total, dtype=torch.uint8)
+        _pack(answer, flat)
+        view = wire.tensor_bytes(flat)
+        for offset in range(0, total, CHUNK):
+            try:
+                self._socket.send(identity, zmq_link.SNDMORE)
+                self._socket.send(view[offset : offset + CHUNK], copy=False)
+            except zmq_link.ZMQError:
+                self._clients.pop(identity, None)
+                return
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    def _call(self, client: _Client, meta: dict[str, Any], frames: list[bytes]) -> dict[str, Any]:
+        method = meta.get("method")
+        if method == "segment":
+            _drop_segment(client)
+            client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
+            return {}
+        if method == "fence":
+            self.table.fence(int(meta["closure"]), int(meta["attempt"]))
+            return {}
+        if method == "statistics":
+            return {
+                "variables": len(self.table.variables), "applied": self.table.applied,
+                "duplicates": self.table.duplicates, "clients": len(self._clients),
+            }  # fmt: skip
+        if client.role != "coordinator":
+            raise PermissionError(f"Only the coordinator may call {method!r}.")
+        parts = wire.join([int(n) for n in meta.get("sizes", ())], frames)
+        if method == "create":
+            for entry, part in zip(meta["variables"], parts, strict=True):
+                dtype = wire.DTYPES[int(entry["dtype"])]
+                data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
+                value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
+                self.table.create(int(entry["number"]), str(entry["name"]), entry["shape"], dtype, value)
+            return {}
+        if method == "optimizer":
+            self.table.rules[int(meta["number"])] = make_rule(parts, self._local)
+            return {}
+        if method == "hyperparameters":
+            rule: Any = self.table.rules[int(meta["number"])]
+            rule.set_hyperparameters(meta["groups"])
+            return {}
+        raise WireError(f"unknown method {method!r}")
+
+    def _local(self, numbers: Any) -> list[torch.nn.Parameter]:
+        return [self.table.variables[n].parameter for n in numbers if n in self.table.variables]
+
+
+def _pack(answer: Answer, flat: torch.Tensor) -> None:
+    """Lays the tensors of an answer out one after another."""
+    offset = 0
+    for tensor in answer.tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        offset += wire.padded(nbytes)
+
+
+def _drop_segment(client: _Client) -> None:
+    if client.segment is not None:
+        client.segment.close()
+        client.segment = None

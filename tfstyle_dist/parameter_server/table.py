@@ -1,0 +1,294 @@
+"""The variables of one parameter server, and every change to them.
+
+One thread works on a table, so each operation is atomic. Writes made by scheduled functions are counted for each
+function and variable: when a function is started again because its worker was lost, the writes that its earlier attempt
+made are recognised by their number and are not applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, NotFoundError
+from tfstyle_dist.parameter_server.wire import (
+    DTYPES,
+    FLAG_DUPLICATE,
+    FLAG_UNCHANGED,
+    ROW_OPERATIONS,
+    WRITES,
+    Header,
+    Op,
+    Operation,
+    dtype_number,
+    padded,
+    tensor_view,
+)
+
+
+class GradientRule(Protocol):
+    """What turns gradients into new values: the server's side of an optimizer."""
+
+    def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
+        """Updates the parameters of ``(gradient, parameter)`` pairs in one step."""
+
+
+@dataclass(slots=True)
+class StoredVariable:
+    """One variable or shard.
+
+    Attributes:
+        number: its number in the cluster.
+        name: for messages.
+        parameter: the value; optimizers update it in place.
+        version: counts its changes.
+    """
+
+    number: int
+    name: str
+    parameter: torch.nn.Parameter
+    version: int = 1
+
+
+@dataclass(slots=True)
+class _Closure:
+    """What a scheduled function has written so far."""
+
+    attempt: int = 0
+    writes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Answer:
+    """The result of a batch: its table, and the tensors whose bytes follow in order."""
+
+    operations: list[Operation]
+    tensors: list[torch.Tensor]
+
+
+class VariableTable:
+    """The state of one parameter server."""
+
+    def __init__(self) -> None:
+        self.variables: dict[int, StoredVariable] = {}
+        self.rules: dict[int, GradientRule] = {}
+        self.low_water = 0
+        self.applied = 0
+        self.duplicates = 0
+        self._closures: dict[int, _Closure] = {}
+
+    # ---- variables --------------------------------------------------------------------------------------------
+
+    def create(self, number: int, name: str, shape: Sequence[int], dtype: torch.dtype, value: torch.Tensor) -> None:
+        """Adds a variable with its first value; adding the same one again changes nothing."""
+        if number in self.variables:
+            return
+        data = value.to(dtype).reshape(tuple(shape)).clone()
+        wants_grad = data.is_floating_point() or data.is_complex()
+        self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data, requires_grad=wants_grad))
+
+    def variable(self, number: int) -> StoredVariable:
+        """The variable of a number.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        found = self.variables.get(number)
+        if found is None:
+            raise NotFoundError(f"This parameter server has no variable {number}; it holds {len(self.variables)}.")
+        return found
+
+    # ---- checking ---------------------------------------------------------------------------------------------
+
+    def check(self, header: Header, operations: Sequence[Operation]) -> None:
+        """Checks a batch before any of its bytes are taken.
+
+        Raises:
+            InvalidArgumentError: sizes or dtypes do not fit the variables, or an unknown operation.
+            NotFoundError: an unknown variable or optimizer.
+            CancelledError: the closure was started anew elsewhere, or is finished.
+        """
+        self._admit(header, any(o.op in WRITES for o in operations))
+        total = 0
+        for operation in operations:
+            self._check_one(operation)
+            total += request_bytes(operation)
+        if total != header.data_bytes:
+            raise InvalidArgumentError(
+                f"The operations need {total} bytes, but the header announces {header.data_bytes}."
+            )
+
+    def _check_one(self, operation: Operation) -> None:
+        stored = self.variable(operation.variable)
+        parameter = stored.parameter
+        if operation.op not in Op.__members__.values():
+            raise InvalidArgumentError(f"Unknown operation {operation.op}.")
+        if operation.op == Op.PULL:
+            return
+        if DTYPES[operation.dtype] != parameter.dtype:
+            raise InvalidArgumentError(
+                f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries "
+                f"{DTYPES[operation.dtype]}."
+            )
+        if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS) and operation.extra not in self.rules:
+            raise NotFoundError(f"This parameter server has no optimizer {operation.extra}.")
+        if operation.op in ROW_OPERATIONS:
+            if parameter.dim() == 0:
+                raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
+            needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * _row_bytes(parameter)
+            if operation.rows > 1 << 32:
+                raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
+        else:
+            needed = parameter.numel() * parameter.element_size()
+        if operation.nbytes != needed:
+            raise InvalidArgumentError(
+                f"Variable {stored.name!r} of shape {tuple(parameter.shape)} needs {needed} bytes, but the message "
+                f"carries {operation.nbytes}."
+            )
+
+    def _admit(self, header: Header, writes: bool) -> None:
+        if header.low_water > self.low_water:
+            self.low_water = header.low_water
+            if len(self._closures) > 64:
+                self._closures = {k: c for k, c in self._closures.items() if k >= self.low_water}
+        if header.closure == 0:
+            return
+        if header.closure < self.low_water:
+            raise CancelledError(f"Closure {header.closure} is finished; a late attempt changes nothing.")
+        closure = self._closures.get(header.closure)
+        if closure is None:
+            if not writes:
+                return
+            closure = self._closures[header.closure] = _Closure()
+        if header.attempt < closure.attempt:
+            raise CancelledError(
+                f"Attempt {header.attempt} of closure {header.closure} was replaced by attempt {closure.attempt}."
+            )
+        closure.attempt = header.attempt
+
+    def fence(self, closure: int, attempt: int) -> None:
+        """Refuses every attempt of a closure before this one from now on."""
+        if closure >= self.low_water:
+            entry = self._closures.setdefault(closure, _Closure())
+            entry.attempt = max(entry.attempt, attempt)
+
+    # ---- executing --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
+        """Carries out a checked batch, in order.
+
+        Args:
+            header: of the message.
+            operations: the batch.
+            data: the bytes that came with it, one flat uint8 tensor.
+        """
+        answer = Answer([], [])
+        offset = 0
+        steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
+        self._check_all_rows(operations, data)
+        for operation in operations:
+            stored = self.variable(operation.variable)
+            parameter = stored.parameter
+            rows = None
+            if operation.op in ROW_OPERATIONS:
+                rows = tensor_view(data, offset, 8 * operation.rows, torch.int64)
+                offset += padded(8 * operation.rows)
+            if operation.op in (Op.PULL, Op.PULL_ROWS):
+                self._step(steps)
+                self._pull(stored, operation, rows, answer)
+                continue
+            value = tensor_view(data, offset, operation.nbytes, parameter.dtype)
+            offset += padded(operation.nbytes)
+            if self._is_duplicate(header, operation):
+                answer.operations.append(_reply(stored, extra=FLAG_DUPLICATE))
+                continue
+            shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
+            if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
+                grad = value.view(shape)
+                if rows is not None:
+                    grad = torch.sparse_coo_tensor(rows[None], grad, parameter.shape, check_invariants=False)
+                steps.setdefault(operation.extra, []).append((grad, stored))
+            else:
+                self._step(steps)
+                _write(parameter.detach(), operation.op, value.view(shape), rows)
+            stored.version += 1
+            self.applied += 1
+            answer.operations.append(_reply(stored))
+        self._step(steps)
+        return answer
+
+    def _step(self, steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]]) -> None:
+        for number, pairs in steps.items():
+            self.rules[number].apply([(grad, stored.parameter) for grad, stored in pairs])
+        steps.clear()
+
+    def _check_all_rows(self, operations: Sequence[Operation], data: torch.Tensor) -> None:
+        """Nothing of a batch is applied when one of its row numbers is wrong."""
+        offset = 0
+        for operation in operations:
+            if operation.op in ROW_OPERATIONS:
+                rows = tensor_view(data, offset, 8 * operation.rows, torch.int64)
+                _check_rows(rows, self.variable(operation.variable))
+            offset += request_bytes(operation)
+
+    def _pull(self, stored: StoredVariable, operation: Operation, rows: torch.Tensor | None, answer: Answer) -> None:
+        if rows is not None:
+            self._answer(answer, stored, stored.parameter.detach().index_select(0, rows))
+        elif operation.argument == stored.version:
+            answer.operations.append(_reply(stored, extra=FLAG_UNCHANGED))
+        else:
+            self._answer(answer, stored, stored.parameter.detach())
+
+    def _answer(self, answer: Answer, stored: StoredVariable, value: torch.Tensor) -> None:
+        answer.operations.append(_reply(stored, nbytes=value.numel() * value.element_size()))
+        answer.tensors.append(value)
+
+    def _is_duplicate(self, header: Header, operation: Operation) -> bool:
+        """Whether an earlier attempt of this closure has made this write; if not, notes that it is made now."""
+        if header.closure == 0:
+            return False
+        writes = self._closures[header.closure].writes
+        if operation.argument < writes.get(operation.variable, 0):
+            self.duplicates += 1
+            return True
+        writes[operation.variable] = operation.argument + 1
+        return False
+
+
+def request_bytes(operation: Operation) -> int:
+    """How many bytes follow a request for one of its operations."""
+    if operation.op == Op.PULL:
+        return 0
+    return operation.stream_bytes
+
+
+def _reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
+    return Operation(0, dtype_number(stored.parameter.dtype), stored.number, stored.version, 0, nbytes, extra)
+
+
+def _row_bytes(parameter: torch.Tensor) -> int:
+    return parameter[0].numel() * parameter.element_size() if parameter.shape[0] else 0
+
+
+def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < stored.parameter.shape[0]):
+        raise InvalidArgumentError(
+            f"Row numbers {int(rows.min())}..{int(rows.max())} do not fit variable {stored.name!r} of "
+            f"{stored.parameter.shape[0]} rows."
+        )
+
+
+def _write(target: torch.Tensor, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+    if op == Op.ASSIGN:
+        target.copy_(value)
+    elif op == Op.ADD:
+        target.add_(value)
+    elif op == Op.SUB:
+        target.sub_(value)
+    else:
+        assert rows is not None
+        target.index_add_(0, rows, value)

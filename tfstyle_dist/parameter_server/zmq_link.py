@@ -1,0 +1,239 @@
+"""The only user of ZeroMQ: sockets with heartbeats, keys and an allow-list, and the news of a monitor."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfstyle_dist.core import env
+from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server.wire import CHUNK, MAX_META
+
+if TYPE_CHECKING:
+    import zmq
+
+    ZMQError, Again = zmq.ZMQError, zmq.Again
+    POLLIN, RCVMORE = zmq.POLLIN, zmq.RCVMORE
+    SNDMORE, DONTWAIT = zmq.SNDMORE, zmq.NOBLOCK
+
+_MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
+_HEARTBEAT_MS, _LOST_MS = 500, 2000
+
+
+def __getattr__(name: str) -> Any:
+    """Loads pyzmq, which is optional, when it is first needed."""
+    if name not in ("zmq", "ZMQError", "Again", "POLLIN", "RCVMORE", "SNDMORE", "DONTWAIT"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    load()
+    return globals()[name]
+
+
+def load() -> None:
+    """Imports pyzmq.
+
+    Raises:
+        ImportError: it is missing; the message says what to install.
+    """
+    try:
+        import zmq
+        import zmq.auth.thread
+        import zmq.utils.monitor
+        import zmq.utils.z85
+    except ImportError as missing:  # pragma: no cover
+        raise ImportError("Parameter servers need pyzmq and cloudpickle: pip install 'tfstyle_dist[ps]'.") from missing
+    globals().update(
+        zmq=zmq, ZMQError=zmq.ZMQError, Again=zmq.Again, POLLIN=zmq.POLLIN, RCVMORE=zmq.RCVMORE, SNDMORE=zmq.SNDMORE,
+        DONTWAIT=zmq.NOBLOCK,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key pair of a cluster: whoever has it belongs to the cluster.
+
+    Attributes:
+        public: printable public key.
+        secret: printable secret key.
+    """
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Keys:
+        """Reads a key file.
+
+        Raises:
+            PermissionError: others than the owner may read it.
+            ValueError: not a key file.
+        """
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & 0o077:
+            raise PermissionError(f"The key file {path} has mode {mode:o}: others may read it. Run: chmod 600 {path}")
+        try:
+            value = json.loads(Path(path).read_text())
+            return cls(value["public"].encode("ascii"), value["secret"].encode("ascii"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is no key file ({error}); make one: python -m tfstyle_dist.parameter_server.keys {path}"
+            ) from None
+
+
+def new_keys(path: str | os.PathLike[str]) -> None:
+    """Writes a new key pair, readable by the owner only; never overwrites one."""
+    load()
+    public, secret = zmq.curve_keypair()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        json.dump({"public": public.decode(), "secret": secret.decode()}, file)
+
+
+class _AllowList:
+    """ZAP: admits the holders of the cluster's key alone."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this key may connect."""
+        return bool(zmq.utils.z85.encode(key) == self._public)
+
+
+class Context:
+    """A ZeroMQ context with the cluster's keys.
+
+    Args:
+        keys: the key pair; ``None``: no encryption, loopback only.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        load()
+        self.keys = keys
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 4096)
+        self._authenticator: Any = None
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.MAXMSGSIZE, _MAX_MESSAGE),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, _LOST_MS),
+            (zmq.HEARTBEAT_TTL, _LOST_MS),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 500),
+            (zmq.IPV6, 1),
+        ):
+            socket.setsockopt(option, value)
+        return socket
+
+    def listen(self, address: str) -> zmq.Socket[bytes]:
+        """A ROUTER that clients of the cluster can connect to.
+
+        Raises:
+            UnavailableError: the address is in use.
+            PermissionError: without keys on an interface that others can reach.
+        """
+        host, _, port = address.rpartition(":")
+        if self.keys is None and not is_loopback(host) and not env.insecure_parameter_server():
+            raise PermissionError(
+                f"A server without keys at {address} would run functions for anyone who can reach it. Make a key "
+                "file with `python -m tfstyle_dist.parameter_server.keys PATH` and set TFSTYLE_PS_KEYS=PATH on every "
+                "task, or, on a network that you trust, set TFSTYLE_PS_INSECURE=1."
+            )
+        socket = self._socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self.keys is not None:
+            self._authenticate(self.keys.public)
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self.keys.public, self.keys.secret
+        try:
+            socket.bind(f"tcp://{_bindable(host)}:{port}")
+        except zmq.ZMQError as error:
+            socket.close()
+            raise UnavailableError(
+                f"Cannot listen at {address}: {error}. Is another task with the same job name and index running?"
+            ) from None
+        return socket
+
+    def connect(self, address: str, identity: bytes) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A DEALER to the task at ``address``, and the monitor of its connection."""
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        if self.keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = self.keys.public, self.keys.secret
+            socket.curve_serverkey = self.keys.public
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        host, _, port = address.rpartition(":")
+        socket.connect(f"tcp://{host}:{port}")
+        return socket, monitor
+
+    def _authenticate(self, public: bytes) -> None:
+        if self._authenticator is None:
+            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", _AllowList(public))
+
+    def close(self) -> None:
+        """Closes all its sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.context.destroy(linger=0)
+
+
+def close_link(socket: Any, monitor: Any) -> None:
+    """Closes what ``Context.connect`` gave."""
+    socket.disable_monitor()
+    monitor.close(0)
+    socket.close(0)
+
+
+def news(monitor: Any) -> str | None:
+    """The next event of a connection: ``"up"``, ``"down"``, ``"refused"``, or ``None`` when there is none."""
+    while True:
+        try:
+            event = zmq.utils.monitor.recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return None
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return "up"
+        if event == zmq.EVENT_DISCONNECTED:
+            return "down"
+        if event in (
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        ):  # fmt: skip
+            return "refused"
+
+
+def poller(*entries: Any) -> zmq.Poller:
+    """A poller for reading from sockets and file descriptors."""
+    result = zmq.Poller()
+    for entry in entries:
+        result.register(entry, zmq.POLLIN)
+    return result
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _bindable(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host

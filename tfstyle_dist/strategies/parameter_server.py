@@ -1,0 +1,229 @@
+"""``tf.distribute.ParameterServerStrategy``: variables on server tasks, workers that do not wait for each other."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.single_group import SingleGroup
+from tfstyle_dist.core import devices as device_names
+from tfstyle_dist.core import env
+from tfstyle_dist.gradients import update_runner as update_hooks
+from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.parameter_server.cluster import check_cluster, cluster_of
+from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers
+from tfstyle_dist.parameter_server.rules import optimizer_state
+from tfstyle_dist.parameter_server.variable import RemoteStore
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.variables import Record, Variable
+from tfstyle_dist.variables.creation import VariableSpec
+
+
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training with parameter servers.
+
+    Variables and the parameters of modules built in ``scope()`` live on the ps tasks, in turn. Functions given to
+    ``coordinator.ClusterCoordinator.schedule`` run on the worker tasks; there parameters are pulled before the function
+    starts, and ``optimizer.step()`` or ``apply_gradients`` sends gradients to the servers, which apply the optimizer.
+
+    Make it in the chief's program, after every worker and ps task has started ``Server(...).join()``.
+
+    Args:
+        cluster_resolver: its ``cluster_spec()`` names the addresses of the jobs ``worker`` and ``ps`` (and ``chief``).
+        variable_partitioner: into how many shards a variable is cut, e.g.
+            ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
+
+    Raises:
+        ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job.
+        ImportError: pyzmq or cloudpickle is missing.
+
+    Example:
+        >>> strategy = ParameterServerStrategy(cluster_resolver.TFConfigClusterResolver())
+        >>> coordinator = ClusterCoordinator(strategy)
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+
+    Source: ``tf.distribute.ParameterServerStrategy``.
+    """
+
+    def __init__(self, cluster_resolver: Any, variable_partitioner: Callable[..., Sequence[int]] | None = None) -> None:
+        cluster = cluster_of(cluster_resolver)
+        check_cluster(cluster)
+        self._resolver = cluster_resolver
+        session = uuid.uuid4().hex
+        hello = {"role": "coordinator", "task": "/job:chief/task:0", "session": session}
+        self._start(cluster, session, hello, variable_partitioner)
+
+    def _start(
+        self,
+        cluster: Mapping[str, Sequence[str]],
+        session: str,
+        hello: Mapping[str, Any],
+        partitioner: Callable[..., Sequence[int]] | None,
+    ) -> None:
+        from tfstyle_dist.parameter_server import zmq_link
+
+        path = env.parameter_server_keys()
+        self.cluster, self.session = {job: list(addresses) for job, addresses in cluster.items()}, session
+        self.context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
+        self.servers = Servers.of(self.context, self.cluster["ps"], hello, env.timeout())
+        worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
+        super().__init__(StrategyExtended(worker))
+        self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._known_optimizers: dict[int, Any] = {}
+        self._sent_hyperparameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count(1)
+        self.coordinator: Any = None
+        self.update_runner = PushRunner(self)
+        update_hooks.install()
+        self._uninstall_hooks = weakref.finalize(self, update_hooks.uninstall)
+        self._uninstall_hooks.atexit = False
+
+    @classmethod
+    def on_worker(cls, cluster: Mapping[str, Sequence[str]], session: str, task: str) -> ParameterServerStrategy:
+        """The strategy object that scheduled functions see on a worker task."""
+        strategy = cls.__new__(cls)
+        strategy._resolver = None
+        hello = {"role": "worker", "task": task, "session": session}
+        strategy._start(cluster, session, hello, None)
+        return strategy
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver the strategy was made with."""
+        return self._resolver
+
+    @property
+    def adopts_modules(self) -> bool:
+        """Modules built in the scope move to the servers."""
+        return True
+
+    # ---- variables --------------------------------------------------------------------------------------------
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """A variable on the next parameter server, or a sharded one."""
+        return self.remote_store.create_variable(spec)
+
+    # ---- optimizers -------------------------------------------------------------------------------------------
+
+    def optimizer_number(self, optimizer: Any) -> int:
+        """The number under which the servers know an optimizer; tells them of a new one."""
+        number = self._optimizers.get(optimizer)
+        if number is None and self._resolver is None:
+            raise RuntimeError(
+                f"A {type(optimizer).__name__} was made inside a scheduled function, where the servers do not know it. "
+                "Make optimizers in the coordinator's program, outside of functions."
+            )
+        if number is None:
+            number = next(self._numbers)
+            self.parameter_store.ensure_equal()
+            parts = pickling.dumps(optimizer_state(optimizer), self._shards_reference)
+            self.servers.call_all({"method": "optimizer", "number": number}, parts)
+            self._optimizers[optimizer] = number
+            self._sent_hyperparameters[optimizer] = hyperparameters(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                # The workers step it: a scheduler here must not think that nobody has.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+        return number
+
+    def know_optimizer(self, number: int, make: Callable[[], Any]) -> Any:
+        """On a worker: the local object of an optimizer of the coordinator's program."""
+        if number not in self._known_optimizers:
+            optimizer = make()
+            self._known_optimizers[number] = optimizer
+            self._optimizers[optimizer] = number
+        return self._known_optimizers[number]
+
+    def _shards_reference(self, value: Any) -> Any:
+        record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
+        if isinstance(record, RemoteRecord):
+            return "shards", [shard.number for shard in record.shards]
+        return None
+
+    def send_hyperparameters(self) -> None:
+        """Lets the servers know of changed learning rates and the like (from schedulers on the coordinator)."""
+        for optimizer, number in list(self._optimizers.items()):
+            now = hyperparameters(optimizer)
+            if now is not None and now != self._sent_hyperparameters.get(optimizer):
+                self.servers.call_all({"method": "hyperparameters", "number": number, "groups": now})
+                self._sent_hyperparameters[optimizer] = now
+
+    def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        """Sends gradients to the servers, where ``optimizer`` makes one step with them.
+
+        Args:
+            optimizer: a ``torch.optim`` or TF-style optimizer.
+            pairs: records of this strategy and their gradients.
+        """
+        self.servers.push(self.optimizer_number(optimizer), pairs)
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the worker and ps tasks that serve this coordinator, and closes the links."""
+        if self._closed:
+            return
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self.servers.close()
+        super().close()
+        self.context.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {len(self.cluster['worker'])} workers, {len(self.cluster['ps'])} ps tasks>"
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
+    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+class PushRunner(UpdateRunner):
+    """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        super().__init__(strategy)
+        self._kept: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+
+    def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
+        """Pushes, and takes the gradients away so that the local step changes nothing."""
+        strategy = self._strategy()
+        if strategy is None:
+            return None
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RuntimeError("torch.optim.LBFGS needs the loss again and again, which a parameter server has not.")
+        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+            raise RuntimeError(
+                "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
+            )
+        pairs = [(r, r.components[0].grad) for r in records if r.components[0].grad is not None]
+        if pairs:
+            strategy.push_gradients(optimizer, pairs)
+        self._kept[id(optimizer)] = pairs
+        for record, _ in pairs:
+            record.components[0].grad = None
+        return None
+
+    def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        """Gives the gradients back."""
+        for record, grad in self._kept.pop(id(optimizer), ()):
+            record.components[0].grad = grad
