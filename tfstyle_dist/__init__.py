@@ -70,6 +70,9 @@ if TYPE_CHECKING:
         StrategyExtended as StrategyExtended,
     )
     from tfstyle_dist.api import (
+        TPUStrategy as TPUStrategy,
+    )
+    from tfstyle_dist.api import (
         Variable as Variable,
     )
     from tfstyle_dist.api import (
@@ -131,6 +134,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

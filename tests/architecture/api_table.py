@@ -208,7 +208,12 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "variable_created_in_scope": IN,
         "worker_devices": IN,
     },
-    "tf.distribute.TPUStrategy": TPU,
+    "tf.distribute.TPUStrategy": {
+        **STRATEGY,
+        "experimental_assign_to_logical_device": TPU,
+        "experimental_replicate_to_logical_devices": TPU,
+        "experimental_split_to_logical_devices": TPU,
+    },
     "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
     "tf.distribute.cluster_resolver.GCEClusterResolver": MULTI_WORKER,
     "tf.distribute.cluster_resolver.KubernetesClusterResolver": MULTI_WORKER,
@@ -231,7 +236,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.experimental.ParameterServerStrategy": PARAMETER_SERVER,
     "tf.distribute.experimental.PreemptionCheckpointHandler": CHECKPOINT,
     "tf.distribute.experimental.PreemptionWatcher": CHECKPOINT,
-    "tf.distribute.experimental.TPUStrategy": TPU,
+    "tf.distribute.experimental.TPUStrategy": STRATEGY,
     "tf.distribute.experimental.TerminationConfig": CHECKPOINT,
     "tf.distribute.experimental.ValueContext": {
         "__init__": IN,

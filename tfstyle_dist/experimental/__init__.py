@@ -6,6 +6,7 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.values import ValueContext
@@ -16,6 +17,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "TPUStrategy",
     "ValueContext",
     "exact_mean",
 ]

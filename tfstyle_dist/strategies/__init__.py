@@ -13,15 +13,18 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredStrategy
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.strategies.tpu import ExperimentalTPUStrategy, TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "ExperimentalTPUStrategy",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "ReplicaContext",
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

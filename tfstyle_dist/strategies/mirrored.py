@@ -21,7 +21,39 @@ from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable
 
 
-class MirroredStrategy(Strategy):
+class MirroredVariables(Strategy):
+    """What strategies share whose variables have a copy on every replica."""
+
+    def create_variable(self, spec: VariableSpec) -> Variable:
+        """A variable with a copy on every replica."""
+        if spec.synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                f"VariableSynchronization.NONE is not supported by {type(self).__name__}: its variables have a copy on "
+                "every replica. Use AUTO, ON_WRITE or ON_READ."
+            )
+        if spec.synchronization is VariableSynchronization.AUTO:
+            spec.synchronization = VariableSynchronization.ON_WRITE
+        frame = current_frame()
+        if frame is not None and frame.replica is not None and frame.strategy is self:
+            # All replicas take part; the first one's value counts and all get the same object.
+            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
+            variable: Variable = frame.replica.meet("variable creation", spec, build)
+            self.parameter_store.ensure_equal()
+            return variable
+        return self._build(spec)
+
+    def _build(self, spec: VariableSpec) -> Variable:
+        tensor = spec.initial_tensor()
+        if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
+                f"{spec.name or 'Variable'!r}. "
+                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
+            )
+        return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
+
+
+class MirroredStrategy(MirroredVariables):
     """Synchronous training on several replicas of one host (``tf.distribute.MirroredStrategy``).
 
     Started by torchrun, every process is one replica (its GPU ``LOCAL_RANK``, else the CPU). Started by hand, one
@@ -64,35 +96,6 @@ class MirroredStrategy(Strategy):
         group = make_group(places[0].torch_device, options)
         worker = Worker(places, group, effective_timeout(options), run_replicas)
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
-
-    def create_variable(self, spec: VariableSpec) -> Variable:
-        """A variable with a copy on every replica."""
-        if spec.synchronization is VariableSynchronization.NONE:
-            raise ValueError(
-                "VariableSynchronization.NONE is not supported by MirroredStrategy: its variables have a copy "
-                "on every replica. "
-                "Use AUTO, ON_WRITE or ON_READ."
-            )
-        if spec.synchronization is VariableSynchronization.AUTO:
-            spec.synchronization = VariableSynchronization.ON_WRITE
-        frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy is self:
-            # All replicas take part; the first one's value counts and all get the same object.
-            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
-            variable: Variable = frame.replica.meet("variable creation", spec, build)
-            self.parameter_store.ensure_equal()
-            return variable
-        return self._build(spec)
-
-    def _build(self, spec: VariableSpec) -> Variable:
-        tensor = spec.initial_tensor()
-        if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
-                f"{spec.name or 'Variable'!r}. "
-                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
-            )
-        return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
 
 
 def _devices_of_this_process() -> tuple[ReplicaDevice, ...]:
