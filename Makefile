@@ -4,7 +4,14 @@ BIN := $(VENV)/bin
 PATHS := tfstyle_dist kernels tests examples benchmarks
 SOURCES = $(wildcard $(PATHS))
 
-.PHONY: help venv style quality test test-slow bench dist
+VENV_XLA ?= .venv-xla
+XLA_BIN := $(VENV_XLA)/bin
+# The wheels of torch for XLA want CUDA's libraries, about 3.6 GB to download; nothing of them is used without a GPU.
+CUDA_LIBRARIES := cublas-cu12==12.8.4.1 cuda-cupti-cu12==12.8.90 cuda-runtime-cu12==12.8.90 cudnn-cu12==9.10.2.21 \
+	cufft-cu12==11.3.3.83 cufile-cu12==1.13.1.3 curand-cu12==10.3.9.90 cusparse-cu12==12.5.8.93 cusparselt-cu12==0.7.1 \
+	nccl-cu12==2.27.5 nvjitlink-cu12==12.8.93 nvshmem-cu12==3.3.20
+
+.PHONY: help venv venv-xla style quality test test-slow test-xla bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -28,6 +35,16 @@ test:  ## the quick tests
 
 test-slow:  ## all tests that need no accelerator
 	$(BIN)/pytest
+
+venv-xla:  ## make .venv-xla with torch 2.9.0 and torch_xla 2.9.0; never mix it with .venv
+	python3.11 -m venv $(VENV_XLA)
+	$(XLA_BIN)/pip install --no-deps --no-compile torch==2.9.0 torch-xla==2.9.0 $(addprefix nvidia-,$(CUDA_LIBRARIES))
+	$(XLA_BIN)/pip install absl-py filelock fsspec jinja2 networkx numpy pyyaml requests sympy typing-extensions
+	$(XLA_BIN)/pip install --no-deps -e .
+	$(XLA_BIN)/pip install 'hypothesis>=6.100' 'pytest>=8.2' 'pytest-timeout>=2.3' 'scikit-learn>=1.4' 'tqdm>=4.66'
+
+test-xla:  ## the tests that need torch_xla, on the CPU's virtual devices
+	PJRT_DEVICE=CPU $(XLA_BIN)/pytest -m xla tests/xla
 
 bench:  ## the benchmarks; each prints how it was measured
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done

@@ -3,6 +3,7 @@
     python examples/quickstart.py                   # all GPUs, else one CPU replica
     python examples/quickstart.py --replicas 2      # in one process: two GPUs, or two threads on the CPU
     torchrun --standalone --nproc-per-node=2 examples/quickstart.py     # two processes of one replica each
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/quickstart.py --strategy tpu    # XLA
 
 The data (1797 images of 8 x 8 pixels) come with scikit-learn. The exit code is 1 when the test accuracy is
 below 97 %, or when the weights after 50 steps differ from those of one device by more than 1e-5.
@@ -28,9 +29,8 @@ PARITY_STEPS = 50
 
 
 def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    pixels, target = load_digits(return_X_y=True)
+    images, labels = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[NUM_TEST:], order[:NUM_TEST]
     return images[train], labels[train], images[test], labels[test]
@@ -54,13 +54,12 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def make_strategy(name: str, replicas: int | None) -> tfd.Strategy:
     gpus = torch.cuda.device_count()
-    if name == "one_device":
-        return tfd.OneDeviceStrategy("cuda:0" if gpus else "cpu:0")
+    if name != "mirrored":
+        return tfd.TPUStrategy() if name == "tpu" else tfd.OneDeviceStrategy("cuda:0" if gpus else "cpu:0")
     if replicas is None:
         return tfd.MirroredStrategy()  # under torchrun: this process is one replica of many
-    if gpus:  # "cuda:0#1" is a second replica on GPU 0
-        return tfd.MirroredStrategy([f"cuda:{r % gpus}#{r // gpus}" for r in range(replicas)])
-    return tfd.MirroredStrategy([f"cpu:{r}" for r in range(replicas)])
+    # "cuda:0#1" is a second replica on GPU 0.
+    return tfd.MirroredStrategy([f"cuda:{r % gpus}#{r // gpus}" if gpus else f"cpu:{r}" for r in range(replicas)])
 
 
 def weights_on_one_device(start: dict[str, torch.Tensor], device: torch.device, batch_size: int) -> Any:
@@ -79,7 +78,7 @@ def weights_on_one_device(start: dict[str, torch.Tensor], device: torch.device, 
 
 
 def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
-    _, labels, test_images, test_labels = load_data()
+    _, labels, *test_data = load_data()
     num_replicas, num_steps = strategy.num_replicas_in_sync, len(labels) // batch_size
     # Gradients of a plain torch.optim optimizer are AVERAGED over the replicas. The average of the replicas'
     # mean losses is that of the global batch only if the shares are equal, so batches must split evenly.
@@ -106,7 +105,7 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
         return right.sum(), torch.tensor(len(y), device=y.device)
 
     batches = training_batches(strategy, batch_size)
-    (test_batch,) = strategy.experimental_distribute_dataset([(test_images, test_labels)])  # one batch of all
+    (test_batch,) = strategy.experimental_distribute_dataset([tuple(test_data)])  # one batch of all
     step, parity, accuracy = 0, float("nan"), 0.0
     strategy.print(f"{num_replicas} replica(s): {strategy}")
     bar = tqdm(total=epochs * num_steps, desc="training", unit="step", disable=not strategy.is_chief)
@@ -119,8 +118,9 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
             step += 1
             bar.update()
             if step == PARITY_STEPS:
-                expected = weights_on_one_device(start, devices[0], batch_size)
-                weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+                one = torch.device("cpu") if devices[0].type == "xla" else devices[0]
+                expected = weights_on_one_device(start, one, batch_size)
+                weights = nn.utils.parameters_to_vector(model.parameters()).detach().to(one)
                 parity = float((weights - expected).abs().max() / expected.abs().max())
         # The shares of the test set differ by one image, so add counts; a mean of accuracies would be wrong.
         counts = strategy.run(test_step, args=test_batch)
@@ -136,7 +136,7 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", choices=["mirrored", "one_device"], default="mirrored")
+    parser.add_argument("--strategy", choices=["mirrored", "one_device", "tpu"], default="mirrored")
     parser.add_argument("--replicas", type=int, help="replicas in this process; default: as many as GPUs")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=48, help="of all replicas together")

@@ -79,6 +79,9 @@ if TYPE_CHECKING:
         StrategyExtended as StrategyExtended,
     )
     from tfstyle_dist.api import (
+        TPUStrategy as TPUStrategy,
+    )
+    from tfstyle_dist.api import (
         Variable as Variable,
     )
     from tfstyle_dist.api import (
@@ -146,6 +149,7 @@ __all__ = [
     "Server",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -226,7 +226,12 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "variable_created_in_scope": IN,
         "worker_devices": IN,
     },
-    "tf.distribute.TPUStrategy": TPU,
+    "tf.distribute.TPUStrategy": {
+        **STRATEGY,
+        "experimental_assign_to_logical_device": TPU,
+        "experimental_replicate_to_logical_devices": TPU,
+        "experimental_split_to_logical_devices": TPU,
+    },
     "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
     "tf.distribute.cluster_resolver.GCEClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.cluster_resolver.KubernetesClusterResolver": {**RESOLVER, "__init__": IN},
@@ -271,7 +276,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "block_until_worker_exit": IN,
         "preemption_message": IN,
     },
-    "tf.distribute.experimental.TPUStrategy": TPU,
+    "tf.distribute.experimental.TPUStrategy": STRATEGY,
     "tf.distribute.experimental.TerminationConfig": {"__init__": IN},
     "tf.distribute.experimental.ValueContext": {
         "__init__": IN,

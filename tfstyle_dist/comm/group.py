@@ -80,8 +80,10 @@ class WorkerGroup(abc.ABC):
         rank: this worker's number.
         size: number of workers W.
         timeout: limit of each wait, ``None`` for none.
+        traces: whether operations are compiled with the program around them, which must be the same on all workers.
     """
 
+    traces: bool = False
     rank: int = 0
     size: int = 1
     timeout: timedelta | None = None

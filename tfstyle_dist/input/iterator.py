@@ -12,6 +12,7 @@ from tfstyle_dist.input.agreement import any_has_more
 from tfstyle_dist.input.pipeline import Position, Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.split import empty_like, group, map_leaves
+from tfstyle_dist.values import mark_uneven
 
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
@@ -202,6 +203,9 @@ class DistributedIterator:
         if step is not None:
             self._made += 1
             self._position = step.after
+            if self._worker.group.traces and not step.even:
+                for part in step.parts:
+                    map_leaves(mark_uneven, part)
         return step
 
     def _position_to_begin(self) -> Position:

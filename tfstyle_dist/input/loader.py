@@ -113,7 +113,7 @@ class SamplerPipeline(Pipeline):
         batches: Iterator[Any] = iter(loader)
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = self._read_here()
-        reader = _Reader(self, self.sampler.plan(), batches)
+        reader = _Reader(self, self.sampler.plan(), batches, position[0])
         if loader is self._loader:
             self._reader = weakref.ref(reader)
         return reader, len(self.sampler)
@@ -170,8 +170,11 @@ class SamplerPipeline(Pipeline):
 class _Reader:
     """The steps of one epoch."""
 
-    def __init__(self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any]) -> None:
+    def __init__(
+        self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any], start: int
+    ) -> None:
         self._pipeline, self._plan, self._batches = pipeline, plan, batches
+        self._before = start
         self.finished = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -185,7 +188,9 @@ class _Reader:
             self._batches = iter(())
             raise StopIteration
         pieces, after = entry
-        return Step(self._parts(pieces), (after, 0))
+        size, self._before = after - self._before, after
+        even = self._pipeline.sampler.policy is AutoShardPolicy.DATA and size % self._pipeline.layout.all_replicas == 0
+        return Step(self._parts(pieces), (after, 0), even=even)
 
     def _parts(self, pieces: Pieces) -> list[Any]:
         size = sum(len(p) for p in pieces)

@@ -24,11 +24,13 @@ class Step:
         parts: a batch for each local replica.
         after: where the next step begins.
         whole: the batch that the parts were cut from, for a comparison over the workers.
+        even: whether all replicas of all workers are known to get shares of one size.
     """
 
     parts: Sequence[Any]
     after: Position
     whole: Any = None
+    even: bool = False
 
 
 class Pipeline(abc.ABC):
@@ -144,7 +146,8 @@ class BatchPipeline(Pipeline):
             for index, pieces in enumerate(steps, start=1):
                 made += 1
                 after = (number + 1, 0) if index == len(steps) else (number, done + pieces[-1].stop)
-                yield Step(cut(batch, pieces, -done), (made, 0) if self.unit == "steps" else after, batch)
+                even = self._policy is AutoShardPolicy.DATA and (size - done) % self.layout.all_replicas == 0
+                yield Step(cut(batch, pieces, -done), (made, 0) if self.unit == "steps" else after, batch, even)
 
 
 class DealtPipeline(Pipeline):

@@ -15,9 +15,11 @@ from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStr
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.strategies.tpu import ExperimentalTPUStrategy, TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "ExperimentalTPUStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -26,6 +28,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

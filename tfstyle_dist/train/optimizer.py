@@ -192,7 +192,8 @@ class TFOptimizer(abc.ABC):
                 flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
                 flat = torch.cat([*parts, flags])
                 flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
-                used = flat[-len(members) :].tolist()
+                # Workers that trace one program have the same gradients; reading the flags would cut it in two.
+                used = used_here if group.traces else flat[-len(members) :].tolist()
                 offset = 0
                 for k, place in enumerate(members):
                     count = parts[k].numel()

@@ -11,6 +11,7 @@ from tfstyle_dist.values.distributed_values import (
     select_arguments,
     select_replica,
 )
+from tfstyle_dist.values.shares import is_uneven, mark_uneven
 
 __all__ = [
     "DistributedValues",
@@ -18,7 +19,9 @@ __all__ = [
     "PerReplica",
     "ValueContext",
     "component_values",
+    "is_uneven",
     "local_results",
+    "mark_uneven",
     "regroup",
     "select_arguments",
     "select_replica",

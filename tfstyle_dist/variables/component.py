@@ -112,6 +112,9 @@ def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> No
 def write_all(record: Record, op: str, value: torch.Tensor) -> None:
     """Applies one write to every copy, once to those that share their storage."""
     seen: set[int] = set()
+    if len(record.components) == 1:  # also where a tensor has no address, as on XLA devices
+        write_component(record.components[0], op, value.to(true_device(record.components[0])))
+        return
     for component in record.components:
         if component.data_ptr() not in seen or component.numel() == 0:
             seen.add(component.data_ptr())

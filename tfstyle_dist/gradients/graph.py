@@ -1,0 +1,82 @@
+"""One replica for each XLA device: all gradients of a pass join the step's graph in one call.
+
+XLA compiles the step as a whole. Buckets, copies into them and sending while backward runs are the compiler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.store import ParameterStore
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class GradientSummation(Protocol):
+    """A group that sums many tensors in one call."""
+
+    def reduce_gradients(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
+        """Replaces each tensor by ``scale`` times its sum over the workers."""
+
+
+class GraphReducer(GradientReducer):
+    """Reduces at the end of ``backward()``.
+
+    All replicas run one program, so a parameter has a gradient on all of them or on none.
+    """
+
+    def __init__(
+        self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
+    ) -> None:
+        super().__init__(worker, store, bytes_per_pack, method)
+        # The copies with a new gradient, for each backward pass under way (by autograd's number).
+        self._touched: dict[int, dict[int, Slot]] = {}
+
+    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+        """Notes the gradient; the first one of a pass asks to be called at its end."""
+        if self.keeps_local(slot):
+            return
+        slot.ready = True
+        task = torch._C._current_graph_task_id()
+        if task not in self._touched:
+            self._touched[task] = {}
+            queue_end_of_backward(lambda: self._finish(task))
+        self._touched[task][id(slot)] = slot
+
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
+        return id(slot) in self._touched.get(torch._C._current_graph_task_id(), {})
+
+    def _finish(self, task: int) -> None:
+        self.forget_dead()
+        touched = self._touched.pop(task)
+        touched.update({id(s): s for slots in self.slots.values() for s in slots if s.dirty})
+        # The order is part of the program: that of creation, which is the same on all replicas.
+        slots = sorted(touched.values(), key=lambda slot: slot.record.number)
+        with torch.no_grad():
+            for divisor in (None, self.worker.num_replicas):
+                self._reduce([s for s in slots if s.record.tensor is not None], divisor)
+
+    def _reduce(self, slots: Sequence[Slot], divisor: int | None) -> None:
+        mine = [s for s in slots if self.divisor(s.record) == divisor]
+        parts = [(slot, part) for slot in mine if (part := self.contribution(slot)) is not None]
+        totals = [_own(part) for _, part in parts]
+        group = cast(GradientSummation, self.worker.group)
+        group.reduce_gradients(totals, 1.0 if divisor is None else 1.0 / divisor)
+        for (slot, part), total in zip(parts, totals, strict=True):
+            old, parameter = self.old_part(slot), slot.record.components[0]
+            total = total.to(part.dtype)
+            parameter.grad = total if old is None else total + old
+            self.settle(slot)
+
+
+def _own(part: torch.Tensor) -> torch.Tensor:
+    """A dense tensor that may be overwritten; half precision is summed in float32."""
+    dense = part.to_dense() if part.is_sparse else part
+    return dense.float() if dense.dtype in _HALF else dense.detach().clone()

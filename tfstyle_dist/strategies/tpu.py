@@ -1,0 +1,207 @@
+"""``tf.distribute.TPUStrategy``: XLA devices, one replica on each, or one program divided over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tfstyle_dist.comm.bootstrap import effective_timeout
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.single_group import SingleGroup
+from tfstyle_dist.comm.xla_group import XlaAdapter, XlaGroup
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.gradients.graph import GraphReducer
+from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.base import RunOptions
+from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.mirrored import MirroredVariables
+from tfstyle_dist.values import is_uneven
+
+_WARM_UP_STEPS = 3
+
+
+class DeviceAssignmentLike(Protocol):
+    """What is asked of ``experimental_device_assignment``."""
+
+    num_replicas: int
+    num_cores_per_replica: int
+
+
+class TPUStrategy(MirroredVariables):
+    """Synchronous training on XLA devices (``tf.distribute.TPUStrategy``): TPUs, or virtual devices of the CPU.
+
+    With ``torch_xla.launch(main)`` each device is a replica, which ``main`` runs once. In a program that was started by
+    hand, or with ``use_spmd=True``, there is one replica over all devices: ``run`` is called with the global batch, and
+    the compiler divides it among the devices. Numbers are those of one device.
+
+    ``run`` traces the step, then compiles and starts it: a program needs no ``torch_xla.sync()``. A step with other
+    shapes is compiled anew, which takes long and is said in the log; use ``drop_remainder=True`` for datasets. When a
+    dataset gives the replicas shares of different sizes, their programs differ, and what they do together is compiled
+    apart.
+
+    Build models on the device: ``with strategy.scope(), torch.device(strategy.device): ...``.
+
+    Args:
+        tpu_cluster_resolver: kept as ``cluster_resolver``; torch_xla finds the devices itself.
+        experimental_device_assignment: with ``use_spmd``, how many devices make up a logical replica
+            (``num_cores_per_replica``); the others divide the batch. Default: every device divides the batch.
+        experimental_spmd_xla_partitioning: TensorFlow's name of ``use_spmd``.
+        use_spmd: one program over all devices; default: if this program was not started by ``torch_xla.launch``.
+        communication_options: its timeout is when a wait is reported in the log.
+
+    Raises:
+        ImportError: torch_xla is absent, or is made for another torch.
+        ValueError: torchrun started the program, or the assignment does not fit the devices.
+
+    Example:
+        >>> strategy = TPUStrategy()  # PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python train.py: four virtual devices
+        >>> strategy.run(lambda x: x + 1, args=(torch.ones(()),))
+        tensor(2., device='xla:0')
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: DeviceAssignmentLike | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        use_spmd: bool | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        options = communication_options or CommunicationOptions()
+        self.adapter = XlaAdapter(True if experimental_spmd_xla_partitioning else use_spmd)
+        self._resolver = tpu_cluster_resolver
+        self._logical = _logical_shape(self.adapter, experimental_device_assignment)
+        timeout = effective_timeout(options)
+        group: WorkerGroup = SingleGroup() if self.adapter.spmd else XlaGroup(self.adapter, timeout)
+        device = self.adapter.device
+        worker = Worker((ReplicaDevice("xla", device.index or 0),), group, timeout)
+        super().__init__(StrategyExtended(worker), communication_options=options)
+        self._mesh = self.adapter.mesh(self._logical, ("data", "model")) if self.adapter.spmd else None
+        self._steps = 0
+        self._compiled = self.adapter.num_compilations()
+
+    def make_reducer(self) -> GradientReducer:
+        """Gradients are part of the step's graph."""
+        return GraphReducer(self.worker, self.parameter_store)
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver the strategy was made with."""
+        return self._resolver
+
+    @property
+    def device(self) -> torch.device:
+        """Where this replica's tensors live."""
+        return self.adapter.device
+
+    @property
+    def use_spmd(self) -> bool:
+        """Whether one program runs over all devices."""
+        return self.adapter.spmd
+
+    @property
+    def num_devices(self) -> int:
+        """XLA devices of all processes."""
+        return self.adapter.num_devices
+
+    @property
+    def num_compilations(self) -> int:
+        """How many graphs this process has compiled so far; a number that keeps growing means changing shapes."""
+        return self.adapter.num_compilations()
+
+    # ---- running ----------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """See ``Strategy.run``; what ``fn`` did is one graph, which is compiled and started when ``fn`` returns."""
+        group = self.worker.group
+        self.parameter_store.ensure_equal()
+        if isinstance(group, XlaGroup):
+            leaves = nest.flatten((args, kwargs or {}))[0]
+            for leaf in leaves:
+                self._hold_as_data(leaf)
+            with group.step(same=not any(is_uneven(leaf) for leaf in leaves)):
+                result = super().run(fn, args, kwargs, options)
+        else:
+            for leaf in nest.flatten((args, kwargs or {}))[0]:
+                self._divide_batch(leaf)
+            result = super().run(fn, args, kwargs, options)
+            self.adapter.sync()
+        self._count_compilations()
+        return result
+
+    def _hold_as_data(self, leaf: Any) -> None:
+        """torch_xla writes a scalar tensor of value 0 or 1 into the program, which would differ between replicas."""
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device == self.device and not leaf.requires_grad:
+            with torch.no_grad():
+                leaf.copy_(leaf + 0)
+
+    def _divide_batch(self, leaf: Any) -> None:
+        """Lays a tensor out over the data axis, if its first dimension can be divided; this changes no value."""
+        axis = self._logical[0]
+        if isinstance(leaf, torch.Tensor) and leaf.device == self.device and axis > 1:
+            if leaf.requires_grad or leaf.dim() == 0 or leaf.shape[0] % axis or leaf.shape[0] == 0:
+                return
+            self.adapter.mark_sharding(leaf, self._mesh, ("data", *[None] * (leaf.dim() - 1)))
+
+    def _count_compilations(self) -> None:
+        self._steps += 1
+        compiled = self.adapter.num_compilations()
+        if compiled > self._compiled and self._steps > _WARM_UP_STEPS:
+            get_logger().warning(
+                "call %d of TPUStrategy.run compiled %d new graph(s) (%d in all): its shapes or its path through the "
+                "code are new. Keep shapes fixed, e.g. with drop_remainder=True.",
+                self._steps,
+                compiled - self._compiled,
+                compiled,
+            )
+        self._compiled = compiled
+
+    def __repr__(self) -> str:
+        if self.use_spmd:
+            data, model = self._logical
+            return f"<TPUStrategy, one program over {self.num_devices} XLA devices ({data} x {model})>"
+        return f"<TPUStrategy replica {self.adapter.rank} of {self.adapter.world_size} on {self.device}>"
+
+
+def _logical_shape(adapter: XlaAdapter, assignment: DeviceAssignmentLike | None) -> tuple[int, int]:
+    """Over how many devices the batch, and over how many the model, is divided."""
+    if assignment is None:
+        return adapter.num_devices, 1
+    shape = (assignment.num_replicas, assignment.num_cores_per_replica)
+    if shape[1] > 1 and not adapter.spmd:
+        raise ValueError(
+            f"experimental_device_assignment asks for {shape[1]} devices in a replica, which needs use_spmd=True."
+        )
+    if shape[0] * shape[1] != adapter.num_devices:
+        raise ValueError(
+            f"experimental_device_assignment names {shape[0]} x {shape[1]} devices, but there are "
+            f"{adapter.num_devices}."
+        )
+    return shape
+
+
+class ExperimentalTPUStrategy(TPUStrategy):
+    """The older name of ``TPUStrategy`` (``tf.distribute.experimental.TPUStrategy``).
+
+    Args:
+        tpu_cluster_resolver: as in ``TPUStrategy``.
+        device_assignment: its ``experimental_device_assignment``.
+    """
+
+    def __init__(self, tpu_cluster_resolver: Any = None, device_assignment: DeviceAssignmentLike | None = None) -> None:
+        super().__init__(tpu_cluster_resolver, device_assignment)
