@@ -17,7 +17,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import Bucket, ReductionPlan
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
-from tfstyle_dist.gradients.streaming import _nested_backward
+from tfstyle_dist.gradients.streaming import nested_backward
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.variables.shared_home import dense_strides
 
@@ -85,7 +85,7 @@ class SharedReducer(GradientReducer):
         if self.keeps_local(slot):
             return
         task = torch._C._current_graph_task_id()
-        if not self._active or (task != self._task and not _nested_backward()):
+        if not self._active or (task != self._task and not nested_backward()):
             self._begin(task)
         lane = self._places.get(id(slot))
         if lane is not None and not slot.ready:
@@ -103,7 +103,7 @@ class SharedReducer(GradientReducer):
         """Whether a gradient of this copy came in the backward pass under way."""
         if not slot.ready or not self._active:
             return False
-        return torch._C._current_graph_task_id() == self._task or _nested_backward()
+        return torch._C._current_graph_task_id() == self._task or nested_backward()
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
