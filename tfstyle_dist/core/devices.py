@@ -89,11 +89,10 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     """The devices of one worker's replicas, checked: present, distinct, all of one kind.
 
     Raises:
-        TypeError: ``names`` is one string instead of a sequence.
-        ValueError: none given, a device twice, CPU and GPU mixed, or a device that is absent.
+        ValueError: ``names`` is one device instead of a sequence, none given, a device twice, CPU and GPU mixed, or a device that is absent.
     """
     if isinstance(names, str | torch.device | ReplicaDevice):
-        raise TypeError(f"devices must be a sequence of devices, got {names!r}; write [{str(names)!r}].")
+        raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{str(names)!r}].")
     devices = tuple(parse(n) for n in names)
     if not devices:
         raise ValueError("devices is empty: give at least one device, or leave devices=None to take what is found.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from tfstyle_dist.core.enums import InputReplicationMode
 
@@ -87,6 +88,7 @@ class InputContext:
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
 class InputOptions:
     """How batches reach the replicas (``tf.distribute.InputOptions``).
 
@@ -101,29 +103,20 @@ class InputOptions:
         ValueError: a buffer of less than one batch.
     """
 
-    def __init__(
-        self,
-        experimental_fetch_to_device: bool | None = None,
-        experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-        experimental_place_dataset_on_device: bool = False,
-        experimental_per_replica_buffer_size: int = 1,
-    ) -> None:
-        if experimental_per_replica_buffer_size < 1:
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.experimental_per_replica_buffer_size < 1:
             raise ValueError(
                 "experimental_per_replica_buffer_size must be at least 1, got "
-                f"{experimental_per_replica_buffer_size}; to keep batches where they are pass "
+                f"{self.experimental_per_replica_buffer_size}; to keep batches where they are pass "
                 "experimental_fetch_to_device=False."
             )
-        self.experimental_fetch_to_device = (
-            True if experimental_fetch_to_device is None else experimental_fetch_to_device
-        )
-        self.experimental_replication_mode = experimental_replication_mode
-        self.experimental_place_dataset_on_device = experimental_place_dataset_on_device
-        self.experimental_per_replica_buffer_size = experimental_per_replica_buffer_size
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"InputOptions({fields})"
+        if self.experimental_fetch_to_device is None:
+            object.__setattr__(self, "experimental_fetch_to_device", True)
 
     def check(self, from_function: bool) -> None:
         """Refuses combinations that mean nothing.
