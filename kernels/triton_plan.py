@@ -8,13 +8,13 @@ addresses it has just read, so an old plan cannot reach memory that is no longer
 
 from __future__ import annotations
 
-import struct
 import threading
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from torch import Tensor
 # Bytes of one contribution that a program reads at a time: 16 bytes for each of its 128 threads.
 BLOCK_BYTES: Final = 2048
 MAX_BLOCK_ELEMENTS: Final = 1024
-NUM_WARPS: Final = 4
+# No contraction to multiply-add, which rounds once where torch rounds twice.
+LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 4, "enable_fp_fusion": False}
 # A program loops over several blocks of a tensor once there are programs enough to fill any device.
 MAX_BLOCKS_PER_CHUNK: Final = 8
 ENOUGH_CHUNKS: Final = 8192
@@ -128,6 +129,45 @@ def plan_key(rows: Sequence[Sequence[Tensor]], divisor: int | float | None, bloc
     )
 
 
+def find_overlaps(key: PlanKey) -> list[int]:
+    """The tensors whose output, the last row, overlaps one of their own contributions in part.
+
+    Those need a temporary. An output that is exactly one of its own contributions is no overlap.
+
+    Raises:
+        ValueError: An output shares memory with another output or with a contribution to another tensor. The result
+            would depend on which part of the list is summed first.
+    """
+    num_tensors = len(key.numels)
+    *contributions, outs = [
+        key.addresses[first : first + num_tensors] for first in range(0, len(key.addresses), num_tensors)
+    ]
+    out_size, size = key.dtypes[-1].itemsize, key.dtypes[0].itemsize
+    tensors = sorted((t for t in range(num_tensors) if key.numels[t] > 0), key=lambda t: outs[t])
+    starts = [outs[t] for t in tensors]
+    ends = [outs[t] + out_size * key.numels[t] for t in tensors]
+    for position in range(1, len(tensors)):
+        if ends[position - 1] > starts[position]:
+            a, b = sorted(tensors[position - 1 : position + 1])
+            raise ValueError(f"the outputs of tensors {a} and {b} share memory: give each its own")
+    overlapping = set()
+    for index, row in enumerate(contributions):
+        for tensor, start in enumerate(row):
+            end = start + size * key.numels[tensor]
+            # The outputs are apart, so those that it meets are the ones before `position` that end behind its start.
+            position = bisect_left(starts, end) - 1
+            while position >= 0 and ends[position] > start and start < end:
+                if tensors[position] != tensor:
+                    raise ValueError(
+                        f"the output of tensor {tensors[position]} shares memory with contribution {index} to tensor "
+                        f"{tensor}: give it its own memory, or that of one of its own contributions"
+                    )
+                if start != outs[tensor] or size != out_size:
+                    overlapping.add(tensor)
+                position -= 1
+    return sorted(overlapping)
+
+
 def find_plan(key: PlanKey) -> Plan | None:
     """The kept plan of an earlier call, to be used on the current stream.
 
@@ -162,13 +202,11 @@ def forget_plans() -> None:
 
 
 def _build_table(key: PlanKey) -> Tensor:
-    num_tensors = len(key.numels)
     numbers = array("q", key.addresses)
-    for tensor in range(num_tensors):
-        column = key.addresses[tensor::num_tensors]
-        numbers.append(all(address % ALIGNMENT == 0 for address in column))
-    numbers.frombytes(struct.pack("=d", 1.0 if key.divisor is None else key.divisor))
-    return _upload(torch.frombuffer(numbers, dtype=torch.int64), key.device)
+    addresses = torch.frombuffer(numbers, dtype=torch.int64).view(-1, len(key.numels))
+    flags = (addresses % ALIGNMENT == 0).all(dim=0).to(torch.int64)
+    divisor = torch.tensor([1.0 if key.divisor is None else key.divisor], dtype=torch.float64).view(torch.int64)
+    return _upload(torch.cat([addresses.view(-1), flags, divisor]), key.device)
 
 
 def _find_chunks(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
@@ -199,7 +237,7 @@ def build_chunks(numels: Sequence[int], block: int) -> Tensor:
 
 def _upload(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
-        return numbers.clone()
+        return numbers
     stream = _upload_streams.get(device)
     if stream is None:
         stream = _upload_streams.setdefault(device, torch.cuda.Stream(device))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tfstyle_dist_kernels import reference, triton_plan
-from tfstyle_dist_kernels.triton_plan import Plan, build_plan, find_plan, plan_key
-from tfstyle_dist_kernels.triton_views import check_tensors, find_overlaps, make_flat
+from tfstyle_dist_kernels.triton_plan import Plan, build_plan, find_overlaps, find_plan, plan_key
+from tfstyle_dist_kernels.triton_views import check_tensors, make_flat
 
 ORDERS: Final = ("add_n", "tree", "accumulate_n")
 MIN_TRITON: Final = (3, 4)
@@ -108,7 +108,7 @@ def sum_lists(
     plan = find_plan(key)
     if plan is None:
         # A plan that is kept has passed this: the addresses decide what overlaps.
-        overlapping = find_overlaps(contributions, outs)
+        overlapping = find_overlaps(key)
         if overlapping:
             outs = list(outs)
             for tensor in overlapping:
@@ -173,7 +173,7 @@ def _launch(plan: Plan, n: int, num_tensors: int, scale: Tensor | None, constant
             num_tensors,
             **constants,
             SCALE=scale is not None,
-            num_warps=triton_plan.NUM_WARPS,
+            **triton_plan.LAUNCH_OPTIONS,
         )
 
 
@@ -186,8 +186,6 @@ def kernel_constants(order: str, n: int, dtype: torch.dtype, out_dtype: torch.dt
         # The last group has `head` members; a level doubles the number of groups.
         head = (n - 1) % 8 + 1
         levels = ((n + 7) // 8 - 1).bit_length()
-        if levels > 3:  # each level holds a partial sum in registers
-            block //= 2
     else:
         # The first group has `head` members, all others 8.
         head = (n - 2) % 8 + 2 if n > 1 else 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,21 +22,16 @@ def check_tensors(
     dtype, out_dtype, device = first.dtype, first_out.dtype, first.device
     fits = reference.find_problem([first], first_out, divisor=divisor) is None
     is_plain = not dtype.is_complex
-    strided = torch.strided
     for row, out in zip(contributions, outs, strict=True):
         shape = out.shape
-        fits = fits and out.dtype == out_dtype and out.device == device and out.layout == strided
-        is_plain = is_plain and fits and out.is_contiguous() and not out.is_neg()
+        fits = fits and out.dtype == out_dtype and out.device == device
+        # Negative views of complex memory have gaps, so that only single elements look contiguous.
+        is_plain = is_plain and out.is_contiguous() and (out.numel() > 1 or not any(t.is_neg() for t in (out, *row)))
         for contribution in row:
             # One pass over what may be thousands of tensors: no message is built here.
-            if (
-                contribution.dtype != dtype
-                or contribution.shape != shape
-                or contribution.device != device
-                or contribution.layout != strided
-            ):
+            if contribution.dtype != dtype or contribution.shape != shape or contribution.device != device:
                 fits = False
-            elif not contribution.is_contiguous() or contribution.is_neg():
+            elif not contribution.is_contiguous():
                 is_plain = False
     if not fits:
         _raise_problem(contributions, outs, divisor)
@@ -50,9 +43,6 @@ def _raise_problem(
 ) -> None:
     for tensor, (row, out) in enumerate(zip(contributions, outs, strict=True)):
         problem = reference.find_problem(row, out, divisor=divisor)
-        for what, given in [("out", out), *((f"contribution {index}", given) for index, given in enumerate(row))]:
-            if problem is None and given.layout != torch.strided:
-                problem = f"{what} is sparse: make it dense first"
         if problem is not None:
             raise ValueError(f"tensor {tensor}: {problem}")
     first, first_out = contributions[0][0], outs[0]
@@ -77,11 +67,17 @@ def make_flat(
     Returns:
         Contributions and outputs whose memory can be read and written as a flat range, element by element, and the
         pairs (output, temporary) to copy back after the sum.
+
+    Raises:
+        ValueError: A tensor is not strided.
     """
     flat_contributions: list[list[Tensor]] = []
     flat_outs: list[Tensor] = []
     copies: list[tuple[Tensor, Tensor]] = []
-    for row, out in zip(contributions, outs, strict=True):
+    for tensor, (row, out) in enumerate(zip(contributions, outs, strict=True)):
+        for what, given in [("out", out), *((f"contribution {index}", given) for index, given in enumerate(row))]:
+            if given.layout != torch.strided:
+                raise ValueError(f"tensor {tensor}: {what} is sparse: make it dense first")
         target = out
         if not is_dense(out) or out.is_conj() or out.is_neg():
             target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -112,41 +108,3 @@ def _in_layout_of(target: Tensor, contribution: Tensor) -> Tensor:
 
 def _to_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def find_overlaps(contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor]) -> list[int]:
-    """The tensors whose output overlaps one of their own contributions in part, which needs a temporary.
-
-    An output that is exactly one of its own contributions is no overlap. All tensors are flat (see ``make_flat``).
-
-    Raises:
-        ValueError: An output shares memory with another output or with a contribution to another tensor. The result
-            would depend on which part of the list is summed first.
-    """
-    ranges = sorted((*_byte_range(out), tensor) for tensor, out in enumerate(outs) if out.numel() > 0)
-    for (_, end, tensor), (start, _, other) in pairwise(ranges):
-        if start < end:
-            raise ValueError(f"the outputs of tensors {tensor} and {other} share memory: give each its own")
-    starts = [start for start, _, _ in ranges]
-    overlapping: set[int] = set()
-    for tensor, row in enumerate(contributions):
-        for index, contribution in enumerate(row):
-            start, end = _byte_range(contribution)
-            # The outputs do not overlap, so from the last that starts before `end` backwards all that end late enough.
-            position = bisect_right(starts, end - 1) - 1
-            while end > start and position >= 0 and ranges[position][1] > start:
-                out_start, out_end, other = ranges[position]
-                if other != tensor:
-                    raise ValueError(
-                        f"the output of tensor {other} shares memory with contribution {index} to tensor {tensor}: "
-                        "give it its own memory, or that of one of its own contributions"
-                    )
-                if (out_start, out_end) != (start, end) or contribution.dtype != outs[tensor].dtype:
-                    overlapping.add(tensor)
-                position -= 1
-    return sorted(overlapping)
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
