@@ -95,11 +95,11 @@ def sum_lists(
         >>> outs = [torch.empty_like(p) for p in parameters]  # doctest: +SKIP
         >>> sum_lists([[a, b] for a, b in zip(gradients_0, gradients_1)], outs, "add_n", divisor=2)  # doctest: +SKIP
     """
-    num_contributions = _check_lists(contributions, outs, order)
+    num_contributions = check_lists(contributions, outs, order)
     if num_contributions == 0:
         return
     is_plain = check_tensors(contributions, outs, divisor)
-    _check_device(outs[0].device, scale)
+    check_device(outs[0].device, scale)
     copies: list[tuple[Tensor, Tensor]] = []
     if not is_plain:
         contributions, outs, copies = make_flat(contributions, outs)
@@ -117,12 +117,13 @@ def sum_lists(
                 outs[tensor] = temporary
             key = plan_key(_to_rows(contributions, outs), divisor, constants["BLOCK"])
         plan = build_plan(key)
-    _launch(plan, num_contributions, len(outs), scale, constants | {"DIVIDE": divisor is not None})
+    constants |= {"DIVIDE": divisor is not None, "SCALE": scale is not None}
+    launch("sum_kernel", plan, (num_contributions, len(outs)), scale, constants)
     for out, temporary in reversed(copies):
         out.copy_(temporary)
 
 
-def _check_lists(contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor], order: str) -> int:
+def check_lists(contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor], order: str) -> int:
     """The number of contributions to each tensor; 0 if there is no tensor."""
     reason = unavailable()
     if reason is not None:
@@ -142,7 +143,8 @@ def _check_lists(contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tenso
     return counts[0] if counts else 0
 
 
-def _check_device(device: torch.device, scale: Tensor | None) -> None:
+def check_device(device: torch.device, scale: Tensor | None) -> None:
+    """Raises unless the kernels can run on tensors of this device, with this scale."""
     expected = "cpu" if load_kernels().IS_INTERPRETED else "cuda"
     if device.type != expected:
         raise RuntimeError(f"the Triton kernels run on {expected} tensors here, not on those of {device}")
@@ -159,27 +161,27 @@ def _to_rows(contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor]) 
     return [*zip(*contributions, strict=True), outs]
 
 
-def _launch(plan: Plan, n: int, num_tensors: int, scale: Tensor | None, constants: dict[str, Any]) -> None:
+def launch(
+    kernel: str, plan: Plan, arguments: tuple[float, ...], scale: Tensor | None, constants: dict[str, Any]
+) -> None:
+    """Launches a kernel of ``triton_kernels`` with the tables of a plan; what has no element needs no launch."""
     num_chunks = len(plan.chunks)
     if num_chunks == 0:
         return
     device = plan.table.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        load_kernels().sum_kernel[(num_chunks,)](
+        getattr(load_kernels(), kernel)[(num_chunks,)](
             plan.table,
             plan.chunks,
             plan.table if scale is None else scale,
-            n,
-            num_tensors,
+            *arguments,
             **constants,
-            SCALE=scale is not None,
             **triton_plan.LAUNCH_OPTIONS,
         )
 
 
 def kernel_constants(order: str, n: int, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel is compiled for: few variants for all n, as groups of 8 contributions are summed in a loop."""
-    tl = load_kernels().tl
     accumulator = reference.accumulation_dtype(dtype)
     block = min(triton_plan.BLOCK_BYTES // dtype.itemsize, triton_plan.MAX_BLOCK_ELEMENTS)
     if order == "tree":
@@ -194,12 +196,13 @@ def kernel_constants(order: str, n: int, dtype: torch.dtype, out_dtype: torch.dt
         "ORDER": order,
         "HEAD": head,
         "LEVELS": levels,
-        "DTYPE": _triton_dtype(tl, dtype),
-        "ACC": _triton_dtype(tl, accumulator),
-        "OUT_DTYPE": _triton_dtype(tl, out_dtype),
+        "DTYPE": triton_dtype(dtype),
+        "ACC": triton_dtype(accumulator),
+        "OUT_DTYPE": triton_dtype(out_dtype),
         "BLOCK": block,
     }
 
 
-def _triton_dtype(tl: Any, dtype: torch.dtype) -> Any:
-    return getattr(tl, str(dtype).removeprefix("torch."))  # Triton uses torch's names
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(load_kernels().tl, str(dtype).removeprefix("torch."))  # Triton uses torch's names
