@@ -65,8 +65,7 @@ class StreamingTree:
             self._indices.add(index)
             level, position, partial = 0, index, list(tensors)
             while (sibling := self._partials.pop((level, position ^ 1), None)) is not None:
-                left, right = (sibling, partial) if position & 1 else (partial, sibling)
-                partial = _merge(left, right, is_owned=level > 0)
+                partial = _merge(sibling, partial, is_owned=level > 0)  # which is left does not change the bits
                 level, position = level + 1, position >> 1
             self._partials[level, position] = partial
 
