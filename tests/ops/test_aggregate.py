@@ -11,7 +11,7 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.ops import aggregate, aggregate_list, explain
+from tfstyle_dist.ops import aggregate, aggregate_columns, aggregate_list, explain
 from tfstyle_dist_kernels import reference
 
 METHODS = {
@@ -249,6 +249,21 @@ def test_list_refuses_before_it_writes() -> None:
         aggregate_list([make(2, 4), make(2, 4)], outs=[torch.empty(4)])
     with pytest.raises(InvalidArgumentError, match="nothing to sum"):
         aggregate_list([])
+
+
+def test_columns_of_different_lengths() -> None:
+    a, b, c = make(3, 4)
+    first, nothing, last, none = aggregate_columns([[a, None, b, c], [None], [c], []], AggregationMethod.TREE)
+    assert nothing is None
+    assert none is None
+    assert first is not None
+    assert_same(first, (a + b) + c)
+    assert last is not None
+    assert_same(last, c)
+    assert last is not c
+    assert aggregate_columns([]) == []
+    with pytest.raises(InvalidArgumentError, match=r"tensor 1 of the list: contribution 2 has shape \(3,\)"):
+        aggregate_columns([[a], [b, None, torch.ones(3)]])
 
 
 def test_explain_says_choice_and_bytes() -> None:

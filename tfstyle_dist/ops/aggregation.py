@@ -10,7 +10,7 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import backends
-from tfstyle_dist.ops.checks import check, check_lists
+from tfstyle_dist.ops.checks import check, check_column, check_lists
 from tfstyle_dist.ops.cost_model import ORDERS, Problem, choose_method, describe
 from tfstyle_dist.ops.dispatch import sum_list, sum_one
 from tfstyle_dist.ops.traced import traced_list, traced_one
@@ -125,6 +125,46 @@ def aggregate_list(
         return traced_list(checked, order, outs, divisor, backend)
     with torch.no_grad():
         return sum_list(checked, order, outs, divisor, backend)
+
+
+def aggregate_columns(
+    columns: Sequence[Sequence[Tensor | None]],
+    method: int | None = AggregationMethod.DEFAULT,
+    *,
+    backend: str = "auto",
+) -> list[Tensor | None]:
+    """``aggregate_list`` for contributions listed by tensor, some of which nobody may have contributed to.
+
+    Args:
+        columns: ``columns[t]`` holds the contributions to tensor ``t``, in order; numbers of them may differ.
+        method: A value of ``AggregationMethod``: the order of the summation.
+        backend: As for ``aggregate``.
+
+    Returns:
+        For each tensor the sum, a new tensor, or ``None`` if all its contributions are ``None``.
+
+    Raises:
+        InvalidArgumentError: ``aggregate`` refuses the contributions to a tensor, which the message names.
+        TypeError: A contribution is not a tensor.
+        ValueError: ``method`` is not a value of ``AggregationMethod``.
+
+    Example:
+        >>> aggregate_columns([[torch.tensor(1.0), torch.tensor(3.0)], [None, None]])
+        [tensor(4.), None]
+    """
+    order = ORDERS[AggregationMethod.validate(method)]
+    backends.check_name(backend)
+    used = [t for t, column in enumerate(columns) if any(c is not None for c in column)]
+    checked = [check_column(t, columns[t], None, None) for t in used]
+    results: list[Tensor | None] = [None] * len(columns)
+    if torch.compiler.is_compiling():
+        sums = traced_list(checked, order, None, None, backend) if checked else []
+    else:
+        with torch.no_grad():
+            sums = sum_list(checked, order, None, None, backend)
+    for t, total in zip(used, sums, strict=True):
+        results[t] = total
+    return results
 
 
 def explain(
