@@ -89,7 +89,7 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
     if (reason := unavailable()) is not None:
         raise RuntimeError(f"the numba backend cannot be used: {reason}")
     with _lock:
-        if key in _ready:
+        if key in _ready or not _takes(dtype, None):
             return
         begin = time.perf_counter()
         ones = [torch.ones(1, dtype=dtype) for _ in range(2)]

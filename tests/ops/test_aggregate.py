@@ -287,9 +287,8 @@ def test_default_follows_the_cost_model() -> None:
     assert choice(at_hand=False) == "ADD_N"
     assert choice(at_hand=False, memory_allowance=32 << 20) == "ADD_N"
     assert choice(at_hand=False, memory_allowance=4 << 20) == "EXPERIMENTAL_TREE"
-    assert choice(hosts=2) == "ADD_N"
-    assert choice(hosts=16) == "EXPERIMENTAL_TREE"
-    assert explain(16, 1 << 10, torch.float32, hosts=16).startswith("ADD_N")  # small: fewer messages
+    # A plain 0 is ADD_N, not DEFAULT.
+    assert choice(at_hand=False, memory_allowance=4 << 20, method=AggregationMethod.ADD_N) == "ADD_N"
 
 
 def test_debug_log_explains(caplog: pytest.LogCaptureFixture) -> None:

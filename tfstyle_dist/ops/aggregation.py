@@ -171,14 +171,13 @@ def explain(
     n: int,
     nbytes: int,
     dtype: torch.dtype,
-    method: int | None = None,
+    method: int | None = AggregationMethod.DEFAULT,
     *,
     device: str = "cpu",
     num_tensors: int = 1,
     backend: str = "auto",
     at_hand: bool = True,
     memory_allowance: int | None = None,
-    hosts: int = 1,
 ) -> str:
     """Says how N dense contributions would be summed, why, and the bytes and the time in the model.
 
@@ -186,20 +185,19 @@ def explain(
         n: The number of contributions.
         nbytes: The bytes of one contribution, over all tensors of the list.
         dtype: The dtype of the contributions.
-        method: A value of ``AggregationMethod``; ``None``: DEFAULT, for which the model chooses.
+        method: A value of ``AggregationMethod``; for DEFAULT the model chooses.
         device: The type of the device, such as ``"cuda"``.
         num_tensors: How many tensors the list has.
         backend: As for ``aggregate``; for ``"auto"``, the one that would be taken once it is loaded.
         at_hand: Whether all contributions are there at once; otherwise they come one by one.
         memory_allowance: How many bytes of contributions may be kept until the last comes; ``None``: any number.
-        hosts: How many hosts hold the contributions.
 
     Returns:
         One line of text.
 
     Raises:
-        InvalidArgumentError: ``n``, ``num_tensors`` or ``hosts`` is below 1, ``nbytes`` below 0, or the backend is
-            unknown or cannot be used here.
+        InvalidArgumentError: ``n`` or ``num_tensors`` is below 1, ``nbytes`` below 0, or the backend is unknown or
+            cannot be used here.
         ValueError: ``method`` is not a value of ``AggregationMethod``.
 
     Example:
@@ -208,10 +206,10 @@ def explain(
     """
     chosen = AggregationMethod.validate(method)
     backends.check_name(backend)
-    if n < 1 or nbytes < 0 or num_tensors < 1 or hosts < 1:
+    if n < 1 or nbytes < 0 or num_tensors < 1:
         raise InvalidArgumentError(
-            f"explain needs n, num_tensors and hosts >= 1 and nbytes >= 0, got n={n}, num_tensors={num_tensors}, "
-            f"hosts={hosts} and nbytes={nbytes}"
+            f"explain needs n and num_tensors >= 1 and nbytes >= 0, got n={n}, num_tensors={num_tensors} and "
+            f"nbytes={nbytes}"
         )
     problem = Problem(
         n,
@@ -222,10 +220,9 @@ def explain(
         torch.get_num_threads(),
         at_hand=at_hand,
         memory_allowance=memory_allowance,
-        hosts=hosts,
     )
     why = "asked for"
-    if method is None:
+    if AggregationMethod.is_default(method):
         chosen, why = choose_method(problem)
     if backend == "auto":
         backend = backends.fastest(problem)
