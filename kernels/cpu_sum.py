@@ -89,7 +89,7 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
     if (reason := unavailable()) is not None:
         raise RuntimeError(f"the numba backend cannot be used: {reason}")
     with _lock:
-        if key in _ready:
+        if key in _ready or not _takes(dtype, None):
             return
         begin = time.perf_counter()
         ones = [torch.ones(1, dtype=dtype) for _ in range(2)]
@@ -142,7 +142,7 @@ def sum_lists(
     """Sums the contributions to each tensor of a list.
 
     Tensors that the kernel cannot take (other strides than the output's, partly overlapping memory, tensor subclasses)
-    are summed by ``reference.py``.
+    are summed by ``reference.py``. Autograd is not told that outputs change.
 
     Args:
         contributions: ``contributions[t][i]`` is contribution i to tensor t: dense CPU tensors of one dtype, equally
@@ -187,7 +187,6 @@ def sum_lists(
         )
         table.leave_out(overlapping)
     table.run(order, divisor, torch.get_num_threads())
-    torch.autograd.graph.increment_version([out for out in outs if not out.is_inference()])
 
 
 def _takes(dtype: torch.dtype, divisor: int | float | None) -> bool:

@@ -18,6 +18,7 @@ EXPENSIVE = (
     "torch_xla",
     "accelerate",
     "keras",
+    "matplotlib",
     "kubernetes",
     "googleapiclient",
     "transformers",

@@ -32,6 +32,7 @@ LAYERS = {
     "integrations": 6,
     "launch": 6,
     "doctor": 6,
+    "compare_aggregation": 6,
 }
 WITHIN_LAYER = {
     ("gradients", "variables"),
@@ -51,6 +52,7 @@ OPTIONAL_PACKAGES = (
     "torch_xla",
     "accelerate",
     "keras",
+    "matplotlib",
     "tensorboard",
     "zmq",
     "cloudpickle",

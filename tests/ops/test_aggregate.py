@@ -11,7 +11,7 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.ops import aggregate, aggregate_list, explain
+from tfstyle_dist.ops import aggregate, aggregate_columns, aggregate_list, explain
 from tfstyle_dist_kernels import reference
 
 METHODS = {
@@ -251,6 +251,21 @@ def test_list_refuses_before_it_writes() -> None:
         aggregate_list([])
 
 
+def test_columns_of_different_lengths() -> None:
+    a, b, c = make(3, 4)
+    first, nothing, last, none = aggregate_columns([[a, None, b, c], [None], [c], []], AggregationMethod.TREE)
+    assert nothing is None
+    assert none is None
+    assert first is not None
+    assert_same(first, (a + b) + c)
+    assert last is not None
+    assert_same(last, c)
+    assert last is not c
+    assert aggregate_columns([]) == []
+    with pytest.raises(InvalidArgumentError, match=r"tensor 1 of the list: contribution 2 has shape \(3,\)"):
+        aggregate_columns([[a], [b, None, torch.ones(3)]])
+
+
 def test_explain_says_choice_and_bytes() -> None:
     text = explain(8, 64 << 20, torch.float32, backend="torch")
     assert text.startswith("ADD_N in torch on cpu, as all contributions are at hand")
@@ -272,9 +287,8 @@ def test_default_follows_the_cost_model() -> None:
     assert choice(at_hand=False) == "ADD_N"
     assert choice(at_hand=False, memory_allowance=32 << 20) == "ADD_N"
     assert choice(at_hand=False, memory_allowance=4 << 20) == "EXPERIMENTAL_TREE"
-    assert choice(hosts=2) == "ADD_N"
-    assert choice(hosts=16) == "EXPERIMENTAL_TREE"
-    assert explain(16, 1 << 10, torch.float32, hosts=16).startswith("ADD_N")  # small: fewer messages
+    # A plain 0 is ADD_N, not DEFAULT.
+    assert choice(at_hand=False, memory_allowance=4 << 20, method=AggregationMethod.ADD_N) == "ADD_N"
 
 
 def test_debug_log_explains(caplog: pytest.LogCaptureFixture) -> None:

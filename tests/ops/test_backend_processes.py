@@ -99,6 +99,27 @@ print(explain(8, 12 << 20, torch.float32))
 """
 
 
+TRITON = """
+import torch
+from tfstyle_dist import AggregationMethod
+from tfstyle_dist.ops import aggregate, aggregate_list
+torch.manual_seed(0)
+replicas = [[torch.randn(300), torch.randn(7, 5), torch.tensor(2.5)] for _ in range(11)]
+for method in (AggregationMethod.ADD_N, AggregationMethod.TREE, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N):
+    compiled = aggregate_list(replicas, method, divisor=11, backend="triton")
+    plain = aggregate_list(replicas, method, divisor=11, backend="torch")
+    assert all(torch.equal(a, b) for a, b in zip(compiled, plain, strict=True))
+weight, out = torch.ones(300, requires_grad=True), torch.ones(300)
+loss = (weight * out).sum()
+aggregate([row[0] for row in replicas], out=out, backend="triton")
+try:
+    loss.backward()
+except RuntimeError as error:
+    assert "modified by an inplace operation" in str(error)
+    print("seen")
+"""
+
+
 def run(program: str, directory: Path, **env: str) -> CompletedScript:
     script = directory / "program.py"
     script.write_text(program, encoding="utf-8")
@@ -110,6 +131,11 @@ def run(program: str, directory: Path, **env: str) -> CompletedScript:
 @pytest.mark.parametrize("program", [FORK, FORK_WHILE_LOADING], ids=["after a sum", "while loading"])
 def test_fork(program: str, tmp_path: Path) -> None:
     run(program, tmp_path)
+
+
+def test_triton_through_the_dispatcher(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    assert run(TRITON, tmp_path, TRITON_INTERPRET="1").stdout == "seen\n"
 
 
 def test_without_numba(tmp_path: Path) -> None:

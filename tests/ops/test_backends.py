@@ -236,6 +236,9 @@ def test_refusals() -> None:
         aggregate(make(2, 3), backend="gpu")
     with pytest.raises(InvalidArgumentError, match=r"backend='numba' .* on meta"):
         aggregate([torch.ones(3, device="meta")] * 2, backend="numba")
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidArgumentError, match="backend='triton' was asked for, but"):
+            aggregate(make(2, 3), backend="triton")
     with pytest.raises(ValueError, match="unknown order 'sum'"):
         cpu_sum.sum_lists([make(2, 3)], [torch.empty(3)], "sum")
     with pytest.raises(ValueError, match=r"\[2, 3\] contributions"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import backends
-from tfstyle_dist.ops.checks import check, check_lists
+from tfstyle_dist.ops.checks import check, check_column, check_lists
 from tfstyle_dist.ops.cost_model import ORDERS, Problem, choose_method, describe
 from tfstyle_dist.ops.dispatch import sum_list, sum_one
 from tfstyle_dist.ops.traced import traced_list, traced_one
@@ -127,18 +127,57 @@ def aggregate_list(
         return sum_list(checked, order, outs, divisor, backend)
 
 
+def aggregate_columns(
+    columns: Sequence[Sequence[Tensor | None]],
+    method: int | None = AggregationMethod.DEFAULT,
+    *,
+    backend: str = "auto",
+) -> list[Tensor | None]:
+    """``aggregate_list`` for contributions listed by tensor, some of which nobody may have contributed to.
+
+    Args:
+        columns: ``columns[t]`` holds the contributions to tensor ``t``, in order; numbers of them may differ.
+        method: A value of ``AggregationMethod``: the order of the summation.
+        backend: As for ``aggregate``.
+
+    Returns:
+        For each tensor the sum, a new tensor, or ``None`` if all its contributions are ``None``.
+
+    Raises:
+        InvalidArgumentError: ``aggregate`` refuses the contributions to a tensor, which the message names.
+        TypeError: A contribution is not a tensor.
+        ValueError: ``method`` is not a value of ``AggregationMethod``.
+
+    Example:
+        >>> aggregate_columns([[torch.tensor(1.0), torch.tensor(3.0)], [None, None]])
+        [tensor(4.), None]
+    """
+    order = ORDERS[AggregationMethod.validate(method)]
+    backends.check_name(backend)
+    used = [t for t, column in enumerate(columns) if any(c is not None for c in column)]
+    checked = [check_column(t, columns[t], None, None) for t in used]
+    results: list[Tensor | None] = [None] * len(columns)
+    if torch.compiler.is_compiling():
+        sums = traced_list(checked, order, None, None, backend) if checked else []
+    else:
+        with torch.no_grad():
+            sums = sum_list(checked, order, None, None, backend)
+    for t, total in zip(used, sums, strict=True):
+        results[t] = total
+    return results
+
+
 def explain(
     n: int,
     nbytes: int,
     dtype: torch.dtype,
-    method: int | None = None,
+    method: int | None = AggregationMethod.DEFAULT,
     *,
     device: str = "cpu",
     num_tensors: int = 1,
     backend: str = "auto",
     at_hand: bool = True,
     memory_allowance: int | None = None,
-    hosts: int = 1,
 ) -> str:
     """Says how N dense contributions would be summed, why, and the bytes and the time in the model.
 
@@ -146,20 +185,19 @@ def explain(
         n: The number of contributions.
         nbytes: The bytes of one contribution, over all tensors of the list.
         dtype: The dtype of the contributions.
-        method: A value of ``AggregationMethod``; ``None``: DEFAULT, for which the model chooses.
+        method: A value of ``AggregationMethod``; for DEFAULT the model chooses.
         device: The type of the device, such as ``"cuda"``.
         num_tensors: How many tensors the list has.
         backend: As for ``aggregate``; for ``"auto"``, the one that would be taken once it is loaded.
         at_hand: Whether all contributions are there at once; otherwise they come one by one.
         memory_allowance: How many bytes of contributions may be kept until the last comes; ``None``: any number.
-        hosts: How many hosts hold the contributions.
 
     Returns:
         One line of text.
 
     Raises:
-        InvalidArgumentError: ``n``, ``num_tensors`` or ``hosts`` is below 1, ``nbytes`` below 0, or the backend is
-            unknown or cannot be used here.
+        InvalidArgumentError: ``n`` or ``num_tensors`` is below 1, ``nbytes`` below 0, or the backend is unknown or
+            cannot be used here.
         ValueError: ``method`` is not a value of ``AggregationMethod``.
 
     Example:
@@ -168,10 +206,10 @@ def explain(
     """
     chosen = AggregationMethod.validate(method)
     backends.check_name(backend)
-    if n < 1 or nbytes < 0 or num_tensors < 1 or hosts < 1:
+    if n < 1 or nbytes < 0 or num_tensors < 1:
         raise InvalidArgumentError(
-            f"explain needs n, num_tensors and hosts >= 1 and nbytes >= 0, got n={n}, num_tensors={num_tensors}, "
-            f"hosts={hosts} and nbytes={nbytes}"
+            f"explain needs n and num_tensors >= 1 and nbytes >= 0, got n={n}, num_tensors={num_tensors} and "
+            f"nbytes={nbytes}"
         )
     problem = Problem(
         n,
@@ -182,10 +220,9 @@ def explain(
         torch.get_num_threads(),
         at_hand=at_hand,
         memory_allowance=memory_allowance,
-        hosts=hosts,
     )
     why = "asked for"
-    if method is None:
+    if AggregationMethod.is_default(method):
         chosen, why = choose_method(problem)
     if backend == "auto":
         backend = backends.fastest(problem)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -152,7 +154,9 @@ class _WarmUp:
             self._lost_seconds = 0.0
         get_logger().info("loading the numba backend for %s in the background; torch sums until it is ready", dtype)
         # Not a daemon: a compiler that is stopped in the middle may crash the end of the process.
-        threading.Thread(target=self._load, args=(module, dtype, out_dtype), name="tfstyle-load-numba").start()
+        thread = threading.Thread(target=self._load, args=(module, dtype, out_dtype), name="tfstyle-load-numba")
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            thread.start()
         return False
 
     def _load(self, module: Any, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
@@ -162,5 +166,10 @@ class _WarmUp:
             self._failure = f"numba did not load: {error!r}"
             get_logger().warning("%s; torch sums instead", self._failure, exc_info=get_logger().level <= logging.DEBUG)
 
+    def forget_lock(self) -> None:
+        """In a forked child: the thread that may have held the lock is not there."""
+        self._lock = threading.Lock()
+
 
 _warm_up = _WarmUp()
+os.register_at_fork(after_in_child=_warm_up.forget_lock)

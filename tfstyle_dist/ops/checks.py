@@ -72,13 +72,18 @@ def check_lists(
             )
     if outs is not None and len(outs) != num_tensors:
         raise InvalidArgumentError(f"outs has {len(outs)} tensors but every replica gives {num_tensors}")
-    checked = []
-    for index, contributions in enumerate(zip(*contribution_lists, strict=True)):
-        try:
-            checked.append(check(contributions, None if outs is None else outs[index], divisor))
-        except (InvalidArgumentError, TypeError) as error:
-            raise type(error)(f"tensor {index} of the list: {error}") from error
-    return checked
+    columns = zip(*contribution_lists, strict=True)
+    return [check_column(t, column, None if outs is None else outs[t], divisor) for t, column in enumerate(columns)]
+
+
+def check_column(
+    index: int, contributions: Sequence[Tensor | None], out: Tensor | None, divisor: int | float | None
+) -> list[Tensor]:
+    """As ``check``, for tensor ``index`` of a list, which the errors name."""
+    try:
+        return check(contributions, out, divisor)
+    except (InvalidArgumentError, TypeError) as error:
+        raise type(error)(f"tensor {index} of the list: {error}") from error
 
 
 def _find_sparse_problem(contributions: Sequence[Tensor], indices: Sequence[int]) -> str | None:

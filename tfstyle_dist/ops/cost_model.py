@@ -5,7 +5,6 @@ The numbers are of the size seen on one machine (docs/aggregation.md says which)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,12 +24,10 @@ ORDERS: Final = {
     AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: "accumulate_n",
 }
 
-# Bytes per second: one core copying in main memory, a GPU copying in its memory, a link of 10 Gbit/s.
+# Bytes per second: one core copying in main memory, a GPU copying in its memory.
 CORE_BYTES_PER_SECOND: Final = 10e9
 MAX_USEFUL_CORES: Final = 4
 GPU_BYTES_PER_SECOND: Final = 3.5e12
-LINK_BYTES_PER_SECOND: Final = 1.2e9
-LINK_SECONDS: Final = 50e-6
 # Seconds: a call of a kernel for a list, and what each tensor and each contribution adds to it.
 _COMPILED_CALL: Final = {"cpu": (60e-6, 2e-6, 0.7e-6), "cuda": (60e-6, 1e-6, 0.5e-6)}
 # The same in torch, where each tensor is a sum of its own and each contribution a call.
@@ -52,7 +49,6 @@ class Problem:
         num_threads: How many threads a sum on the CPU may use.
         at_hand: Whether all contributions are there; otherwise they come one by one.
         memory_allowance: How many bytes of contributions may be kept until the last one comes; ``None``: any number.
-        hosts: How many hosts the contributions are on, equally many on each.
     """
 
     n: int
@@ -63,7 +59,6 @@ class Problem:
     num_threads: int = 1
     at_hand: bool = True
     memory_allowance: int | None = None
-    hosts: int = 1
 
     @property
     def traffic(self) -> int:
@@ -75,14 +70,9 @@ def choose_method(problem: Problem) -> tuple[int, str]:
     """The method that DEFAULT stands for, and why.
 
     ADD_N if all contributions are at hand, or may be kept until they are. TREE if they come one by one and would take
-    more memory than allowed: it adds them as they come, and keeps at most log2(N) + 1 partial sums. Between hosts, the
-    one whose modelled time on the link is lower: ADD_N sends every host's sum to every host, TREE halves what it sends
-    at each step.
+    more memory than allowed: it adds them as they come, and keeps at most log2(N) + 1 partial sums. Between workers the
+    group chooses the route (``comm/routes.py``).
     """
-    if problem.hosts > 1:
-        add_n, tree = _link_seconds(problem)
-        why = f"on the link between {problem.hosts} hosts ADD_N takes {_time(add_n)}, TREE {_time(tree)}"
-        return (AggregationMethod.ADD_N if add_n <= tree else AggregationMethod.EXPERIMENTAL_TREE), why
     if problem.at_hand:
         return AggregationMethod.ADD_N, "all contributions are at hand"
     live, allowed = problem.n * problem.nbytes, problem.memory_allowance
@@ -126,13 +116,6 @@ def describe(problem: Problem, method: int, why: str, backend: str) -> str:
         f"S = {problem.nbytes} bytes of {problem.dtype}{tensors}, accumulated in {accumulator}; modelled traffic "
         f"(N+1)*S = {problem.traffic} bytes{chain}, about {_time(backend_seconds(problem, backend))}"
     )
-
-
-def _link_seconds(problem: Problem) -> tuple[float, float]:
-    hosts, size = problem.hosts, problem.nbytes
-    add_n = LINK_SECONDS + (hosts - 1) * size / LINK_BYTES_PER_SECOND
-    tree = 2 * math.ceil(math.log2(hosts)) * LINK_SECONDS + 2 * (hosts - 1) / hosts * size / LINK_BYTES_PER_SECOND
-    return add_n, tree
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist.ops import aggregate
+from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.record import raw
 from tfstyle_dist.variables.replicated import MirroredParameter, Replicated
@@ -68,17 +68,12 @@ def gradients(
     ]
     if len(outputs) > 1 and method != AggregationMethod.DEFAULT:
         parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, seeds, strict=True)]
-        found = [_aggregate([p[i] for p in parts], method) for i in range(len(inputs))]
+        found = aggregate_columns([[p[i] for p in parts] for i in range(len(inputs))], method)
     else:
         found = _grad(outputs, inputs, seeds, keep=True)
     if unconnected is UnconnectedGradients.ZERO:
         return [torch.zeros_like(_leaf(x)[0]) if g is None else g for g, x in zip(found, inputs, strict=True)]
     return found
-
-
-def _aggregate(parts: Sequence[torch.Tensor | None], method: int) -> torch.Tensor | None:
-    there = [p for p in parts if p is not None]
-    return aggregate(there, method) if there else None
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -108,7 +103,7 @@ def _grad(
             [y for y, _ in used], wanted, [w for _, w in used], retain_graph=keep or None, allow_unused=True
         )
     by_id = {id(t): g for t, g in zip(wanted, got, strict=True)}
-    return [_aggregate([by_id.get(id(t)) for t in group], AggregationMethod.DEFAULT) for group in leaves]
+    return aggregate_columns([[by_id.get(id(t)) for t in group] for group in leaves])
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

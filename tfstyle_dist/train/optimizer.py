@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
-from tfstyle_dist.ops import aggregate
+from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
@@ -176,7 +176,8 @@ class TFOptimizer(abc.ABC):
         """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
         group = strategy.worker.group
         with torch.no_grad():
-            sums = [_sum(strategy, column, method) for column in columns]
+            given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
+            sums = aggregate_columns(given, method)
             if group.size == 1:
                 return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
             described = [(tuple(v.shape), str(v.dtype)) for v in variables]
@@ -377,12 +378,6 @@ def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 def _value(variable: Any) -> Any:
     return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
-
-
-def _sum(strategy: Strategy, column: Sequence[torch.Tensor | None], method: int) -> torch.Tensor | None:
-    """The sum over the local replicas; a replica without a gradient adds nothing."""
-    given = [g for g in column if g is not None]
-    return aggregate(widened(strategy.worker, given), method) if given else None
 
 
 def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""The picture: loss curves over each other, and the time of a step. Needs matplotlib (extra ``plot``)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfstyle_dist.compare_aggregation.report import Findings
+
+
+def missing() -> str | None:
+    """Why no picture can be drawn, or ``None``."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is not installed: pip install 'tfstyle_dist[plot]'"
+    return None
+
+
+def draw(found: Sequence[Findings], path: Path) -> None:
+    """Writes the picture; the form follows from the file's ending (.png, .svg, .pdf)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no window system, no state that stays.
+    figure = Figure(figsize=(12, 1.8 + 0.36 * max(len(found), 8)), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, bars = figure.subplots(1, 2, width_ratios=[1.2, 1])
+    styles = ["-", "--", "-.", ":"]
+    for index, f in enumerate(found):
+        width = 1.2 + 3.0 * (len(found) - 1 - index) / max(len(found) - 1, 1)  # curves that coincide stay visible
+        curves.plot(f.run.losses, styles[index % 4], linewidth=width, alpha=0.75, color=f"C{index}")
+    curves.set(xlabel="step", ylabel="loss over the global batch", title="Loss (colors as on the right)")
+    places = range(len(found))
+    times = [f.milliseconds for f in found]
+    errors = [[max(f.milliseconds - f.low, 0) for f in found], [max(f.high - f.milliseconds, 0) for f in found]]
+    bars.barh(places, times, xerr=errors, color=[f"C{index}" for index in places], alpha=0.8, error_kw={"capsize": 3})
+    for place, value in zip(places, times, strict=True):
+        bars.annotate(f" {value:.2f}", (0, place), va="center", color="white", fontsize="small", fontweight="bold")
+    bars.set_yticks(places, [f.run.name.replace(", ", "\n", 1) for f in found], fontsize="x-small")
+    bars.invert_yaxis()
+    bars.set(xlabel="milliseconds per step: median, 20 % to 80 %", title="Time of a step")
+    figure.savefig(path, dpi=120)
