@@ -32,6 +32,7 @@ def begin(way: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[td.Stra
     environment, method = WAYS[way]
     for name, value in environment.items():
         monkeypatch.setenv(name, value[rank] if name == "TFSTYLE_HOST" else value)
+    monkeypatch.setenv("TFSTYLE_START_TIMEOUT_SECONDS", "60")  # fresh ranks on a busy machine
     strategy = td.MirroredStrategy()
     group = strategy.worker.group
     assert f": {way}, " in group.explain(3_000_000, torch.float32, method)
