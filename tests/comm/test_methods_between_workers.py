@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import tfstyle_dist as td
 from tfstyle_dist.comm.halving import Messages, tree_all_reduce
 from tfstyle_dist.comm.routes import Place, Route, choose, explain
 from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist_kernels import reference
 
 METHODS: list[tuple[int, Callable[..., torch.Tensor]]] = [
@@ -113,6 +116,19 @@ def check_every_level(rank: int, count: int) -> set[str]:
     return taken
 
 
+def check_mismatches(rank: int) -> None:
+    """Another method or another size on one rank is an error on all, and the group goes on."""
+    with td.MirroredStrategy() as strategy:
+        group = strategy.worker.group
+        method = td.AggregationMethod.TREE if rank == 1 else td.AggregationMethod.ADD_N
+        for numel, used in ((40_000, method), (40_000 + (rank == 1), td.AggregationMethod.TREE)):
+            with pytest.raises(CollectiveMismatchError, match="worker 1: test"):
+                group.all_reduce(torch.ones(numel), "test", used)
+        total = torch.ones(3)
+        group.all_reduce(total, "test", td.AggregationMethod.ADD_N)
+        assert_same_bits(total, torch.full((3,), float(group.size)))
+
+
 def check_training(
     strategy: td.Strategy, parts: list[torch.Tensor], mean: torch.Tensor, total: torch.Tensor, method: int
 ) -> None:
@@ -152,6 +168,7 @@ def test_replicas_of_one_process() -> None:
 def test_three_ranks(rank: int, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
     assert check_every_level(rank, 3) == ({"MEMORY"} if shared == "1" else {"GATHER", "SLICES", "HALVING"})
+    check_mismatches(rank)
 
 
 @pytest.mark.distributed(workers=4, timeout=110)
@@ -160,6 +177,7 @@ def test_two_hosts_of_two(rank: int, hosts: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TFSTYLE_HOST", hosts[rank])
     tree_goes = "HOSTS" if hosts == "aabb" else "HALVING"
     assert check_every_level(rank, 4) == {"GATHER", "SLICES", tree_goes}
+    check_mismatches(rank)
     with td.MirroredStrategy() as strategy:  # DEFAULT: the same on every rank, and again
         part = contributions(4, 700_001)[rank]
         first, second = (strategy.reduce("SUM", part, axis=None) for _ in range(2))
@@ -168,3 +186,25 @@ def test_two_hosts_of_two(rank: int, hosts: str, monkeypatch: pytest.MonkeyPatch
             assert_same_bits(other, first)
         exact = sum(p.double() for p in contributions(4, 700_001))
         torch.testing.assert_close(first.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.distributed(workers=4, timeout=90)
+def test_more_ranks_than_processors(rank: int) -> None:
+    """Who waits sleeps, and all come through."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with td.MirroredStrategy() as strategy:
+            group: Any = strategy.worker.group
+            assert group._lane._spins == 0
+            for number in range(200):
+                value = torch.full((1000,), float(rank + number))
+                group.all_reduce(value, "test")
+                assert_same_bits(value, torch.full((1000,), 6.0 + 4 * number))
+            used = time.thread_time()
+            if rank == 3:
+                time.sleep(1)
+            group.all_reduce(torch.ones(1), "late")
+            assert time.thread_time() - used < 0.5
+    finally:
+        os.sched_setaffinity(0, before)

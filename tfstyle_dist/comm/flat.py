@@ -25,8 +25,11 @@ class Flat(Protocol):
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Copies elements ``start`` to ``stop`` to the beginning of ``out``."""
 
-    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
-        """Replaces elements ``start`` to ``stop`` by the sum of what is at the beginning of ``parts``."""
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
+        """Replaces elements ``start`` to ``stop`` by the sum of what is at the beginning of ``parts``.
+
+        ``own`` says which of them holds what ``read`` gave, so that it need not be read from there again.
+        """
 
 
 class BufferView:
@@ -45,10 +48,20 @@ class BufferView:
         """See ``Flat``."""
         out[: stop - start].copy_(self.buffer[start:stop])
 
-    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
         """See ``Flat``."""
         target = self.buffer[start:stop]
         if len(parts) == 1:
             target.copy_(parts[0][: stop - start])
         else:
-            add([p[: stop - start] for p in parts], target)
+            add(with_own([p[: stop - start] for p in parts], own, target), target)
+
+
+def with_own(parts: list[torch.Tensor], own: int | None, target: torch.Tensor) -> list[torch.Tensor]:
+    """Takes the own one of two parts from the target, where it is still in the cache.
+
+    Of more parts a sum in place would have to keep a copy.
+    """
+    if own is not None and len(parts) == 2:
+        parts[own] = target
+    return parts

@@ -32,6 +32,7 @@ _ARRIVED, _LEFT, _SLEEPS, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
 _CONTROL_BYTES = 64 * 1024
 # Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
 _WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
+_WHOLE_STEP_BYTES = SLOT_BYTES // 2  # what is still in the cache after the meeting, with the slots beside it
 _SPINS, _NAP_SECONDS, _LOOK_SECONDS = 1000, 0.002, 0.1
 
 
@@ -205,14 +206,14 @@ class SharedLane:
         return self._slots[dtype]
 
     def _sum_whole(self, flat: Flat, digest: int, add: Add) -> bool:
-        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        step, slots = _WHOLE_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         for start in range(0, max(flat.numel, 1), step):
             stop = min(start + step, flat.numel)
             self._turn = turn = 1 - self._turn
             flat.read(start, stop, slots[turn][self.rank])
             if not self._meet(digest):
                 return False
-            flat.write(start, stop, slots[turn][: self.size], add)
+            flat.write(start, stop, slots[turn][: self.size], add, self.rank)
         return True
 
     def _sum_slices(

@@ -8,13 +8,16 @@ import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
-from tfstyle_dist.gradients.plan import Bucket
+from tfstyle_dist.gradients.plan import HALF, Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
-from tfstyle_dist.ops import aggregate
+from tfstyle_dist.ops import aggregate, aggregate_list
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import ParameterStore
+
+# Below this one thread sums everything while the others wait: a second meeting would cost more.
+_ALONE_BYTES = 256 * 1024
 
 
 class MeetingReducer(GradientReducer):
@@ -28,6 +31,7 @@ class MeetingReducer(GradientReducer):
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
     ) -> None:
         super().__init__(worker, store, bytes_per_pack, method)
+        self._one_device = worker.one_device()
         self._runs: list[ThreadedRun | None] = [None] * worker.num_local_replicas
         # For each replica: the records with a new gradient, for each backward pass under way (by autograd's number).
         self._touched: list[dict[int, dict[int, Record]]] = [{} for _ in range(worker.num_local_replicas)]
@@ -106,7 +110,7 @@ class MeetingReducer(GradientReducer):
         touched = self._touched[replica].pop(task)
         count = self.worker.num_local_replicas
 
-        def share_out(all_touched: list[dict[int, Record]]) -> list[list[Record]]:
+        def share_out(all_touched: list[dict[int, Record]]) -> Sequence[list[Record] | None]:
             self.forget_dead()
             union = {key: record for part in all_touched for key, record in part.items()}
             for record in self.store.records():
@@ -116,15 +120,21 @@ class MeetingReducer(GradientReducer):
             partial = [r for key, r in union.items() if any(key not in part for part in all_touched)]
             self.say_unused(partial)
             self._drop_base_gradients(union.values())
-            return _balanced(list(union.values()), count)
+            records = list(union.values())
+            if self.worker.group.size == 1 and sum(r.components[0].nbytes for r in records) <= _ALONE_BYTES:
+                with torch.no_grad():
+                    self._reduce_share(records)
+                return [None] * count
+            return _balanced(records, count)
 
         share = run.meet(replica, "gradient reduction", touched, share_out)
         if self.worker.group.size > 1:
             run.meet(replica, "gradient reduction over the workers", None, lambda _: self._over_workers())
             return
+        if share is None:
+            return
         with torch.no_grad():
-            for record in share:
-                self._reduce_locally(record)
+            self._reduce_share(share)
         run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads)
 
     def _drop_base_gradients(self, records: Iterable[Record]) -> None:
@@ -143,6 +153,39 @@ class MeetingReducer(GradientReducer):
             return given
         # As between workers: a replica without a gradient adds zeros, and the sum keeps its shape and bits.
         return [torch.zeros_like(given[0]) if p is None else p for p in parts]
+
+    def _reduce_share(self, records: Sequence[Record]) -> None:
+        """Sums gradients of all local replicas, those that need nothing special as one list."""
+        plain = []
+        for record in records:
+            if self._is_plain(record):
+                plain.append(record)
+            else:
+                self._reduce_locally(record)
+        if not plain:
+            return
+        count = self.worker.num_local_replicas
+        first, *others = [[_grad_of(r, k) for r in plain] for k in range(count)]
+        if count == 2 and not any(g.dtype in HALF for g in first):
+            torch._foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
+            torch._foreach_div_(first, count)
+        else:
+            aggregate_list([first, *others], self.method, outs=first, divisor=count)
+        for other in others:
+            torch._foreach_copy_(other, first)
+        for record in plain:
+            for slot in self.slots[id(record)]:
+                self.settle(slot)
+
+    def _is_plain(self, record: Record) -> bool:
+        """Whether every replica has a dense gradient of no graph, on one device, that is averaged."""
+        if self.divisor(record) is None or record.tensor is None or not self._one_device:
+            return False
+        for component in record.components:
+            grad = component.grad
+            if grad is None or grad.layout is not torch.strided or grad.requires_grad:
+                return False
+        return True
 
     def _reduce_locally(self, record: Record) -> None:
         parts = self._parts(record)
@@ -216,6 +259,12 @@ class MeetingReducer(GradientReducer):
         divisor = self.divisor(record)
         if total._nnz() > 0:
             self._store(record, total if divisor is None else total / divisor)
+
+
+def _grad_of(record: Record, replica: int) -> torch.Tensor:
+    grad = record.components[replica].grad
+    assert grad is not None
+    return grad
 
 
 def _only_captured(leaf: torch.Tensor) -> bool:

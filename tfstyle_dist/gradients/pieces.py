@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tfstyle_dist.comm.flat import Add
+from tfstyle_dist.comm.flat import Add, with_own
 
 
 @dataclass
@@ -47,28 +47,31 @@ class GradientPieces:
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See ``Flat``."""
         chunk = self._chunk(start, stop)
-        torch._foreach_copy_(self._views(chunk, out), self._sources(chunk))
+        if chunk.pieces:
+            torch._foreach_copy_(self._views(chunk, out), self._sources(chunk))
 
-    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add) -> None:
+    def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
         """See ``Flat``."""
         chunk = self._chunk(start, stop)
         targets = self._sources(chunk)
+        if not targets:
+            return
         if len(targets) == 1 and targets[0].dtype == self.dtype and targets[0].is_contiguous():
             total = targets[0].view(-1)
-            self._total(chunk, parts, add, total)
+            self._total(with_own([p[: chunk.numel] for p in parts], own, total), add, total)
             return
         if self._scratch.numel() < chunk.numel:
             self._scratch = torch.empty(chunk.numel, dtype=self.dtype)
             for known in self._chunks.values():
                 known.views.clear()
-        self._total(chunk, parts, add, self._scratch[: chunk.numel])
+        self._total([p[: chunk.numel] for p in parts], add, self._scratch[: chunk.numel])
         torch._foreach_copy_(targets, self._views(chunk, self._scratch))
 
-    def _total(self, chunk: _Chunk, parts: Sequence[torch.Tensor], add: Add, out: torch.Tensor) -> None:
+    def _total(self, parts: Sequence[torch.Tensor], add: Add, out: torch.Tensor) -> None:
         if len(parts) == 1:
-            torch.div(parts[0][: chunk.numel], self._divisor, out=out)
+            torch.div(parts[0], self._divisor, out=out)
         else:
-            add([p[: chunk.numel] for p in parts], out)
+            add(parts, out)
             out.div_(self._divisor)
 
     def _chunk(self, start: int, stop: int) -> _Chunk:

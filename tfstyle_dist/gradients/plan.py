@@ -11,7 +11,7 @@ from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.variables.record import Record
 
 DEFAULT_BYTES_PER_PACK = 25 * 1024 * 1024
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ReductionPlan:
         groups: list[tuple[tuple[torch.dtype, torch.device], list[Record]]] = []
         for record in reversed(dense):
             first = record.components[0]
-            dtype = torch.float32 if first.dtype in _HALF else first.dtype
+            dtype = torch.float32 if first.dtype in HALF else first.dtype
             key = (dtype, first.device)
             if key not in open_buckets:
                 open_buckets[key], sizes[key] = [], 0
