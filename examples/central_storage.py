@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tfstyle_dist as tfd
 
-EPOCHS, BATCH, NUM_TEST = 6, 64, 357
+EPOCHS, BATCH, NUM_TEST = 10, 64, 357
 
 
 def load_data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,8 +52,9 @@ def main() -> None:
             width = options.width
             hidden = nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
             model = nn.Sequential(*hidden, nn.Linear(width, 10))
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-        loader = DataLoader(TensorDataset(images, labels), batch_size=BATCH, shuffle=True, drop_last=True)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+        order = torch.Generator().manual_seed(0)
+        loader = DataLoader(TensorDataset(images, labels), BATCH, shuffle=True, drop_last=True, generator=order)
         batches = strategy.experimental_distribute_dataset(loader)
 
         def step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -81,8 +82,8 @@ def main() -> None:
         state = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values())
         (home,) = strategy.extended.parameter_devices
         strategy.print(
-            f"{strategy.num_replicas_in_sync} replica(s), parameters on {home}: {weights / 2**20:.1f} MiB of weights and "
-            f"{state / 2**20:.1f} MiB of optimizer state, once"
+            f"{strategy.num_replicas_in_sync} replica(s), parameters on {home}: {weights / 2**20:.1f} MiB of weights "
+            f"and {state / 2**20:.1f} MiB of optimizer state, once"
         )
         print(f"memory of this process: {memory_of_this_process():.0f} MiB", flush=True)
         if right / NUM_TEST < 0.95:
