@@ -62,7 +62,7 @@ def test_two_ranks(name: str, dtype: torch.dtype, optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed(workers=3)
+@pytest.mark.distributed(workers=3, timeout=150, deadline=60)
 @pytest.mark.parametrize(("optimizer", "reduction"), [("momentum", "sum"), ("adam", "tf")])
 @pytest.mark.parametrize("name", QUICK)
 def test_three_ranks_with_uneven_batches(name: str, optimizer: str, reduction: str) -> None:

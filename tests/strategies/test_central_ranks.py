@@ -130,7 +130,7 @@ def test_what_one_rank_writes_into_the_copy_all_ranks_read(central: Any, rank: i
     place = central.parameter_store.shared_home.place_of(record)
     if rank == 1:
         place.flat.fill_(7.0)
-    central.worker.group.meet("", "written")
+    central.worker.group.numbers(0, "written")
     assert model[0].weight.detach().unique().tolist() == [7.0]
 
 

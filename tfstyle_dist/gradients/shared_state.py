@@ -127,7 +127,7 @@ class SharedState:
         with torch.no_grad():
             for parameter in reversed(list(pending)):  # the allocator gives back what is at the end of its heap
                 self._fill(parameter, pending.pop(parameter), fresh)
-        self._group.meet("", "optimizer state is in shared memory")
+        self._group.numbers(0, "optimizer state is in shared memory")
         for index, state in fresh.items():
             parameter = parameters[index]
             self._states[id(parameter)] = optimizer.state[parameter] = state

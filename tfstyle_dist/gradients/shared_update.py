@@ -103,7 +103,7 @@ class SharedUpdateRunner(UpdateRunner):
         """See ``UpdateRunner``."""
         book = self._books[optimizer]
         fresh = self._take_back(optimizer, book)
-        if any(self._group.meet("", f"end of {type(optimizer).__name__}.step", int(bool(fresh)))):
+        if any(self._group.numbers(int(bool(fresh)), f"end of {type(optimizer).__name__}.step")):
             book.state.share(optimizer, _parameters(optimizer), fresh)
         book.state.pass_on_values(optimizer)
         for record in records:
@@ -143,7 +143,7 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = any(optimizer.state.get(p) for p in parameters)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
-        self._check_alike(self._group.meet(f"of {len(parameters)} parameters", name, says), name)
+        self._check_alike(self._group.numbers(says, f"{name} of {len(parameters)} parameters"), name)
         if says:
             if moved:
                 self._home.move_in(moved)
@@ -161,7 +161,7 @@ class SharedUpdateRunner(UpdateRunner):
                     if optimizer.state.get(h.parameter)
                 }
                 book.state.share(optimizer, parameters, pending)
-            self._group.meet("", f"{name} goes on")
+            self._group.numbers(0, f"{name} goes on")
         assert book is not None
         self._put_in(optimizer, book)
 

@@ -66,7 +66,8 @@ class CentralStorageStrategy(Strategy):
         """Gradients of several processes are summed in shared memory, and their mean is kept once."""
         if self.worker.group.size == 1:
             return super().make_reducer()
-        return SharedReducer(self.worker, self.parameter_store, self.communication_options.bytes_per_pack)
+        options, method = self.communication_options, self.cross_device_ops.aggregation_method
+        return SharedReducer(self.worker, self.parameter_store, options.bytes_per_pack, method)
 
     def make_update_runner(self) -> UpdateRunner:
         """Of several processes each updates its part."""
