@@ -155,7 +155,7 @@ class SharedUpdateRunner(UpdateRunner):
                 self._divide(book, optimizer, key)
             if loaded:
                 pending = {
-                    h.parameter: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
+                    h.part: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
                     for held in book.held
                     for h in held
                     if optimizer.state.get(h.parameter)
@@ -180,20 +180,17 @@ class SharedUpdateRunner(UpdateRunner):
         shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
         sizes = [p.numel() if s and p.requires_grad else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]
-        parts = {
-            part.index: part
-            for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size)
-        }
+        parts: dict[int, list[Part]] = {}
+        for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
+            parts.setdefault(part.index, []).append(part)
         book.key, book.held = key, []
         index = 0
         for group in optimizer.param_groups:
             held = []
             for parameter in group["params"]:
-                part = parts.get(index)
-                if not sizes[index]:  # nobody's part: thawed later, empty, or not shared
-                    part = Part(index, 0, parameter.numel(), True) if not shared[index] else None
-                if part is not None:
-                    held.append(_Held(part, parameter, self._home))
+                if not shared[index]:  # every worker updates its own
+                    parts[index] = [Part(index, 0, parameter.numel(), True)]
+                held += [_Held(part, parameter, self._home) for part in parts.get(index, ())]
                 index += 1
             book.held.append(held)
         book.state.divide([h.part for held in book.held for h in held], parameters)
@@ -210,9 +207,9 @@ class SharedUpdateRunner(UpdateRunner):
                 if state and h.tensor is not h.parameter:
                     optimizer.state[h.tensor] = book.state.cut(h.part, h.parameter, state)
 
-    def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[torch.Tensor, dict[str, Any]]:
+    def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[Part, dict[str, Any]]:
         """Puts the parameters back; returns new state of this rank's parts."""
-        fresh: dict[torch.Tensor, dict[str, Any]] = {}
+        fresh: dict[Part, dict[str, Any]] = {}
         if book.saved is None:
             return fresh
         for group, parameters in zip(optimizer.param_groups, book.saved, strict=True):
@@ -225,7 +222,7 @@ class SharedUpdateRunner(UpdateRunner):
                 h.tensor.grad = None
                 state = optimizer.state.pop(h.tensor, None)
                 if state and not book.state.put_back(h.part, h.parameter, state):
-                    fresh[h.parameter] = state
+                    fresh[h.part] = state
         return fresh
 
 

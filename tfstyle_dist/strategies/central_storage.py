@@ -14,7 +14,7 @@ from tfstyle_dist.core import env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.gradients.reducer import GradientReducer
-from tfstyle_dist.gradients.shared_reducer import SharedReducer
+from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.runtime.context import current_frame
@@ -67,7 +67,7 @@ class CentralStorageStrategy(Strategy):
         if self.worker.group.size == 1:
             return super().make_reducer()
         options, method = self.communication_options, self.cross_device_ops.aggregation_method
-        return SharedReducer(self.worker, self.parameter_store, options.bytes_per_pack, method)
+        return SharedReducer(self.worker, self.parameter_store, options.bytes_per_pack or CHUNK_BYTES, method)
 
     def make_update_runner(self) -> UpdateRunner:
         """Of several processes each updates its part."""

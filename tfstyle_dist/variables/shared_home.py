@@ -86,6 +86,7 @@ class SharedHome:
             if self._group.rank == 0:
                 for record, place in zip(shared, places, strict=True):
                     place.shared_view().copy_(record.components[0].detach())
+                segment.unmap_shared()
             self._group.numbers(0, "initial values are in shared memory")
             for record, place in zip(shared, places, strict=True):
                 record.set_data(place.own_view())
