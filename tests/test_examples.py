@@ -25,7 +25,7 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
 
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py"}
+    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py", "central_storage.py"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -100,3 +100,15 @@ def test_aggregation_methods_reduce_the_loss_and_agree(nproc: int, options: list
     spreads = re.findall(r"largest difference of a loss (\S+)", output)
     assert len(spreads) == 3
     assert all(float(spread) <= 1e-6 for spread in spreads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "options"), [ONE, THREADS, TORCHRUN])
+def test_central_storage_trains_with_one_copy(nproc: int, options: list[str]) -> None:
+    output = run("central_storage.py", nproc, options)
+    assert len(re.findall(r"^epoch \d+: loss", output, re.MULTILINE)) == 10, output
+    ((right, seen),) = re.findall(r"^test accuracy .* \((\d+) of (\d+)\)$", output, re.MULTILINE)
+    assert seen == "357"
+    assert int(right) / 357 >= 0.95
+    assert "parameters on cpu:0: 0.3 MiB of weights and 0.6 MiB of optimizer state, once" in output
+    assert len(re.findall(r"^memory of this process", output, re.MULTILINE)) == nproc

@@ -8,6 +8,7 @@ from models import CASES
 from training import check_parity
 
 import tfstyle_dist as td
+from tfstyle_dist.variables import store
 
 HEAVY = ("gpt2", "lstm")
 QUICK = [n for n in CASES if n not in HEAVY]
@@ -35,6 +36,22 @@ def test_three_replicas_with_uneven_batches(name: str, optimizer: str, reduction
         check_parity(strategy, name, optimizer, torch.float64, UNEVEN, reduction, twice=False)
 
 
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]], ids=["one", "two"])
+@pytest.mark.parametrize(("optimizer", "reduction"), [("adam", "mean"), ("momentum", "tf")])
+@pytest.mark.parametrize("name", QUICK)
+def test_replicas_that_compute_with_copies(
+    name: str, optimizer: str, reduction: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where values have to be copied for each step and gradients come back."""
+    monkeypatch.setattr(store, "is_elsewhere", lambda device, home: True)
+    with td.experimental.CentralStorageStrategy(devices) as strategy:
+        sizes = EVEN if len(devices) == 2 else (12,)
+        check_parity(strategy, name, optimizer, torch.float64, sizes, reduction, twice=False)
+        puller = strategy.parameter_store.puller
+        assert puller is not None
+        assert not any(puller._copies)
+
+
 @pytest.mark.distributed(workers=2)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @DTYPES
@@ -45,7 +62,7 @@ def test_two_ranks(name: str, dtype: torch.dtype, optimizer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed(workers=3)
+@pytest.mark.distributed(workers=3, timeout=150, deadline=60)
 @pytest.mark.parametrize(("optimizer", "reduction"), [("momentum", "sum"), ("adam", "tf")])
 @pytest.mark.parametrize("name", QUICK)
 def test_three_ranks_with_uneven_batches(name: str, optimizer: str, reduction: str) -> None:

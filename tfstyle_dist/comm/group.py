@@ -175,22 +175,6 @@ class WorkerGroup(abc.ABC):
         """
         return
 
-    def meet(self, signature: str, name: str, number: int = 0) -> list[int]:
-        """``agree`` that is never left out, and a number from each worker.
-
-        Args:
-            signature: what must be the same on all workers.
-            name: of the call.
-            number: told to the others.
-
-        Returns:
-            The number of each worker, in rank order.
-
-        Raises:
-            CollectiveMismatchError: as in ``agree``.
-        """
-        return [number]
-
     @abc.abstractmethod
     def report_failure(self, reason: str) -> None:
         """Leaves word for the others why this worker is about to leave."""

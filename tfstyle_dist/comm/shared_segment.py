@@ -39,7 +39,8 @@ class SharedSegment:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._copied = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
-        self.shared = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        self._mapped = mmap.mmap(descriptor, nbytes)
+        self.shared = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.private = torch.frombuffer(self._copied, dtype=torch.uint8)
 
     def written(self) -> list[tuple[int, int]]:
@@ -64,6 +65,10 @@ class SharedSegment:
         stop += -stop % PAGE
         if stop > start:
             self._copied.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def unmap_shared(self) -> None:
+        """Lets go of the pages seen through ``shared``, which stay: they count for this worker only when used again."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def _differing(self) -> list[tuple[int, int]]:
         """Where the kernel does not tell which pages were copied: those blocks that differ."""

@@ -282,10 +282,6 @@ class TorchGroup(WorkerGroup):
             self._exchange(f"{name} {signature}", name)
             self._agreed = name
 
-    def meet(self, signature: str, name: str, number: int = 0) -> list[int]:
-        """See ``WorkerGroup``."""
-        return self._exchange(f"{name} {signature}", name, number)
-
     def _exchange(self, text: str, name: str, number: int = 0) -> list[int]:
         """Compares ``text`` over the workers; returns the ``number`` of each.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 _GRAIN = 16  # elements
+MOST = 1 << 18  # elements of a part: what an optimizer makes on the way then stays small, and in the cache
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: 
         if not may_divide:
             owner = min((offset + count // 2) * size // max(total, 1), size - 1)
             start, stop = (0, count) if owner == rank else (0, 0)
-        if stop > start:
-            parts.append(Part(index, start, stop, stop - start == count))
+        step = MOST if may_divide else max(count, 1)
+        edges = [*range(start, stop, step), stop]
+        parts += [Part(index, a, b, b - a == count) for a, b in itertools.pairwise(edges) if b > a]
         offset += count
     return parts
 

@@ -128,7 +128,7 @@ class SharedReducer(GradientReducer):
         self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
         offsets, total = _page_offsets(plan)
         most = max((len(b.records) for b in plan.buckets), default=0)
-        group.meet(f"{total} bytes, {most} parameters", "gradients in shared memory")
+        group.numbers(0, f"gradients in shared memory: {total} bytes, {most} parameters in a bucket")
         results = open_segment(group, total, "gradients")
         self._lanes = [
             _Lane(b, [self.slot(r, 0) for r in b.records], results, o)
@@ -197,7 +197,7 @@ class SharedReducer(GradientReducer):
                 target.copy_(flat[piece.start - offset : piece.stop - offset])
         flags[group.rank, : len(ready)] = torch.tensor(ready, dtype=torch.uint8)
         number = int(not all(ready))
-        if any(group.meet(f"[{bucket.index}] ({bucket.numel} x {bucket.dtype})", "gradients", number)):
+        if any(group.numbers(number, f"gradients[{bucket.index}] ({bucket.numel} x {bucket.dtype})")):
             lane.used = [bool(u) for u in flags[:, : len(ready)].any(0).tolist()]
         else:
             lane.used = [True] * len(ready)
@@ -220,7 +220,7 @@ class SharedReducer(GradientReducer):
         for lane in self._lanes[self._next :]:
             self._send(lane, abandoned)
         self._next = len(self._lanes)
-        self.worker.group.meet("", "end of gradients")
+        self.worker.group.numbers(0, "end of gradients")
         self._active = False
 
     def _finish(self, number: int) -> None:

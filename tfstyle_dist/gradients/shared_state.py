@@ -29,8 +29,8 @@ class SharedState:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._states: dict[int, State] = {}
-        self._own: dict[int, State] = {}
-        self._parts: dict[int, Part] = {}
+        self._own: dict[Part, State] = {}
+        self._first: set[int] = set()
         self._loose: list[tuple[int, str]] = []
         self._parameters: list[torch.Tensor] = []
 
@@ -42,15 +42,16 @@ class SharedState:
             parameters: all of the optimizer.
         """
         self._parameters = list(parameters)
-        self._parts = {id(parameters[part.index]): part for part in parts}
+        self._first = {id(parameters[part.index]) for part in parts if part.start == 0}
         known = {id(p) for p in parameters}
         self._states = {key: state for key, state in self._states.items() if key in known}
         self._loose = [entry for entry in self._loose if entry[0] in known]
         self._own = {}
-        for key, part in self._parts.items():
+        for part in parts:
+            parameter = parameters[part.index]
+            key = id(parameter)
             if part.start > 0 and key in self._states:
-                parameter = parameters[part.index]
-                self._own[key] = {
+                self._own[part] = {
                     name: value.clone()
                     for name, value in self._states[key].items()
                     if isinstance(value, torch.Tensor) and value.shape != parameter.shape
@@ -67,7 +68,7 @@ class SharedState:
         """The state of one part."""
         if part.whole:
             return dict(state)
-        own = self._own.get(id(parameter), {})
+        own = self._own.get(part, {})
         return {
             name: part_of(value, parameter, part) if _is_full(value, parameter) else own.get(name, value)
             for name, value in state.items()
@@ -86,7 +87,7 @@ class SharedState:
             if not part.whole and _is_full(target, parameter):
                 target = part_of(target, parameter, part)
             elif part.start > 0:
-                self._own.setdefault(id(parameter), {})[name] = value
+                self._own.setdefault(part, {})[name] = value
                 continue
             if not isinstance(target, torch.Tensor) or target.shape != value.shape:
                 return False
@@ -99,7 +100,7 @@ class SharedState:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.Tensor],
-        pending: dict[torch.Tensor, State],
+        pending: dict[Part, State],
     ) -> None:
         """Moves new state to shared memory, for all workers; collective.
 
@@ -109,9 +110,9 @@ class SharedState:
             pending: the state of this worker's parts; emptied.
         """
         mine = {
-            self._parts[id(p)].index: _describe(p, self._parts[id(p)], state)
-            for p, state in pending.items()
-            if self._parts[id(p)].start == 0
+            part.index: _describe(parameters[part.index], part, state)
+            for part, state in pending.items()
+            if part.start == 0
         }
         described: dict[int, dict[str, Any]] = {}
         for part in self._group.gather_objects({str(i): d for i, d in mine.items()}, "new optimizer state"):
@@ -125,19 +126,17 @@ class SharedState:
             flat = memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)
             state[name] = flat.as_strided(like.shape, like.stride())
         with torch.no_grad():
-            for parameter in reversed(list(pending)):  # the allocator gives back what is at the end of its heap
-                self._fill(parameter, pending.pop(parameter), fresh)
-        self._group.meet("", "optimizer state is in shared memory")
+            for part in reversed(list(pending)):  # the allocator gives back what is at the end of its heap
+                self._fill(parameters[part.index], part, pending.pop(part), fresh.get(part.index, {}))
+        self._group.numbers(0, "optimizer state is in shared memory")
         for index, state in fresh.items():
             parameter = parameters[index]
             self._states[id(parameter)] = optimizer.state[parameter] = state
             self._loose = [entry for entry in self._loose if entry[0] != id(parameter)]
             self._loose += [(id(parameter), k) for k, v in state.items() if not isinstance(v, torch.Tensor)]
 
-    def _fill(self, parameter: torch.Tensor, state: State, fresh: dict[int, State]) -> None:
+    def _fill(self, parameter: torch.Tensor, part: Part, state: State, target: State) -> None:
         """Copies a part, and frees what was copied at once: there may be no room for both."""
-        part = self._parts[id(parameter)]
-        target = fresh.get(part.index, {})
         for name in reversed(list(state)):
             value = state.pop(name)
             if not isinstance(value, torch.Tensor) or name not in target:
@@ -148,7 +147,7 @@ class SharedState:
             elif part.start == 0:
                 target[name].copy_(value)
             else:
-                self._own.setdefault(id(parameter), {})[name] = value.clone()
+                self._own.setdefault(part, {})[name] = value.clone()
 
     def pass_on_values(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells all workers the state that is no tensor, where there is some; collective then."""
@@ -158,9 +157,7 @@ class SharedState:
         mine = [
             [places[key], name, value]
             for key, name in self._loose
-            if (part := self._parts.get(key)) is not None
-            and part.start == 0
-            and _is_plain(value := self._states[key][name])
+            if key in self._first and _is_plain(value := self._states[key][name])
         ]
         for said in self._group.gather_objects(mine, "optimizer state"):
             for index, name, value in said:
@@ -169,6 +166,8 @@ class SharedState:
 
 def part_of(tensor: torch.Tensor, parameter: torch.Tensor, part: Part) -> torch.Tensor:
     """The elements of a part: a view, if ``tensor`` lies in memory as its parameter does; else a copy."""
+    if tensor.is_contiguous() and parameter.is_contiguous():
+        return tensor.view(-1)[part.start : part.stop]
     strides = dense_strides(parameter)
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

@@ -103,7 +103,7 @@ class SharedUpdateRunner(UpdateRunner):
         """See ``UpdateRunner``."""
         book = self._books[optimizer]
         fresh = self._take_back(optimizer, book)
-        if any(self._group.meet("", f"end of {type(optimizer).__name__}.step", int(bool(fresh)))):
+        if any(self._group.numbers(int(bool(fresh)), f"end of {type(optimizer).__name__}.step")):
             book.state.share(optimizer, _parameters(optimizer), fresh)
         book.state.pass_on_values(optimizer)
         for record in records:
@@ -143,7 +143,7 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = any(optimizer.state.get(p) for p in parameters)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
-        self._check_alike(self._group.meet(f"of {len(parameters)} parameters", name, says), name)
+        self._check_alike(self._group.numbers(says, f"{name} of {len(parameters)} parameters"), name)
         if says:
             if moved:
                 self._home.move_in(moved)
@@ -155,13 +155,13 @@ class SharedUpdateRunner(UpdateRunner):
                 self._divide(book, optimizer, key)
             if loaded:
                 pending = {
-                    h.parameter: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
+                    h.part: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
                     for held in book.held
                     for h in held
                     if optimizer.state.get(h.parameter)
                 }
                 book.state.share(optimizer, parameters, pending)
-            self._group.meet("", f"{name} goes on")
+            self._group.numbers(0, f"{name} goes on")
         assert book is not None
         self._put_in(optimizer, book)
 
@@ -180,20 +180,17 @@ class SharedUpdateRunner(UpdateRunner):
         shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
         sizes = [p.numel() if s and p.requires_grad else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]
-        parts = {
-            part.index: part
-            for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size)
-        }
+        parts: dict[int, list[Part]] = {}
+        for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
+            parts.setdefault(part.index, []).append(part)
         book.key, book.held = key, []
         index = 0
         for group in optimizer.param_groups:
             held = []
             for parameter in group["params"]:
-                part = parts.get(index)
-                if not sizes[index]:  # nobody's part: thawed later, empty, or not shared
-                    part = Part(index, 0, parameter.numel(), True) if not shared[index] else None
-                if part is not None:
-                    held.append(_Held(part, parameter, self._home))
+                if not shared[index]:  # every worker updates its own
+                    parts[index] = [Part(index, 0, parameter.numel(), True)]
+                held += [_Held(part, parameter, self._home) for part in parts.get(index, ())]
                 index += 1
             book.held.append(held)
         book.state.divide([h.part for held in book.held for h in held], parameters)
@@ -210,9 +207,9 @@ class SharedUpdateRunner(UpdateRunner):
                 if state and h.tensor is not h.parameter:
                     optimizer.state[h.tensor] = book.state.cut(h.part, h.parameter, state)
 
-    def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[torch.Tensor, dict[str, Any]]:
+    def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[Part, dict[str, Any]]:
         """Puts the parameters back; returns new state of this rank's parts."""
-        fresh: dict[torch.Tensor, dict[str, Any]] = {}
+        fresh: dict[Part, dict[str, Any]] = {}
         if book.saved is None:
             return fresh
         for group, parameters in zip(optimizer.param_groups, book.saved, strict=True):
@@ -225,7 +222,7 @@ class SharedUpdateRunner(UpdateRunner):
                 h.tensor.grad = None
                 state = optimizer.state.pop(h.tensor, None)
                 if state and not book.state.put_back(h.part, h.parameter, state):
-                    fresh[h.parameter] = state
+                    fresh[h.part] = state
         return fresh
 
 

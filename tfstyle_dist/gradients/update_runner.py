@@ -79,7 +79,7 @@ class UpdateRunner:
         frame = current_frame()
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         strategy.gradient_reducer.check_reduced(records, 0 if replica is None else replica.local_replica_id)
-        if strategy.worker.num_local_replicas == 1 or replica is None or frame is None or frame.component is not None:
+        if not strategy.parameter_store.replaces or replica is None or frame is None or frame.component is not None:
             return None
         leader = replica.local_replica_id == 0
         replica.meet(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
@@ -93,7 +93,7 @@ class UpdateRunner:
         if strategy is None:
             return
         if frame is None or frame.replica is None or not (frame.follower or frame.component is not None):
-            if strategy.worker.num_local_replicas > 1:
+            if strategy.parameter_store.replaces:
                 strategy.parameter_store.after_update(records)
             return
         pop(frame)

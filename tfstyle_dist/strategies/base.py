@@ -12,6 +12,7 @@ import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import nest
+from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
@@ -62,6 +63,8 @@ class Strategy(InputMethods, TrainingMethods):
 
     Args:
         extended: the facade made by the subclass; it carries the worker and the cross-device ops.
+        communication_options: of the group.
+        parameter_device: where all values live under central storage.
 
     Attributes:
         worker: local replicas and the group of workers.
@@ -72,19 +75,23 @@ class Strategy(InputMethods, TrainingMethods):
     first_replica_is_global = True
 
     def __init__(
-        self, extended: StrategyExtended, *, communication_options: CommunicationOptions | None = None
+        self,
+        extended: StrategyExtended,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        parameter_device: ReplicaDevice | None = None,
     ) -> None:
         self._extended = extended
         self.worker = extended.worker
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
         self.worker.group.use_summation(sum_into)
-        self.parameter_store = ParameterStore(self, self.worker)
+        self.parameter_store = ParameterStore(self, self.worker, parameter_device)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None
         self._closed = False
         extended.bind(self)
-        if self.worker.num_replicas > 1:
+        if self.parameter_store.adopts:
             self.gradient_reducer = self.make_reducer()
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = self.make_update_runner()
@@ -106,7 +113,7 @@ class Strategy(InputMethods, TrainingMethods):
         return UpdateRunner(self)
 
     def _reducer_class(self) -> type[GradientReducer]:
-        if self.worker.num_local_replicas > 1:
+        if self.parameter_store.replaces:
             return MeetingReducer
         shared = self.worker.group.meets_in_memory(torch.float32, self.worker.torch_device(0))
         return InMemoryReducer if shared else StreamingReducer
@@ -142,8 +149,8 @@ class Strategy(InputMethods, TrainingMethods):
 
     @property
     def adopts_modules(self) -> bool:
-        """Whether modules built in the scope are taken over; with one replica there is nothing to take over."""
-        return self.num_replicas_in_sync > 1
+        """Whether modules built in the scope are taken over; one replica that keeps its own values needs nothing."""
+        return self.parameter_store.adopts
 
     # ---- contexts ---------------------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ from tfstyle_dist.core import env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.gradients.reducer import GradientReducer
-from tfstyle_dist.gradients.shared_reducer import SharedReducer
+from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import RunOptions, Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
-from tfstyle_dist.variables import DistributedVariable, Placement, Variable
+from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable
 from tfstyle_dist.variables.shared_home import SharedHome
 
@@ -58,17 +58,16 @@ class CentralStorageStrategy(Strategy):
         self._home = _parameter_device(places, parameter_device, launch)
         group = make_group(self._home.torch_device, CommunicationOptions())
         worker = Worker(places, group, effective_timeout(CommunicationOptions()))
-        super().__init__(StrategyExtended(worker))
-        store = self.parameter_store
-        store.placement, store.parameter_device = Placement.CENTRAL, self._home
+        super().__init__(StrategyExtended(worker), parameter_device=self._home)
         if group.size > 1:
-            store.shared_home = self._shared
+            self.parameter_store.shared_home = self._shared
 
     def make_reducer(self) -> GradientReducer:
         """Gradients of several processes are summed in shared memory, and their mean is kept once."""
         if self.worker.group.size == 1:
             return super().make_reducer()
-        return SharedReducer(self.worker, self.parameter_store, self.communication_options.bytes_per_pack)
+        options, method = self.communication_options, self.cross_device_ops.aggregation_method
+        return SharedReducer(self.worker, self.parameter_store, options.bytes_per_pack or CHUNK_BYTES, method)
 
     def make_update_runner(self) -> UpdateRunner:
         """Of several processes each updates its part."""
@@ -90,10 +89,12 @@ class CentralStorageStrategy(Strategy):
         finally:
             if isinstance(self.update_runner, SharedUpdateRunner):
                 self.update_runner.restore()  # only a step that raised leaves something to do
+            if self.parameter_store.puller is not None:
+                self.parameter_store.puller.release()
 
     def create_variable(self, spec: VariableSpec) -> Variable:
         """A variable with one copy on the parameter device."""
-        if self.num_replicas_in_sync == 1:
+        if not self.parameter_store.adopts:
             return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
         frame = current_frame()
         if frame is not None and frame.replica is not None and frame.strategy is self:
@@ -146,6 +147,8 @@ def _parameter_device(
         return ReplicaDevice("cpu", 0) if several else compute[0]
     home = device_names.parse(wanted)
     device_names.check_present(home)
-    if home.type != compute[0].type:
-        raise ValueError(f"parameter_device {home} differs from the compute devices {[str(c) for c in compute]}.")
+    if launch is not None and launch.world_size > 1 and home.type != "cpu":
+        raise ValueError(
+            f"Under torchrun the parameters are in the host's memory, but parameter_device is {home}. Leave it out."
+        )
     return home

@@ -253,6 +253,8 @@ class TFOptimizer(abc.ABC):
             self._update_rows(target, grad.coalesce(), slots)
         else:
             self.update(target, grad.to_dense() if grad.is_sparse else grad, slots)
+        if record is not None:
+            record.changes += 1
         if others:
             for other in others:
                 other.copy_(other + (target - before).to(other.device))

@@ -47,12 +47,14 @@ class Record:
         kind: ``"parameter"``, ``"buffer"`` or ``"variable"``.
         policy: how its gradient is reduced; ``None`` for buffers.
         number: place in the order of adoption; the same on all workers.
+        changes: counts writes, so that copies elsewhere are known to be old.
     """
 
     __slots__ = (
         "__weakref__",
         "_tensor",
         "aggregation",
+        "changes",
         "components",
         "kind",
         "local_name",
@@ -82,7 +84,7 @@ class Record:
         self.separated = kind == "buffer" or synchronization is VariableSynchronization.ON_READ
         self._tensor: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
-        self.local_name, self.number = "", -1
+        self.local_name, self.number, self.changes = "", -1, 0
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -106,6 +108,13 @@ class Record:
         """The copy that the calling thread reads."""
         index = self.index()
         return self.components[0 if index is None else index]
+
+    def value(self) -> torch.Tensor:
+        """What the calling thread computes with: its replica's copy, on the replica's device."""
+        puller, index = self.store.puller, self.index()
+        if puller is None or index is None or self.kind == "buffer" or self.updating() is not None:
+            return self.components[0 if index is None else index]
+        return puller.value(self, index)
 
     def copies(self) -> list[torch.Tensor]:
         """What the user counts as the copies of this worker: one on the parameter device under central storage."""
@@ -134,6 +143,7 @@ class Record:
     def fan_out(self) -> None:
         """Makes all copies equal to the first replica's; copies on its device share its storage again."""
         first = self.components[0]
+        self.changes += 1
         share = self.kind != "buffer" and self.synchronization is not VariableSynchronization.ON_READ
         with torch.no_grad():
             for component in self.components[1:]:
@@ -148,11 +158,14 @@ class Record:
     def set_data(self, data: torch.Tensor) -> None:
         """``tensor.data = data`` for every copy, e.g. from ``module.double()`` or ``module.to()``."""
         tensor = self.tensor
+        self.changes += 1
         with raw(), torch.no_grad():
+            if self.store.puller is not None and self.kind != "buffer":
+                data = data.to(self.store.device(0, data.device))  # module.cuda() does not move the central copy
             if tensor is not None:
                 tensor.data = data
             for replica, component in enumerate(self.components):
-                device = self.store.device(replica, data.device)
+                device = self.store.device(replica, data.device, self.kind)
                 if self.kind == "buffer" and replica > 0:
                     component.data = data.detach().clone().to(device)
                 else:

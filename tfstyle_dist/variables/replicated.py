@@ -19,6 +19,8 @@ _Tensor = torch.Tensor
 # Descriptors of torch.Tensor: their accessors are the functions that __torch_function__ is called with.
 _GRAD: Any = _Tensor.grad
 _DATA: Any = _Tensor.data
+_DEVICE: Any = _Tensor.device
+_IS_CUDA: Any = _Tensor.is_cuda
 _REQUIRES_GRAD: Any = _Tensor.requires_grad
 _IN_PLACE_DUNDERS = frozenset(
     f"__i{name}__"
@@ -77,11 +79,13 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             if record is not None:
                 written.append(record)
                 _before_write(record)
-    new_args = [_resolve(a) for a in args]
-    new_kwargs = {k: _resolve(v) for k, v in kwargs.items()} if kwargs else {}
+    resolve = _resolve if not written else _resolve_stored
+    new_args = [resolve(a) for a in args]
+    new_kwargs = {k: resolve(v) for k, v in kwargs.items()} if kwargs else {}
     with raw():
         result = func(*new_args, **new_kwargs)
     for record in written:
+        record.changes += 1
         if record.index() is None:
             record.fan_out()
     if len(written) == 1 and args and result is new_args[0]:
@@ -102,6 +106,16 @@ def _resolve(value: Any) -> Any:
     return value
 
 
+def _resolve_stored(value: Any) -> Any:
+    """Like ``_resolve``, but never a copy on a compute device: a write to that would be lost."""
+    if isinstance(value, Replicated):
+        value._tfstyle_record.store.ensure_equal()
+        return value._tfstyle_stored()
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_resolve_stored(v) for v in value)
+    return value
+
+
 def _before_write(record: Record) -> None:
     """A replica that writes outside an update gets a storage of its own first, or the write would count L times."""
     if not record.separated and record.index() is not None and record.updating() is None:
@@ -117,7 +131,12 @@ class Replicated:
         """The copy that the calling thread means."""
         record = self._tfstyle_record
         record.store.ensure_equal()
-        return record.component()
+        return record.value()
+
+    def _tfstyle_stored(self) -> torch.Tensor:
+        """The copy that the calling thread writes to, on the device where values are kept."""
+        record = self._tfstyle_record
+        return self._tfstyle_value() if record.store.puller is None else record.component()
 
     @classmethod
     def __torch_function__(
@@ -175,8 +194,9 @@ def _del_grad(tensor: Any) -> None:
 
 def _get_data(tensor: Any) -> torch.Tensor:
     """The alias may be written to, and nobody would see it: a replica gets its own storage first."""
+    tensor._tfstyle_record.store.ensure_equal()
     _before_write(tensor._tfstyle_record)
-    return tensor._tfstyle_value().data  # type: ignore[no-any-return]
+    return tensor._tfstyle_stored().data  # type: ignore[no-any-return]
 
 
 def _detach(tensor: Any) -> torch.Tensor:
@@ -186,8 +206,9 @@ def _detach(tensor: Any) -> torch.Tensor:
         fresh = torch.nn.Parameter(tensor._tfstyle_value().detach(), requires_grad=False)
         record.store.adopt_parameter(fresh, None, record.local_name)
         return fresh
+    record.store.ensure_equal()
     _before_write(record)
-    return tensor._tfstyle_value().detach()  # type: ignore[no-any-return]
+    return tensor._tfstyle_stored().detach()  # type: ignore[no-any-return]
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
@@ -224,6 +245,20 @@ def _shallow_type(tensor: Any, other: Any) -> bool:
         return bool(torch._has_compatible_shallow_copy_type(tensor, _resolve(other)))
 
 
+def _device(tensor: Any) -> torch.device:
+    """Where the calling thread computes with the tensor."""
+    record: Record = tensor._tfstyle_record
+    puller, index = record.store.puller, record.index()
+    if puller is not None and index is not None and record.updating() is None:
+        return puller.devices[index]
+    device: torch.device = _DEVICE.__get__(record.component())  # a variable's own one is the logical device
+    return device
+
+
+def _is_cuda(tensor: Any) -> bool:
+    return _device(tensor).type == "cuda"
+
+
 def _data_ptr(tensor: Any) -> int:
     return int(tensor._tfstyle_record.component().data_ptr())
 
@@ -238,7 +273,7 @@ def _autograd_grad(
 ) -> tuple[torch.Tensor | None, ...]:
     """``torch.autograd.grad``: where a custom autograd Function took the object itself, that part counts too."""
     grad: Any = torch.autograd.grad
-    groups = [[_resolve(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in inputs]
+    groups = [[_resolve_stored(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in inputs]
     with raw():
         flat = [t for group in groups for t in group]
         found = iter(grad(_resolve(outputs), flat, *_resolve(rest), allow_unused=True, **kwargs))
@@ -297,13 +332,11 @@ _METADATA = frozenset(
         for name in (
             "shape",
             "dtype",
-            "device",
             "ndim",
             "requires_grad",
             "is_leaf",
             "layout",
             "is_sparse",
-            "is_cuda",
             "is_meta",
         )
     ]
@@ -326,4 +359,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _Tensor.share_memory_: _share_memory_,
     torch._has_compatible_shallow_copy_type: _shallow_type,
     _Tensor.data_ptr: _data_ptr,
+    _DEVICE.__get__: _device,
+    _IS_CUDA.__get__: _is_cuda,
 }

@@ -86,7 +86,8 @@ class SharedHome:
             if self._group.rank == 0:
                 for record, place in zip(shared, places, strict=True):
                     place.shared_view().copy_(record.components[0].detach())
-            self._group.meet("", "initial values are in shared memory")
+                segment.unmap_shared()
+            self._group.numbers(0, "initial values are in shared memory")
             for record, place in zip(shared, places, strict=True):
                 record.set_data(place.own_view())
                 self._places[record] = place
@@ -115,7 +116,7 @@ class SharedHome:
                 mine = slice(max(start, low), min(stop, high))
                 if mine.stop > mine.start:
                     segment.shared[mine].copy_(segment.private[mine])
-        self._group.meet("", "written parameters are shared")
+        self._group.numbers(0, "written parameters are shared")
         for segment, ranges in written:
             for start, stop in ranges:
                 segment.forget(start, stop)

@@ -15,8 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.pull import Puller, is_elsewhere
 from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 from tfstyle_dist.variables.shared_home import SharedHome
@@ -43,21 +45,26 @@ class ParameterStore:
     Args:
         strategy: the owner.
         worker: its local replicas and group.
+        parameter_device: the one device of all values under central storage.
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
         placement: where copies live.
         parameter_device: the one device of all values under central storage; ``None`` otherwise.
         shared_home: the memory that the workers share under central storage; ``None`` otherwise.
+        puller: makes the copies that replicas on other devices compute with; ``None`` when there are none.
     """
 
-    placement = Placement.MIRRORED
-    parameter_device: ReplicaDevice | None = None
     shared_home: SharedHome | None = None
 
-    def __init__(self, strategy: Any, worker: Worker) -> None:
+    def __init__(self, strategy: Any, worker: Worker, parameter_device: ReplicaDevice | None = None) -> None:
         self._strategy = weakref.ref(strategy)
-        self.worker = worker
+        self.worker, self.parameter_device = worker, parameter_device
+        self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
+        devices = [d.torch_device for d in worker.devices]
+        self.puller = None
+        if parameter_device is not None and any(is_elsewhere(d, parameter_device.torch_device) for d in devices):
+            self.puller = Puller(devices)
         self.version = 0
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
@@ -73,8 +80,21 @@ class ParameterStore:
         """The owning strategy."""
         return self._strategy()
 
-    def device(self, replica: int, like: torch.device) -> torch.device:
+    @property
+    def adopts(self) -> bool:
+        """Whether modules are taken over: a single replica that computes with its own values needs nothing."""
+        return self.worker.num_replicas > 1 or self.puller is not None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether parameters become objects that show each thread its own copy."""
+        return self.worker.num_local_replicas > 1 or self.puller is not None
+
+    def device(self, replica: int, like: torch.device, kind: str = "parameter") -> torch.device:
         """Where replica's copy of a tensor that the user put on ``like`` belongs."""
+        if self.puller is not None:
+            assert self.parameter_device is not None
+            return self.worker.torch_device(replica) if kind == "buffer" else self.parameter_device.torch_device
         if self.worker.one_device() or like.type != self.worker.torch_device(replica).type:
             return like
         return self.worker.torch_device(replica)
@@ -92,7 +112,7 @@ class ParameterStore:
             return known
         count = self.worker.num_local_replicas
         components: list[torch.Tensor] = [parameter]
-        if count > 1:
+        if self.replaces:
             components = []
             for replica in range(count):
                 data = parameter.detach()
@@ -106,7 +126,7 @@ class ParameterStore:
                 )
             parameter.__class__ = MirroredParameter
         record = Record(self, parameter, components, "parameter", policy=GradientPolicy())
-        if count > 1:
+        if self.replaces:
             parameter._tfstyle_record = record  # type: ignore[attr-defined]
             _register_components(record)
         else:
@@ -125,15 +145,15 @@ class ParameterStore:
         aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
         count = self.worker.num_local_replicas
         components: list[torch.Tensor] = [buffer]
-        if count > 1:
+        if self.replaces:
             components = []
             for replica in range(count):
-                copy = buffer.detach().to(self.device(replica, buffer.device))
+                copy = buffer.detach().to(self.device(replica, buffer.device, "buffer"))
                 components.append(copy.clone() if replica else copy)
             if type(buffer) is torch.Tensor:
                 buffer.__class__ = MirroredBuffer
         record = Record(self, buffer, components, "buffer", VariableSynchronization.ON_READ, aggregation)
-        if count > 1:
+        if self.replaces:
             buffer._tfstyle_record = record  # type: ignore[attr-defined]
         else:
             record.components = _WeakComponents(record)
@@ -176,7 +196,7 @@ class ParameterStore:
         """The living records in the order of adoption."""
         for reference in self._all:
             record = reference()
-            if record is not None and record.kind == "buffer" and self.worker.num_local_replicas == 1:
+            if record is not None and record.kind == "buffer" and not self.replaces:
                 _follow_buffer(record)
             if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
@@ -223,6 +243,9 @@ class ParameterStore:
 
     def after_update(self, records: Iterable[Record]) -> None:
         """Carries the first replica's new values to the other copies after an optimizer step."""
+        records = list(records)
+        for record in records:
+            record.changes += 1
         if self.worker.one_device():
             if self._separated:
                 for record in list(self._separated):
@@ -251,8 +274,16 @@ class ParameterStore:
             for record in pending:
                 if len(record.components) > 1 and not self.worker.one_device():
                     record.fan_out()
+                if self.puller is not None and record.kind != "buffer":
+                    self._settle_at_home(record)
         finally:
             self._equalizing = False
+
+    def _settle_at_home(self, record: Record) -> None:
+        """Puts all copies on the parameter device into one storage, from which GPUs can read at full speed."""
+        first = record.components[0].detach().to(self.device(0, record.components[0].device))
+        to_gpu = self.worker.devices[0].type == "cuda" and true_device(first).type == "cpu"
+        record.set_data(first.pin_memory() if to_gpu else first)
 
     def _check_same_structure(self, pending: Sequence[Record]) -> None:
         mine = [[r.kind, r.local_name, list(r.components[0].shape), str(r.components[0].dtype)] for r in pending]

@@ -82,7 +82,7 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         record.store.ensure_equal()
         index = record.index()
         if index is not None or record.synchronization is not VariableSynchronization.ON_READ:
-            return record.components[index or 0]
+            return record.value()
         return read_across_replicas(record, self.name)
 
     def value(self) -> torch.Tensor:
@@ -152,6 +152,12 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         return self._assign("assign_sub", delta)
 
     def _assign(self, op: str, value: Any) -> Any:
+        try:
+            return self._assign_in_context(op, value)
+        finally:
+            self._tfstyle_record.changes += 1
+
+    def _assign_in_context(self, op: str, value: Any) -> Any:
         record = self._tfstyle_record
         record.store.ensure_equal()
         strategy, frame = record.store.strategy, current_frame()
@@ -172,7 +178,7 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
             or record.aggregation is VariableAggregation.NONE
         )
         if local:
-            if frame.component is None and record.placement is Placement.CENTRAL:
+            if frame.component is None and record.placement is Placement.CENTRAL and strategy.num_replicas_in_sync > 1:
                 raise ValueError(
                     f"You must specify an aggregation method to update the variable {self.name!r} in replica context: "
                     "under central storage it has one copy, and aggregation NONE does not say how the replicas' values "
