@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Placement, Record, raw
@@ -253,6 +254,16 @@ class ParameterStore:
                     record.fan_out()
         finally:
             self._equalizing = False
+
+    def ensure_equal_to_read(self) -> None:
+        """``ensure_equal`` for a read of a module's parameter; inside the scope it waits for the scope's end.
+
+        Modules read parameters while they fill them: made equal in the middle of that, they would not stay so.
+        """
+        if self._pending:
+            frame = current_frame()
+            if frame is None or frame.replica is not None or frame.strategy is not self.strategy:
+                self.ensure_equal()
 
     def _check_same_structure(self, pending: Sequence[Record]) -> None:
         mine = [[r.kind, r.local_name, list(r.components[0].shape), str(r.components[0].dtype)] for r in pending]
