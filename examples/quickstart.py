@@ -60,7 +60,6 @@ def make_strategy(name: str, replicas: int | None) -> tfd.Strategy:
     kind = tfd.MultiWorkerMirroredStrategy if name == "multi_worker" else tfd.MirroredStrategy
     if replicas is None:
         return kind()  # started by a launcher: this process is one replica of many
-    # "cuda:0#1" is a second replica on GPU 0.
     return kind(devices=[f"cuda:{r % gpus}#{r // gpus}" if gpus else f"cpu:{r}" for r in range(replicas)])
 
 
@@ -138,8 +137,7 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    names = ["mirrored", "multi_worker", "one_device", "tpu"]
-    parser.add_argument("--strategy", choices=names, default="mirrored")
+    parser.add_argument("--strategy", choices=["mirrored", "multi_worker", "one_device", "tpu"], default="mirrored")
     parser.add_argument("--replicas", type=int, help="replicas in this process; default: as many as GPUs")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=48, help="of all replicas together")
