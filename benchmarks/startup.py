@@ -2,9 +2,9 @@
 
     python benchmarks/startup.py --rounds 7 --out benchmarks/results/startup.json
 
-Forms: ddp and ours (torchrun --standalone), launch (ours, python -m tfstyle_dist.launch, a TF_CONFIG cluster). They take
-turns, so that a busy machine slows all alike; the ratio is taken round by round. The first round warms the disk cache
-and does not count.
+Forms: ddp and ours (torchrun --standalone), launch (ours, python -m tfstyle_dist.launch, a TF_CONFIG cluster). They
+take turns, so that a busy machine slows all alike; the ratio is taken round by round. The first round warms the disk
+cache and does not count.
 """
 
 from __future__ import annotations
