@@ -4,6 +4,7 @@
     python examples/quickstart.py --replicas 2      # in one process: two GPUs, or two threads on the CPU
     torchrun --standalone --nproc-per-node=2 examples/quickstart.py     # two processes of one replica each
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/quickstart.py --strategy tpu    # XLA
+    python -m tfstyle_dist.launch --workers 2 examples/quickstart.py --strategy multi_worker    # a TF_CONFIG cluster
 
 The data (1797 images of 8 x 8 pixels) come with scikit-learn. The exit code is 1 when the test accuracy is
 below 97 %, or when the weights after 50 steps differ from those of one device by more than 1e-5.
@@ -54,12 +55,12 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def make_strategy(name: str, replicas: int | None) -> tfd.Strategy:
     gpus = torch.cuda.device_count()
-    if name != "mirrored":
+    if name in ("one_device", "tpu"):
         return tfd.TPUStrategy() if name == "tpu" else tfd.OneDeviceStrategy("cuda:0" if gpus else "cpu:0")
+    kind = tfd.MultiWorkerMirroredStrategy if name == "multi_worker" else tfd.MirroredStrategy
     if replicas is None:
-        return tfd.MirroredStrategy()  # under torchrun: this process is one replica of many
-    # "cuda:0#1" is a second replica on GPU 0.
-    return tfd.MirroredStrategy([f"cuda:{r % gpus}#{r // gpus}" if gpus else f"cpu:{r}" for r in range(replicas)])
+        return kind()  # started by a launcher: this process is one replica of many
+    return kind(devices=[f"cuda:{r % gpus}#{r // gpus}" if gpus else f"cpu:{r}" for r in range(replicas)])
 
 
 def weights_on_one_device(start: dict[str, torch.Tensor], device: torch.device, batch_size: int) -> Any:
@@ -136,7 +137,7 @@ def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", choices=["mirrored", "one_device", "tpu"], default="mirrored")
+    parser.add_argument("--strategy", choices=["mirrored", "multi_worker", "one_device", "tpu"], default="mirrored")
     parser.add_argument("--replicas", type=int, help="replicas in this process; default: as many as GPUs")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=48, help="of all replicas together")

@@ -18,4 +18,4 @@ CATEGORIES = (
     "ps",
 )
 
-WAITING = {}
+WAITING: dict[str, tuple[str, ...]] = {}

@@ -29,6 +29,16 @@ def effective_timeout(options: CommunicationOptions) -> timedelta | None:
     return options.timeout if options.timeout_seconds is not None else env.timeout()
 
 
+def available_backends() -> tuple[str, ...]:
+    """What this torch build can carry collectives with: ``"gloo"``, ``"nccl"``, both or nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return ()
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, there in found.items() if there)
+
+
 def _backend(device: torch.device, options: CommunicationOptions) -> str:
     import torch.distributed as dist
 

@@ -309,7 +309,7 @@ class TorchGroup(WorkerGroup):
 
     def _raise_mismatch(self, text: str, name: str) -> None:
         """All workers see the difference, so all of them come here."""
-        calls = self._texts(f"{text} at {call_site()}", name)
+        calls = self._texts(f"{text} at {call_site()}, operation {self._sequence}", name)
         lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
         raise CollectiveMismatchError(
             f"The workers make different calls; all must make the same calls in the same order:\n{lines}", calls

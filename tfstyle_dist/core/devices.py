@@ -89,7 +89,8 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     """The devices of one worker's replicas, checked: present, distinct, all of one kind.
 
     Raises:
-        ValueError: ``names`` is one device instead of a sequence, none given, a device twice, CPU and GPU mixed, or a device that is absent.
+        ValueError: one device instead of a sequence, none given, a device twice, CPU and GPU mixed, or a device that is
+            absent.
     """
     if isinstance(names, str | torch.device | ReplicaDevice):
         raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{str(names)!r}].")

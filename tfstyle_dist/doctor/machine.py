@@ -9,10 +9,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 
 import torch
 
-import tfstyle_dist
+from tfstyle_dist.comm.bootstrap import available_backends
 from tfstyle_dist.comm.shared_lane import DIRECTORY, SLOT_BYTES, create_segment, remove_segment
 from tfstyle_dist.core import env, network
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
@@ -22,9 +23,17 @@ _FEW_FILES = 1024
 _MEGABYTE = 1024 * 1024
 
 
+def package_version() -> str:
+    """The installed version of this package."""
+    try:
+        return metadata.version("tfstyle_dist")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def versions() -> Iterator[Finding]:
     """Python, torch, this package."""
-    text = f"Python {platform.python_version()}, torch {torch.__version__}, tfstyle_dist {tfstyle_dist.__version__}"
+    text = f"Python {platform.python_version()}, torch {torch.__version__}, tfstyle_dist {package_version()}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST_TORCH:
         yield problem("versions", text, "install torch 2.9 or later")
     elif sys.platform != "linux":
@@ -54,17 +63,13 @@ def devices() -> Iterator[Finding]:
 
 def backends() -> Iterator[Finding]:
     """What can carry collectives."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        yield problem("backends", "torch was built without torch.distributed", "install an official build of torch")
-        return
-    if not dist.is_gloo_available():
-        yield problem("backends", "Gloo is missing from this torch build", "install an official build of torch")
-    else:
+    found = available_backends()
+    if "gloo" in found:
         yield ok("backends", "Gloo")
+    else:
+        yield problem("backends", "Gloo is missing from this torch build", "install an official build of torch")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if dist.is_nccl_available():
+    if "nccl" in found:
         version = ".".join(str(part) for part in torch.cuda.nccl.version()) if gpus else "not loaded without a GPU"
         yield ok("backends", f"NCCL ({version})")
     elif gpus:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-import tfstyle_dist
 from tfstyle_dist.cluster_resolver import ClusterResolver
 from tfstyle_dist.comm.bootstrap import make_group
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
+from tfstyle_dist.doctor.machine import package_version
 from tfstyle_dist.strategies.multi_worker_mirrored import members_of
 
 _SKEW_SECONDS = 1.0
@@ -37,7 +37,7 @@ def meet(resolver: ClusterResolver, seconds: float) -> Iterator[Finding]:
         group.gather_objects(0, "ready")
         clocks = group.gather_objects(time.time(), "clocks")
         latency = time.monotonic() - started
-        versions = [platform.python_version(), torch.__version__, tfstyle_dist.__version__]
+        versions = [platform.python_version(), torch.__version__, package_version()]
         everyone = group.gather_objects(versions, "versions")
         buffer = torch.ones(_NUMBERS)
         started = time.monotonic()

@@ -114,9 +114,9 @@ class Task:
             return True
         number = stream.fileno()
         *lines, rest = (self._partial.get(number, b"") + data).split(b"\n")
-        self._partial[number] = rest
         if not data and rest:
-            lines.append(rest)
+            lines, rest = [*lines, rest], b""
+        self._partial[number] = rest
         is_error = stream is self._process.stderr
         for line in lines:
             # A progress bar writes over its line: the last state counts.

@@ -130,7 +130,7 @@ class Replicated:
     def _tfstyle_value(self) -> torch.Tensor:
         """The copy that the calling thread means."""
         record = self._tfstyle_record
-        record.store.ensure_equal()
+        record.store.ensure_equal_to_read()
         return record.value()
 
     def _tfstyle_stored(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import true_device
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.pull import Puller, is_elsewhere
@@ -284,6 +285,16 @@ class ParameterStore:
         first = record.components[0].detach().to(self.device(0, record.components[0].device))
         to_gpu = self.worker.devices[0].type == "cuda" and true_device(first).type == "cpu"
         record.set_data(first.pin_memory() if to_gpu else first)
+
+    def ensure_equal_to_read(self) -> None:
+        """``ensure_equal`` for a read of a module's parameter; inside the scope it waits for the scope's end.
+
+        Modules read parameters while they fill them: made equal in the middle of that, they would not stay so.
+        """
+        if self._pending:
+            frame = current_frame()
+            if frame is None or frame.replica is not None or frame.strategy is not self.strategy:
+                self.ensure_equal()
 
     def _check_same_structure(self, pending: Sequence[Record]) -> None:
         mine = [[r.kind, r.local_name, list(r.components[0].shape), str(r.components[0].dtype)] for r in pending]

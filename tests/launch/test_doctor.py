@@ -1,0 +1,110 @@
+"""The doctor: what it finds, what it says to do, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfstyle_dist.core import network
+from tfstyle_dist.doctor.__main__ import examine, main
+from tfstyle_dist.doctor.finding import Finding, Level
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "TFSTYLE_RENDEZVOUS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def problems(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level is Level.PROBLEM]
+
+
+def set_cluster(monkeypatch: pytest.MonkeyPatch, addresses: list[str], index: int = 0) -> None:
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+
+
+def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    for area in ("versions", "devices", "backends", "shared memory", "limits", "host name", "settings", "cluster"):
+        assert f" {area}: " in said
+    assert said.splitlines()[-1] == "no problems"
+
+
+def test_json() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tfstyle_dist.doctor", "--json"], capture_output=True, text=True, timeout=90, check=True
+    )
+    report = json.loads(result.stdout)
+    assert report["problems"] == 0
+    assert {"area", "level", "text", "advice"} == report["findings"][0].keys()
+
+
+def test_a_wrong_cluster_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert main([]) == 1
+    assert "PROBLEM cluster: TF_CONFIG is not JSON" in capsys.readouterr().out
+    set_cluster(monkeypatch, ["a:1", "a:1"])
+    (found,) = problems(examine())
+    assert "is given to both" in found.text
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "soon")
+    assert any("TFSTYLE_TIMEOUT_SECONDS='soon'" in found.text for found in problems(examine()))
+
+
+def test_a_taken_port_names_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        set_cluster(monkeypatch, [f"127.0.0.1:{port}", "127.0.0.1:1"])
+        (found,) = problems(examine())
+    assert found.area == "ports"
+    assert f"port {port} is in use by pid " in found.text
+    assert "choose another port" in found.advice
+
+
+def test_peers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = network.free_ports(2)
+    set_cluster(monkeypatch, [f"127.0.0.1:{own}", f"127.0.0.2:{other}", "no-such-host.invalid:1"])
+    findings = examine()
+    (found,) = problems(findings)
+    assert "no-such-host.invalid" in found.text
+    assert "does not resolve" in found.text
+    assert any("nothing listens there yet" in finding.text for finding in findings)
+    assert any(f"port {own} is free" in finding.text for finding in findings)
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
+    (found,) = problems(examine())
+    assert found.area == "network"
+
+
+def test_torchrun_with_a_loopback_master_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = network.free_ports(1)
+    settings = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in {**settings, "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = problems(examine())
+    assert "MASTER_ADDR=localhost, but the workers are on several hosts" in found.text
+
+
+@pytest.mark.slow
+def test_doctors_meet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfstyle_dist.launch", "--workers", "2", "-m", "tfstyle_dist.doctor"]
+    result = subprocess.run([*command, "--meet", "60", "--json"], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(2):
+        lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if line.startswith(f"[worker {rank}]")]
+        areas = {finding["area"]: finding for finding in json.loads("\n".join(lines))["findings"]}
+        assert "2 workers met" in areas["meeting"]["text"]
+        assert "clocks agree to" in areas["clocks"]["text"]

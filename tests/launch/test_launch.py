@@ -1,0 +1,221 @@
+"""The launcher: roles, prefixed logs, first failure, signals; nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Launch:
+    """A launcher under test."""
+
+    def __init__(self, program: Path, options: list[str], marker: str) -> None:
+        self.marker = marker
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tfstyle_dist.launch", "--grace", "2", *options, str(program), marker],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": "7", "WORLD_SIZE": "9"},
+        )
+
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+    def wait_for(self, count: int) -> None:
+        """Returns when so many tasks have said that they are ready."""
+        assert self.process.stdout is not None
+        while count:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+            count -= "ready" in line
+
+    def left(self) -> list[str]:
+        """Processes of this cluster that still live."""
+        found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        return [line for line in found.splitlines() if self.marker in line and "defunct" not in line]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Any]:
+    started: list[Launch] = []
+
+    def start(source: str, *options: str) -> Launch:
+        program = tmp_path / f"program{len(started)}.py"
+        program.write_text("import json, os, signal, sys, time\n" + TASK + source)
+        started.append(Launch(program, list(options), f"marker-{os.getpid()}-{tmp_path.name}-{len(started)}"))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+        assert not one.left()
+
+
+TASK = """
+config = json.loads(os.environ["TF_CONFIG"])
+job, index = config["task"]["type"], config["task"]["index"]
+"""
+
+
+def test_every_task_gets_its_tf_config_and_its_own_port(launch: Any) -> None:
+    source = "print(json.dumps([config, 'RANK' in os.environ, os.environ.get('CUDA_VISIBLE_DEVICES')]))"
+    code, out, err = launch(source, "--workers", "2", "--ps", "1", "--chief", "--evaluator").end()
+    assert code == 0, err
+    said = {name: json.loads(text) for name, text in re.findall(r"^\[(\w+ \d)\] (.*)$", out, re.MULTILINE)}
+    assert said.keys() >= {"chief 0"}  # the chief's end ends the job: the others may be stopped before they speak
+    cluster = said["chief 0"][0]["cluster"]
+    assert {job: len(tasks) for job, tasks in cluster.items()} == {"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}
+    addresses = [address for tasks in cluster.values() for address in tasks]
+    assert len(set(addresses)) == 5
+    for name, (config, has_rank, gpus) in said.items():
+        assert f"{config['task']['type']} {config['task']['index']}" == name
+        assert config["cluster"] == cluster
+        assert not has_rank
+        assert gpus in (None, "") or name.startswith(("chief", "worker"))
+
+
+def test_both_streams_are_forwarded_line_by_line(launch: Any) -> None:
+    source = """
+print("to stdout")
+print("to stderr", file=sys.stderr)
+print("10%\\r50%\\r100%")
+sys.stdout.write("no newline at the end")
+"""
+    code, out, err = launch(source, "--workers", "1").end()
+    assert code == 0
+    assert out.splitlines() == ["[worker 0] to stdout", "[worker 0] 100%", "[worker 0] no newline at the end"]
+    assert err == "[worker 0] to stderr\n"
+
+
+def test_the_first_failure_stops_all_and_is_shown(launch: Any) -> None:
+    source = """
+if index == 1:
+    time.sleep(0.3)
+    raise ValueError("worker 1 has bad data")
+time.sleep(600)
+"""
+    code, _, err = launch(source, "--workers", "3").end()
+    assert code == 1
+    *_, head, first, where, line, error = err.splitlines()
+    assert re.fullmatch(
+        r"\[launch\] worker 1 \(pid \d+\) failed first: it exited with 1; all tasks were stopped.", head
+    )
+    assert first == "[worker 1] Traceback (most recent call last):"
+    assert "program0.py" in where
+    assert "raise ValueError" in line
+    assert error == "[worker 1] ValueError: worker 1 has bad data"
+
+
+def test_a_task_that_only_lost_the_failing_one_is_not_blamed(launch: Any) -> None:
+    source = """
+class PeerLostError(Exception): pass
+PeerLostError.__module__ = "tfstyle_dist.core.errors"
+if index == 0:
+    raise PeerLostError("Worker 1 is missing")
+time.sleep(0.5)
+raise KeyError("the cause")
+"""
+    code, _, err = launch(source, "--workers", "2").end()
+    assert code == 1
+    assert "[launch] worker 1 (pid" in err
+    assert err.splitlines()[-1] == "[worker 1] KeyError: 'the cause'"
+
+
+def test_a_killed_task_is_named_with_its_signal(launch: Any) -> None:
+    source = """
+if index == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+    code, _, err = launch(source, "--workers", "2").end()
+    assert code == 128 + signal.SIGKILL
+    assert "worker 0 (pid" in err
+    assert "was ended by signal 9 (SIGKILL)" in err
+
+
+def test_stubborn_tasks_and_their_children_are_killed(launch: Any) -> None:
+    source = """
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child, sys.argv[1]])
+if index == 1:
+    time.sleep(1)
+    sys.exit(5)
+time.sleep(600)
+"""
+    started = launch(source, "--workers", "2")
+    code, _, err = started.end()
+    assert code == 5
+    assert "[launch] worker 0 did not stop: killed" in err
+    assert not started.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all(launch: Any, number: signal.Signals) -> None:
+    source = """
+print("ready", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(3)
+"""
+    started = launch(source, "--workers", "2")
+    started.wait_for(2)
+    started.process.send_signal(number)
+    code, out, err = started.end(30)
+    assert code == 128 + number, err
+    assert f"[launch] {number.name}: stopping all tasks" in err
+    assert out.count("interrupted") == (2 if number == signal.SIGINT else 0)
+    assert not started.left()
+
+
+def test_a_killed_launcher_takes_its_tasks_along(launch: Any) -> None:
+    started = launch("print('ready', flush=True)\ntime.sleep(600)", "--workers", "2")
+    started.wait_for(2)
+    started.process.kill()
+    end = time.monotonic() + 20
+    while started.left() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not started.left()
+
+
+def test_servers_end_with_the_training_and_the_evaluator_is_given_time(launch: Any) -> None:
+    source = """
+if job == "ps":
+    time.sleep(600)
+if job == "evaluator":
+    time.sleep(1.5)
+    print("evaluated")
+"""
+    code, out, err = launch(source, "--workers", "1", "--ps", "2", "--evaluator").end()
+    assert code == 0, err
+    assert "[evaluator 0] evaluated" in out
+    endless = launch(
+        "if job == 'evaluator': time.sleep(600)", "--workers", "1", "--evaluator", "--evaluator-grace", "1"
+    )
+    code, _, err = endless.end()
+    assert code == 0
+    assert "the training is over and evaluator 0 goes on: stopping it" in err
+
+
+def test_a_cluster_without_training_is_refused(launch: Any) -> None:
+    code, _, err = launch("", "--workers", "0", "--ps", "1").end()
+    assert code == 2
+    assert "there is nobody to train: give --workers N or --chief" in err
