@@ -25,7 +25,14 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
 
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py", "central_storage.py"}
+    assert names == {
+        "quickstart.py",
+        "variable_aggregation.py",
+        "aggregation_methods.py",
+        "central_storage.py",
+        "checkpoints.py",
+        "elastic.py",
+    }
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -112,3 +119,23 @@ def test_central_storage_trains_with_one_copy(nproc: int, options: list[str]) ->
     assert int(right) / 357 >= 0.95
     assert "parameters on cpu:0: 0.3 MiB of weights and 0.6 MiB of optimizer state, once" in output
     assert len(re.findall(r"^memory of this process", output, re.MULTILINE)) == nproc
+
+
+@pytest.mark.parametrize(("nproc", "options"), [THREADS, TORCHRUN])
+def test_checkpoints_go_on_with_another_number_of_replicas(nproc: int, options: list[str]) -> None:
+    output = run("checkpoints.py", nproc, options)
+    assert f"{3 if nproc == 1 else 2} replica(s) go on at step 7" in output
+    (difference,) = re.findall(r"largest difference to a job that never stopped: (\S+)", output)
+    assert float(difference) <= 1e-5
+    assert output.count("plain PyTorch reads the same weights: True") == 1
+
+
+@pytest.mark.slow
+def test_elastic_alone_and_again(tmp_path: Path) -> None:
+    """tests/faults/test_checkpoint_elastic.py runs it with hosts that go and come."""
+    output = run("elastic.py", options=["--directory", str(tmp_path), "--epochs", "1"])
+    assert "1 worker(s) begin at step 0, from nothing" in output
+    assert "samples seen 1 to 1 times in 1 epochs" in output
+    output = run("elastic.py", options=["--directory", str(tmp_path), "--epochs", "2"])
+    assert "1 worker(s) begin at step 10, from " in output
+    assert "samples seen 2 to 2 times in 2 epochs" in output

@@ -35,9 +35,22 @@ def write_part(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    written = writer.write_data(plan, planner)
-    written.wait()
-    writer.finish(metadata, [written.value()])
+    try:
+        written = writer.write_data(plan, planner)
+        written.wait()
+        writer.finish(metadata, [written.value()])
+    except RuntimeError as error:
+        raise _cause(error, directory) from error
+
+
+def _cause(error: RuntimeError, directory: Path) -> Exception:
+    """What the operating system said: torch.save closes its archive after a failed write, and that fails too."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.errno is not None:
+            return OSError(inner.errno, inner.strerror, str(directory))
+        inner = inner.__cause__ or inner.__context__
+    return error
 
 
 def join_parts(directory: Path, parts: Sequence[str]) -> None:

@@ -175,9 +175,13 @@ class CheckpointManager:
     def _commit(self, path: str, saved: float) -> None:
         """On worker 0, maybe in another thread."""
         kept, old, preserved = self._plan(path, saved)
-        write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
+        if old:
+            # Still listed while they are deleted: a manager that comes after a crash tries again.
+            both = {**self._kept, path: saved}
+            write_state(self._directory, CheckpointState(path, list(both), list(both.values()), preserved))
         for unwanted in old:
             _delete(unwanted)
+        write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
 
     def _finish(self, path: str, saved: float) -> None:
         """On every worker; from worker 0's time, so that all have the same list."""
