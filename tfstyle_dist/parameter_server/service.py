@@ -62,6 +62,9 @@ class ParameterServer:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Nothing a waiting thread must look after: ``run`` never sits in other people's code for long."""
+
     def run(self) -> None:
         """Serves until the coordinator says goodbye.
 

@@ -112,7 +112,16 @@ class ParameterServerStrategy(Strategy):
     # ---- variables --------------------------------------------------------------------------------------------
 
     def create_variable(self, spec: VariableSpec) -> Variable:
-        """A variable on the next parameter server, or a sharded one."""
+        """A variable on the next parameter server, or a sharded one.
+
+        Raises:
+            RuntimeError: called inside a scheduled function.
+        """
+        if self._resolver is None:
+            raise RuntimeError(
+                "A Variable was made inside a scheduled function. Make variables in the coordinator's program, in "
+                "strategy.scope(), so that all workers share them."
+            )
         return self.remote_store.create_variable(spec)
 
     # ---- optimizers -------------------------------------------------------------------------------------------
