@@ -25,7 +25,7 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
 
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py"}
+    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py", "parameter_server.py"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -100,3 +100,9 @@ def test_aggregation_methods_reduce_the_loss_and_agree(nproc: int, options: list
     spreads = re.findall(r"largest difference of a loss (\S+)", output)
     assert len(spreads) == 3
     assert all(float(spread) <= 1e-6 for spread in spreads)
+
+
+@pytest.mark.slow
+def test_parameter_server_trains_with_workers_and_a_server_of_its_own() -> None:
+    output = run("parameter_server.py", options=["--steps", "400"])
+    assert re.search(r"test accuracy 0\.9\d+ after 400 steps", output)

@@ -119,6 +119,7 @@ class WorkerTask:
         finally:
             if self._session is not None:
                 self._session.close()
+            self._connections.close()
             self._socket.close(0)
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:

@@ -50,7 +50,7 @@ class RemoteRecord(Record):
         key: number of the tensor in the cluster.
     """
 
-    __slots__ = ("baseline", "created", "fixed", "key", "looked_up", "shards", "stamp", "versions", "written")
+    __slots__ = ("baseline", "created", "fixed", "key", "looked_up", "shards", "stamp", "table", "versions", "written")
 
     def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +60,7 @@ class RemoteRecord(Record):
         self.created = self.fixed = False
         self.stamp = -1
         self.written = False  # by this process since it was pulled
+        self.table = False  # workers pull only the rows they use
         self.looked_up = -1  # the step in which rows of it were picked
         self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
 

@@ -54,6 +54,30 @@ class _OnServers(Replicated):
             return lookup(picked[0]._tfstyle_record, picked[1])
         return dispatch(func, args, kwargs)
 
+    def scatter_sub(self, sparse_delta: torch.Tensor, use_locking: bool = False, name: str | None = None) -> Any:
+        """Subtracts from some rows; a row that is named twice gets both.
+
+        Args:
+            sparse_delta: a sparse COO tensor of the variable's shape, sparse in its first dimension.
+            use_locking: accepted for TF's signature; it is atomic for each shard.
+            name: accepted for TF's signature.
+
+        Returns:
+            The variable.
+        """
+        record = self._tfstyle_record
+        local = record.components[0]
+        delta = sparse_delta.detach()
+        if not delta.is_sparse or delta.sparse_dim() != 1 or delta.shape != local.shape or delta.dtype != local.dtype:
+            raise InvalidArgumentError(
+                f"scatter_sub of {record.describe()!r} takes a sparse {local.dtype} tensor of shape "
+                f"{tuple(local.shape)}, sparse in its first dimension: "
+                "torch.sparse_coo_tensor(rows[None], values, shape)."
+            )
+        store: Any = record.store
+        store.servers.add_rows(record, delta._indices()[0], -delta._values())
+        return self
+
 
 class ServerVariable(_OnServers, Variable):  # type: ignore[misc]
     """A ``Variable`` on a parameter server. ``assign_add`` and ``assign_sub`` are atomic there."""
@@ -80,29 +104,6 @@ class ServerVariable(_OnServers, Variable):  # type: ignore[misc]
 
     def _tfstyle_plain(self) -> bool:
         return True
-
-    def scatter_sub(self, sparse_delta: torch.Tensor, use_locking: bool = False, name: str | None = None) -> Any:
-        """Subtracts from some rows; a row that is named twice gets both.
-
-        Args:
-            sparse_delta: a sparse COO tensor of the variable's shape, sparse in its first dimension.
-            use_locking: accepted for TF's signature; it is atomic for each shard.
-            name: accepted for TF's signature.
-
-        Returns:
-            The variable.
-        """
-        record = self._tfstyle_record
-        delta = sparse_delta.detach()
-        if not delta.is_sparse or delta.sparse_dim() != 1 or delta.shape != self.shape or delta.dtype != self.dtype:
-            raise InvalidArgumentError(
-                f"scatter_sub of variable {self.name!r} takes a sparse {self.dtype} tensor of shape "
-                f"{tuple(self.shape)}, sparse in its first dimension: "
-                "torch.sparse_coo_tensor(rows[None], values, shape)."
-            )
-        store: Any = record.store
-        store.servers.add_rows(record, delta._indices()[0], -delta._values())
-        return self
 
 
 class ShardedVariable(ServerVariable):
@@ -220,7 +221,9 @@ class RemoteStore(ParameterStore):
         local = record.components[0]
         described = self._describe(kind, record.key, record.local_name, local, record.shards)
         module = None if record.module is None else record.module()
-        if isinstance(module, torch.nn.Embedding) and module.sparse and record.kind == "parameter":
+        if isinstance(module, torch.nn.Embedding) and module.sparse:
+            record.table = True
+        if record.table and record.kind == "parameter":
             described["kind"] = "table"  # only the rows that are used travel
         described["synchronization"], described["aggregation"] = record.synchronization, record.aggregation
         if record.kind == "variable":
@@ -316,6 +319,7 @@ class RemoteStore(ParameterStore):
     ) -> RemoteRecord:
         """Takes a parameter over whose values the servers make."""
         known = self._adopt(parameter, module, "weight", "parameter", ServerParameter, torch.nn.Parameter)
+        known.table = True
         self._uncreated.remove(known)
         self.servers.create([known], fill)
         return known

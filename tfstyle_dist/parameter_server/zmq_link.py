@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,7 +203,7 @@ def close_link(socket: Any, monitor: Any) -> None:
 
 
 class ConnectionCount:
-    """How many connections a listening socket has; one thread at a time may ask.
+    """How many connections a listening socket has; any thread may ask.
 
     Args:
         socket: what ``Context.listen`` gave.
@@ -211,19 +212,23 @@ class ConnectionCount:
     def __init__(self, socket: Any) -> None:
         self._socket = socket
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._count, self.ever = 0, False
+        self._count, self.ever, self._closed = 0, False, False
+        self._lock = threading.Lock()
 
     def count(self) -> int:
         """The number of connections now."""
-        while (event := news(self._monitor)) is not None:
-            self._count = self._count + 1 if event == "up" else max(self._count - 1, 0)
-            self.ever = self.ever or event == "up"
-        return self._count
+        with self._lock:
+            while not self._closed and (event := news(self._monitor)) is not None:
+                self._count = self._count + 1 if event == "up" else max(self._count - 1, 0)
+                self.ever = self.ever or event == "up"
+            return self._count
 
     def close(self) -> None:
         """Stops counting."""
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        with self._lock:
+            self._closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(0)
 
 
 def news(monitor: Any) -> str | None:
