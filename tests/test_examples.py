@@ -32,6 +32,7 @@ def test_this_file_knows_every_example() -> None:
         "central_storage.py",
         "checkpoints.py",
         "elastic.py",
+        "parameter_server.py",
     }
 
 
@@ -139,3 +140,9 @@ def test_elastic_alone_and_again(tmp_path: Path) -> None:
     output = run("elastic.py", options=["--directory", str(tmp_path), "--epochs", "2"])
     assert "1 worker(s) begin at step 10, from " in output
     assert "samples seen 2 to 2 times in 2 epochs" in output
+
+
+@pytest.mark.slow
+def test_parameter_server_trains_with_workers_and_a_server_of_its_own() -> None:
+    output = run("parameter_server.py", options=["--steps", "400"])
+    assert re.search(r"test accuracy 0\.9\d+ after 400 steps", output)

@@ -71,7 +71,13 @@ class ClusterCoordinator:
         self._outgoing = Outgoing(strategy, self._keep_resource)
         self._no_arguments = [bytes(p) for p in pickling.dumps(((), {}))]
         hello = {"role": "coordinator", "session": strategy.session, "cluster": strategy.cluster}
-        strategy.servers.call_all({"method": "statistics"})
+        try:
+            strategy.servers.call_all(
+                {"method": "statistics"}
+            )  # the servers must know the session before a worker asks
+        except BaseException:
+            strategy.coordinator = None
+            raise
         self._pool = WorkerPool(
             strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
             self._functions, self._resources,

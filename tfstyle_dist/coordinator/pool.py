@@ -28,8 +28,8 @@ class _Link:
         self.context, self.name, self.address = context, name, address
         self.socket: Any = None
         self.monitor: Any = None
-        self.ready = self.ever = False
-        self.refused = False
+        self.ready = self.ever = self.up = False
+        self.refused, self.failures = False, 0
         self.incarnation = ""
         self.functions: set[int] = set()
         self.resources: set[int] = set()
@@ -38,7 +38,7 @@ class _Link:
     def open(self) -> None:
         """Connects under a new identity: nothing that was meant for an earlier connection can come."""
         self.socket, self.monitor = self.context.connect(self.address, b"p" + uuid.uuid4().bytes)
-        self.ready = False
+        self.ready = self.up = False
 
     def close(self) -> None:
         """Closes the connection; what was not sent yet is dropped."""
@@ -163,11 +163,15 @@ class WorkerPool:
     def _news(self, link: _Link) -> None:
         while (event := zmq_link.news(link.monitor)) is not None:
             if event == "up":
+                link.failures, link.up = 0, True
                 link.socket.send(messages.plain(Kind.HELLO, {**self._hello, "address": link.address}))
-            elif event == "down":
+            elif event == "down" and link.up:
                 self._lose(link)
                 return
             elif not link.refused:
+                link.failures += 1
+                if event != "refused" and link.failures < zmq_link.MOST_FAILURES:
+                    continue
                 link.refused = True
                 error = UnavailableError(f"{link.name} at {link.address} refuses this program's key (TFSTYLE_PS_KEYS).")
                 get_logger().warning("%s", error)

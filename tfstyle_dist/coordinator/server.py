@@ -69,6 +69,7 @@ class Server:
         job, index = _task(cluster, job_name, task_index)
         self._definition = ServerDef(cluster, job, index, "tcp")
         self._thread: threading.Thread | None = None
+        self._task: Any = None
         self._error: BaseException | None = None
         if start:
             self.start()
@@ -116,6 +117,7 @@ class Server:
             finally:
                 context.close()
 
+        self._task = task
         self._thread = threading.Thread(target=serve, name=f"tfstyle-{job}-{index}", daemon=True)
         self._thread.start()
 
@@ -130,6 +132,7 @@ class Server:
             raise RuntimeError("Server.join() before start(): nothing is running.")
         while self._thread.is_alive():
             self._thread.join(0.5)  # with a limit, so that Ctrl-C gets through
+            self._task.check()
         if self._error is not None:
             raise self._error
 

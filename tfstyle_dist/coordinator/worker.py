@@ -83,6 +83,21 @@ class WorkerTask:
         self._session: _Session | None = None
         self._heard: float | None = None
         self._ended = False
+        self._connections = zmq_link.ConnectionCount(self._socket)
+        self._alone_since: float | None = None
+
+    def check(self) -> None:
+        """Called by the thread that waits for this task, which may be stuck in a function that never returns.
+
+        Raises:
+            UnavailableError: no coordinator has been connected for too long.
+        """
+        if self._connections.count() > 0 or not self._connections.ever:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+        elif time.monotonic() - self._alone_since > self._patience:
+            raise UnavailableError(f"{self._name} has had no coordinator for {self._patience:g} s and ends.")
 
     def run(self) -> None:
         """Runs functions until the coordinator says goodbye.
@@ -104,6 +119,7 @@ class WorkerTask:
         finally:
             if self._session is not None:
                 self._session.close()
+            self._connections.close()
             self._socket.close(0)
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:

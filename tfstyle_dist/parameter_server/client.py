@@ -75,6 +75,7 @@ class ServerLink:
         self._lost: str | None = None
         self._socket: Any = None
         self._monitor: Any = None
+        self._up = False
         self._poller: Any = None
         self._segment: Segment | None = None
         self._shared = False
@@ -259,7 +260,7 @@ class ServerLink:
     def _wait(self) -> None:
         if self._lost is not None:
             raise UnavailableError(self._lost)
-        deadline = Deadline(self._timeout)
+        deadline, failures = Deadline(self._timeout), 0
         while True:
             left = deadline.remaining()
             ready = dict(self._poller.poll(1000 if left is None else min(left, 1.0) * 1000))
@@ -267,9 +268,13 @@ class ServerLink:
                 return
             if self._monitor in ready:
                 event = zmq_link.news(self._monitor)
-                if event == "down":
+                if event == "up":
+                    self._up = True
+                elif event == "down" and self._up:
                     raise self._broken("closed the connection or is gone")
-                if event == "refused":
+                elif event is not None:
+                    failures += 1  # while keys were exchanged
+                if event == "refused" or failures >= zmq_link.MOST_FAILURES:
                     raise self._broken("refused this process' key (TFSTYLE_PS_KEYS)")
             if deadline.passed():
                 raise DeadlineExceededError(

@@ -50,7 +50,7 @@ class RemoteRecord(Record):
         key: number of the tensor in the cluster.
     """
 
-    __slots__ = ("baseline", "created", "fixed", "key", "shards", "stamp", "versions", "written")
+    __slots__ = ("baseline", "created", "fixed", "key", "looked_up", "shards", "stamp", "table", "versions", "written")
 
     def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,6 +60,8 @@ class RemoteRecord(Record):
         self.created = self.fixed = False
         self.stamp = -1
         self.written = False  # by this process since it was pulled
+        self.table = False  # workers pull only the rows they use
+        self.looked_up = -1  # the step in which rows of it were picked
         self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
 
     def read(self) -> torch.Tensor:
@@ -289,14 +291,20 @@ class Servers:
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def create(self, records: Sequence[RemoteRecord]) -> None:
-        """Makes the tensors on their servers with the values of the local copies."""
+    def create(self, records: Sequence[RemoteRecord], fill: tuple[str, float, float, int] | None = None) -> None:
+        """Makes the tensors on their servers with the values of the local copies.
+
+        Args:
+            records: the tensors.
+            fill: kind, two numbers and seed of values that the servers make instead.
+        """
         with self._lock:
             for server, link in enumerate(self.links):
-                entries, parts = [], []
+                entries: list[dict[str, Any]] = []
+                parts: list[Any] = []
                 for record in records:
-                    local = record.components[0].detach().contiguous()
-                    flat = local.view(-1)
+                    local: Any = record.components[0].detach()
+                    flat = local.contiguous().view(-1) if fill is None else local
                     for place, shard in enumerate(record.shards):
                         if shard.server != server:
                             continue
@@ -305,6 +313,10 @@ class Servers:
                         entries.append(
                             {"number": shard.number, "name": name, "shape": shape, "dtype": dtype_number(local.dtype)}
                         )
+                        if fill is not None:
+                            entries[-1]["fill"] = list(fill)
+                            parts.append(b"")
+                            continue
                         parts.append(wire.tensor_bytes(flat[shard.offset : shard.offset + shard.numel]))
                 for batch in _in_batches(list(zip(entries, parts, strict=True))):
                     link.call({"method": "create", "variables": [e for e, _ in batch]}, [p for _, p in batch])
@@ -324,12 +336,17 @@ class _Pull:
         local = record.components[0]
         same_step = steps is None or record.written
         self._target: torch.Tensor | None = None
-        self._fresh = not record.fixed and same_step
+        self._fresh = not record.fixed and (same_step or is_placeholder(local))
         self._local = local
 
     def take(self, place: int, data: torch.Tensor, version: int) -> None:
         """One shard's bytes."""
         if self._target is None:
+            if self._fresh and self._steps is not None and self._record.looked_up == self._steps:
+                raise RuntimeError(
+                    f"A function picks rows of {self._record.describe()!r} and reads the whole of it too: the "
+                    "gradients of the rows would be lost. Read the whole first, or only rows."
+                )
             local = self._local.detach()
             if not self._fresh:
                 self._target = local
@@ -362,6 +379,16 @@ def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         if name.startswith("_tfstyle"):
             fresh.__dict__[name] = value
     return fresh
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a shape without its memory: stands for a local copy until the whole tensor is pulled."""
+    return torch.zeros((), dtype=dtype).expand(tuple(shape))
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of ``placeholder``."""
+    return tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def record_shape(record: RemoteRecord) -> torch.Size:

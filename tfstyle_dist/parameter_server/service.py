@@ -62,6 +62,9 @@ class ParameterServer:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Nothing a waiting thread must look after: ``run`` never sits in other people's code for long."""
+
     def run(self) -> None:
         """Serves until the coordinator says goodbye.
 
@@ -274,6 +277,11 @@ class ParameterServer:
         if method == "create":
             for entry, part in zip(meta["variables"], parts, strict=True):
                 dtype = wire.DTYPES[int(entry["dtype"])]
+                if "fill" in entry:
+                    self.table.create_filled(
+                        int(entry["number"]), str(entry["name"]), entry["shape"], dtype, entry["fill"]
+                    )
+                    continue
                 data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
                 value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
                 self.table.create(int(entry["number"]), str(entry["name"]), entry["shape"], dtype, value)

@@ -7,9 +7,11 @@ made are recognised by their number and are not applied twice.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -89,6 +91,27 @@ class VariableTable:
         data = value.to(dtype).reshape(tuple(shape)).clone()
         wants_grad = data.is_floating_point() or data.is_complex()
         self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data, requires_grad=wants_grad))
+
+    def create_filled(
+        self, number: int, name: str, shape: Sequence[int], dtype: torch.dtype, fill: Sequence[Any]
+    ) -> None:
+        """Adds a variable whose first values are made here: constant, normal or uniform.
+
+        Raises:
+            InvalidArgumentError: another kind of values.
+        """
+        kind, first, second, seed = str(fill[0]), float(fill[1]), float(fill[2]), int(fill[3])
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        if kind == "constant":
+            data = _untouched_zeros(shape, dtype) if first == 0 else torch.full(tuple(shape), first, dtype=dtype)
+        elif kind == "normal":
+            data = torch.empty(tuple(shape), dtype=dtype).normal_(first, second, generator=generator)
+        elif kind == "uniform":
+            data = torch.empty(tuple(shape), dtype=dtype).uniform_(first, second, generator=generator)
+        else:
+            raise InvalidArgumentError(f"initializer {kind!r}: write 'constant', 'normal' or 'uniform'.")
+        if number not in self.variables:
+            self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data))
 
     def variable(self, number: int) -> StoredVariable:
         """The variable of a number.
@@ -268,6 +291,12 @@ def request_bytes(operation: Operation) -> int:
 
 def _reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
     return Operation(0, dtype_number(stored.parameter.dtype), stored.number, stored.version, 0, nbytes, extra)
+
+
+def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost no memory until they are written, page by page."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
 
 
 def _row_bytes(parameter: torch.Tensor) -> int:

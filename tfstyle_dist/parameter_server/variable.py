@@ -11,18 +11,23 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server.partitioners import split_rows
-from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers, Shard
+from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers, Shard, is_placeholder, placeholder
+from tfstyle_dist.parameter_server.rows import lookup, row_numbers
 from tfstyle_dist.parameter_server.wire import Op
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.component import VariableComponent, checked
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.replicated import Replicated, dispatch
 from tfstyle_dist.variables.store import ParameterStore, find_record
 from tfstyle_dist.variables.variable import Variable
 
+_ROW_FUNCTIONS = frozenset(
+    {torch.nn.functional.embedding, torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select}
+)
 _OPERATIONS = {"assign": Op.ASSIGN, "assign_add": Op.ADD, "assign_sub": Op.SUB}
 Partition = Callable[..., Sequence[int]]
 
@@ -34,6 +39,44 @@ class _OnServers(Replicated):
 
     def _tfstyle_value(self) -> torch.Tensor:
         return self._tfstyle_record.read()
+
+    def _tfstyle_leaf(self) -> torch.Tensor:
+        """The local copy as it is: asking for gradients must not pull."""
+        return self._tfstyle_record.components[0]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Picking rows by number pulls those rows alone; every other operation comes through ``dispatch``."""
+        picked = row_numbers(func, args, kwargs or {}) if func in _ROW_FUNCTIONS else None
+        if picked is not None and isinstance(picked[0], _OnServers) and picked[0]._tfstyle_record.created:
+            return lookup(picked[0]._tfstyle_record, picked[1])
+        return dispatch(func, args, kwargs)
+
+    def scatter_sub(self, sparse_delta: torch.Tensor, use_locking: bool = False, name: str | None = None) -> Any:
+        """Subtracts from some rows; a row that is named twice gets both.
+
+        Args:
+            sparse_delta: a sparse COO tensor of the variable's shape, sparse in its first dimension.
+            use_locking: accepted for TF's signature; it is atomic for each shard.
+            name: accepted for TF's signature.
+
+        Returns:
+            The variable.
+        """
+        record = self._tfstyle_record
+        local = record.components[0]
+        delta = sparse_delta.detach()
+        if not delta.is_sparse or delta.sparse_dim() != 1 or delta.shape != local.shape or delta.dtype != local.dtype:
+            raise InvalidArgumentError(
+                f"scatter_sub of {record.describe()!r} takes a sparse {local.dtype} tensor of shape "
+                f"{tuple(local.shape)}, sparse in its first dimension: "
+                "torch.sparse_coo_tensor(rows[None], values, shape)."
+            )
+        store: Any = record.store
+        store.servers.add_rows(record, delta._indices()[0], -delta._values())
+        return self
 
 
 class ServerVariable(_OnServers, Variable):  # type: ignore[misc]
@@ -177,6 +220,11 @@ class RemoteStore(ParameterStore):
         kind = record.kind if record.kind != "variable" or len(record.shards) == 1 else "sharded"
         local = record.components[0]
         described = self._describe(kind, record.key, record.local_name, local, record.shards)
+        module = None if record.module is None else record.module()
+        if isinstance(module, torch.nn.Embedding) and module.sparse:
+            record.table = True
+        if record.table and record.kind == "parameter":
+            described["kind"] = "table"  # only the rows that are used travel
         described["synchronization"], described["aggregation"] = record.synchronization, record.aggregation
         if record.kind == "variable":
             described["trainable"] = tensor.trainable
@@ -191,7 +239,9 @@ class RemoteStore(ParameterStore):
         known = self._known.get(description["key"])
         if known is not None:
             return known
-        empty = torch.zeros(description["shape"], dtype=description["dtype"])
+        plain = description["kind"] in ("parameter", "buffer")
+        shape, dtype = description["shape"], description["dtype"]
+        empty = torch.zeros(shape, dtype=dtype) if plain else placeholder(shape, dtype)
         tensor: torch.Tensor = self._build(description, empty)
         for record in self._records_of(tensor):
             record.created = True
@@ -206,12 +256,12 @@ class RemoteStore(ParameterStore):
 
     def _build(self, description: dict[str, Any], data: torch.Tensor) -> Any:
         kind, name = description["kind"], description["name"]
-        if kind in ("parameter", "buffer"):
-            return self._build_plain(description, data)
+        if kind in ("parameter", "buffer", "table"):
+            return self._build_for_module(description, data)
         wants_grad = description["trainable"] and (data.is_floating_point() or data.is_complex())
         component = VariableComponent(data, requires_grad=wants_grad)
         component._tfstyle_name, component._tfstyle_device = name, torch.device("cpu")
-        variable: Any = torch.Tensor._make_subclass(_VARIABLES[kind], data.new_empty(data.shape), wants_grad)
+        variable: Any = torch.Tensor._make_subclass(_VARIABLES[kind], placeholder(data.shape, data.dtype), wants_grad)
         record = RemoteRecord(
             self, variable, [component], "variable", description["synchronization"], description["aggregation"],
             GradientPolicy("push"), key=description["key"], shards=description["shards"],
@@ -229,28 +279,50 @@ class RemoteStore(ParameterStore):
                     **description, "kind": "variable", "key": -shard.number, "name": f"{name}/part_{place}",
                     "shape": (shard.rows, *data.shape[1:]), "shards": (alone,),
                 }  # fmt: skip
-                parts.append(self._build(part, torch.zeros(part["shape"], dtype=data.dtype)))
+                parts.append(self._build(part, placeholder(part["shape"], data.dtype)))
                 self._known[-shard.number] = parts[-1]
             variable._tfstyle_parts = tuple(parts)
         return variable
 
-    def _build_plain(self, description: dict[str, Any], data: torch.Tensor) -> torch.Tensor:
-        """On a worker: the local copy itself."""
-        tensor = torch.nn.Parameter(data, description["trainable"]) if description["kind"] == "parameter" else data
+    def _build_for_module(self, description: dict[str, Any], data: torch.Tensor) -> torch.Tensor:
+        """On a worker: the local copy itself; of a sparse table an object that pulls the rows it is asked for."""
+        table, buffer = description["kind"] == "table", description["kind"] == "buffer"
+        local = data if buffer else torch.nn.Parameter(data, description["trainable"])
+        tensor: Any = local
+        if table:
+            tensor = torch.Tensor._make_subclass(ServerParameter, data, description["trainable"])
         record = RemoteRecord(
-            self, tensor, [tensor], description["kind"], description["synchronization"], description["aggregation"],
-            GradientPolicy("push") if description["kind"] == "parameter" else None,
-            key=description["key"], shards=description["shards"],
-        )  # fmt: skip
-        record.fixed = True
+            self,
+            tensor,
+            [local],
+            "buffer" if buffer else "parameter",
+            description["synchronization"],
+            description["aggregation"],
+            None if buffer else GradientPolicy("push"),
+            key=description["key"],
+            shards=description["shards"],
+        )
+        record.fixed = not table
+        if table:
+            tensor._tfstyle_record = record
         self._add(record, None, description["name"])
-        return tensor
+        return tensor  # type: ignore[no-any-return]
 
     # ---- modules ----------------------------------------------------------------------------------------------
 
     def adopt_parameter(self, parameter: torch.nn.Parameter, module: torch.nn.Module | None, name: str) -> RemoteRecord:
         """Takes a parameter over: its value moves to the servers when the scope ends or at its first use."""
         return self._adopt(parameter, module, name, "parameter", ServerParameter, torch.nn.Parameter)
+
+    def adopt_filled(
+        self, parameter: Any, module: torch.nn.Module, fill: tuple[str, float, float, int]
+    ) -> RemoteRecord:
+        """Takes a parameter over whose values the servers make."""
+        known = self._adopt(parameter, module, "weight", "parameter", ServerParameter, torch.nn.Parameter)
+        known.table = True
+        self._uncreated.remove(known)
+        self.servers.create([known], fill)
+        return known
 
     def adopt_buffer(self, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> RemoteRecord:
         """Takes a buffer over: what a worker's function changes in it is added on the servers."""
@@ -272,7 +344,8 @@ class RemoteStore(ParameterStore):
                 f"{old_class.__name__} objects on the CPU. Build lazy modules by a dry run in the scope first, and "
                 "move the local copy to a GPU inside the function."
             )
-        data = tensor.detach().contiguous()
+        # An expanded tensor stands for values that the servers make: it must not become real here.
+        data = tensor.detach() if is_placeholder(tensor) else tensor.detach().contiguous()
         component = torch.nn.Parameter(data, tensor.requires_grad) if kind == "parameter" else data
         shards = self.place(tuple(data.shape), data.dtype, name)
         tensor.__class__ = new_class

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     SNDMORE, DONTWAIT = zmq.SNDMORE, zmq.NOBLOCK
 
 _MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
+MOST_FAILURES = 8
+"""So many failed exchanges of keys in a row mean that the keys differ."""
 _HEARTBEAT_MS, _LOST_MS = 500, 2000
 
 
@@ -43,7 +46,6 @@ def load() -> None:
         import zmq
         import zmq.auth.thread
         import zmq.utils.monitor
-        import zmq.utils.z85
     except ImportError as missing:  # pragma: no cover
         raise ImportError("Parameter servers need pyzmq and cloudpickle: pip install 'tfstyle_dist[ps]'.") from missing
     globals().update(
@@ -100,8 +102,8 @@ class _AllowList:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key may connect."""
-        return bool(zmq.utils.z85.encode(key) == self._public)
+        """Whether the client with this printable key may connect."""
+        return key == self._public
 
 
 class Context:
@@ -200,8 +202,42 @@ def close_link(socket: Any, monitor: Any) -> None:
     socket.close(0)
 
 
+class ConnectionCount:
+    """How many connections a listening socket has; any thread may ask.
+
+    Args:
+        socket: what ``Context.listen`` gave.
+    """
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._count, self.ever, self._closed = 0, False, False
+        self._lock = threading.Lock()
+
+    def count(self) -> int:
+        """The number of connections now."""
+        with self._lock:
+            while not self._closed and (event := news(self._monitor)) is not None:
+                self._count = self._count + 1 if event == "up" else max(self._count - 1, 0)
+                self.ever = self.ever or event == "up"
+            return self._count
+
+    def close(self) -> None:
+        """Stops counting."""
+        with self._lock:
+            self._closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+
+
 def news(monitor: Any) -> str | None:
-    """The next event of a connection: ``"up"``, ``"down"``, ``"refused"``, or ``None`` when there is none."""
+    """The next event of a connection, or ``None`` when there is none.
+
+    Returns:
+        ``"up"``, ``"down"``, ``"refused"`` (the peer said so) or ``"failed"`` (it went away while keys were exchanged:
+        its keys differ, or it was just killed).
+    """
     while True:
         try:
             event = zmq.utils.monitor.recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
@@ -211,9 +247,9 @@ def news(monitor: Any) -> str | None:
             return "up"
         if event == zmq.EVENT_DISCONNECTED:
             return "down"
-        if event in (
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        ):  # fmt: skip
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return "failed"
+        if event in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
             return "refused"
 
 

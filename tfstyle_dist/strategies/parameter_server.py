@@ -112,8 +112,48 @@ class ParameterServerStrategy(Strategy):
     # ---- variables --------------------------------------------------------------------------------------------
 
     def create_variable(self, spec: VariableSpec) -> Variable:
-        """A variable on the next parameter server, or a sharded one."""
+        """A variable on the next parameter server, or a sharded one.
+
+        Raises:
+            RuntimeError: called inside a scheduled function.
+        """
+        if self._resolver is None:
+            raise RuntimeError(
+                "A Variable was made inside a scheduled function. Make variables in the coordinator's program, in "
+                "strategy.scope(), so that all workers share them."
+            )
         return self.remote_store.create_variable(spec)
+
+    def embedding(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        initializer: tuple[str, float, float] = ("constant", 0.0, 0.0),
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.nn.Embedding:
+        """An embedding whose table only the servers hold: it may be larger than the memory of any other task.
+
+        Its first values are made on the servers. Functions pull the rows that they use; gradients are sparse.
+
+        Args:
+            num_embeddings: number of rows.
+            embedding_dim: size of one row.
+            initializer: ``("constant", value, 0)``, ``("normal", mean, std)`` or ``("uniform", low, high)``.
+            seed: of the random values; each shard has a stream of its own.
+            dtype: element type.
+
+        Returns:
+            A ``torch.nn.Embedding(sparse=True)``; its weight on this process is a tensor whose memory is not touched.
+
+        Example:
+            >>> table = strategy.embedding(1 << 24, 64, initializer=("normal", 0.0, 0.01))
+        """
+        weight = torch.zeros(1, dtype=dtype).expand(num_embeddings, embedding_dim)
+        module = torch.nn.Embedding(num_embeddings, embedding_dim, sparse=True, _weight=weight, dtype=dtype)
+        self.remote_store.adopt_filled(module.weight, module, (*initializer, seed))
+        return module
 
     # ---- optimizers -------------------------------------------------------------------------------------------
 

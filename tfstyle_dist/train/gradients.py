@@ -83,7 +83,7 @@ def _as_list(value: Any) -> list[Any]:
 def _leaf(x: Any) -> list[torch.Tensor]:
     """The tensors of the graph that stand for ``x``: the replica's copy, and the object where an op bypassed it."""
     if isinstance(x, Replicated):
-        value = x._tfstyle_value()
+        value = x._tfstyle_leaf()
         return [value, x] if isinstance(x, MirroredParameter) else [value]
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"gradients with respect to a {type(x).__name__}: xs must be tensors, parameters or variables.")

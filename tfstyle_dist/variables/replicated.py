@@ -138,6 +138,10 @@ class Replicated:
         record = self._tfstyle_record
         return self._tfstyle_value() if record.store.puller is None else record.component()
 
+    def _tfstyle_leaf(self) -> torch.Tensor:
+        """The leaf of the graph on which the calling thread's gradients are."""
+        return self._tfstyle_value()
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

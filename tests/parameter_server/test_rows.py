@@ -1,0 +1,127 @@
+"""Embedding tables on servers: only the rows that are used travel."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
+
+pytestmark = pytest.mark.timeout(90)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+NUMBERS = torch.tensor([[1, 7, 1], [9, 0, 4]])
+
+
+def table() -> torch.Tensor:
+    return torch.arange(20.0).reshape(10, 2)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rows_of_a_variable(cluster: Any, shards: int) -> None:
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(shards))
+    with c.strategy.scope():
+        v = td.Variable(table())
+
+    def read() -> list[torch.Tensor]:
+        return [v[NUMBERS], torch.nn.functional.embedding(NUMBERS, v), torch.index_select(v, 0, NUMBERS[0])]
+
+    expected = [table()[NUMBERS], table()[NUMBERS], table()[NUMBERS[0]]]
+    for found in (c.coordinator.schedule(read).get(timeout=30), read()):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours.detach(), theirs)
+
+    def gradient() -> torch.Tensor:
+        (grad,) = td.train.gradients((v[NUMBERS] ** 2).sum(), [v])
+        assert grad is not None
+        assert grad.is_sparse
+        return grad.to_dense()
+
+    plain = table().requires_grad_()
+    (plain[NUMBERS] ** 2).sum().backward()
+    assert torch.equal(c.coordinator.schedule(gradient).get(timeout=30), plain.grad)
+
+    def subtract() -> None:
+        rows = torch.tensor([[1, 9, 1]])
+        v.scatter_sub(torch.sparse_coo_tensor(rows, torch.ones(3, 2), (10, 2)))
+
+    c.coordinator.schedule(subtract)
+    c.coordinator.join(timeout=30)
+    expected_table = table()
+    expected_table[1] -= 2
+    expected_table[9] -= 1
+    assert torch.equal(v.value(), expected_table)
+
+    def outside() -> torch.Tensor:
+        return v[torch.tensor([3, 10])]
+
+    wrong = c.coordinator.schedule(outside)
+    with pytest.raises(td.errors.InvalidArgumentError, match="Row numbers"):
+        wrong.get(timeout=30)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam", "train"])
+def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str) -> None:
+    def make(weight: Any) -> Any:
+        if kind == "train":
+            return td.train.AdagradOptimizer(0.1)
+        return getattr(torch.optim, kind)([weight], lr=0.1)
+
+    def embedding() -> torch.nn.Embedding:
+        torch.manual_seed(0)
+        return torch.nn.Embedding(10, 2, sparse=True)
+
+    def step(module: torch.nn.Embedding, optimizer: Any, seed: int) -> None:
+        numbers = torch.randint(0, 10, (5,), generator=torch.Generator().manual_seed(seed))
+        loss = ((module(numbers) - 1.0) ** 2).sum()
+        if kind == "train":
+            optimizer.minimize(loss, var_list=[module.weight])
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    c = cluster(workers=2, ps=2, partitioner=FixedShardsPartitioner(2))
+    with c.strategy.scope():
+        module = embedding()
+    optimizer = make(module.weight)
+
+    def scheduled(seed: int) -> None:
+        step(module, optimizer, seed)
+
+    for seed in range(5):
+        c.coordinator.schedule(scheduled, args=(seed,))
+        c.coordinator.join(timeout=30)
+    plain = embedding()
+    plain_optimizer = make(plain.weight)
+    for seed in range(5):
+        step(plain, plain_optimizer, seed)
+    torch.testing.assert_close(module.weight * 1, plain.weight * 1)
+
+
+def test_a_table_larger_than_the_worker(cluster: Any) -> None:
+    """A table of 4 GB on the servers, a worker that may not have more than 1 GB of data."""
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    rows = 1 << 24
+    module = c.strategy.embedding(rows, 64)
+    assert module.weight.shape == (rows, 64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+
+    def step(numbers: torch.Tensor) -> int:
+        optimizer.zero_grad()
+        (module(numbers) - 1.0).square().sum().backward()
+        optimizer.step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    numbers = torch.tensor([0, 5, rows - 1, rows // 2])
+    used = c.coordinator.schedule(step, args=(numbers,)).get(timeout=60)
+    assert used < 1 << 20  # KiB
+    found = module(numbers)
+    torch.testing.assert_close(found.detach(), torch.ones(4, 64))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20

@@ -1,0 +1,183 @@
+"""Keys, and bytes that no well-behaved client sends."""
+
+from __future__ import annotations
+
+import random
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server import keys, wire, zmq_link
+from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.key"
+    assert keys.main([str(path)]) == 0
+    return path
+
+
+def test_a_key_file_is_private_and_is_not_overwritten(key_file: Path) -> None:
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    before = key_file.read_text()
+    assert keys.main([str(key_file)]) == 1
+    assert key_file.read_text() == before
+    key_file.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        zmq_link.Keys.load(key_file)
+    key_file.chmod(0o600)
+    key_file.write_text("{}")
+    with pytest.raises(ValueError, match="no key file"):
+        zmq_link.Keys.load(key_file)
+
+
+def test_training_with_keys(cluster: Any, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_PS_KEYS", str(key_file))
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
+    c = cluster(workers=1, ps=1, env={"TFSTYLE_PS_KEYS": str(key_file), "TFSTYLE_SHARED_MEMORY": "0"})
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(500_000))
+
+    def add() -> None:
+        value.assign_add(torch.ones(500_000))
+
+    for _ in range(3):
+        c.coordinator.schedule(add)
+    c.coordinator.join(timeout=30)
+    assert torch.equal(value.value(), torch.full((500_000,), 3.0))
+
+
+@pytest.mark.parametrize("wrong", ["other keys", "no keys"])
+def test_clients_without_the_clusters_keys_are_refused(
+    cluster: Any, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    c = cluster(workers=1, ps=1, env={"TFSTYLE_PS_KEYS": str(key_file)}, coordinator=False)
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "5")
+    if wrong == "other keys":
+        keys.main([str(tmp_path / "other.key")])
+        monkeypatch.setenv("TFSTYLE_PS_KEYS", str(tmp_path / "other.key"))
+    with pytest.raises((UnavailableError, TimeoutError), match="TFSTYLE_PS_KEYS"):
+        c.make_coordinator()
+    c.strategy.close()
+    # The cluster still works for those who have them.
+    monkeypatch.setenv("TFSTYLE_PS_KEYS", str(key_file))
+    monkeypatch.delenv("TFSTYLE_TIMEOUT_SECONDS")
+    c.make_coordinator()
+    assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
+
+
+def test_without_keys_only_loopback_is_served() -> None:
+    with pytest.raises(PermissionError, match="TFSTYLE_PS_KEYS"):
+        td.Server({"worker": ["0.0.0.0:0"]})
+
+
+class Raw:
+    """A client that says what it likes."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq_link.Context(None)
+        self.socket, self.monitor = self.context.connect(address, b"c" + random.randbytes(8))
+        self.poller = zmq_link.poller(self.socket)
+
+    def send(self, *parts: bytes) -> None:
+        self.socket.send_multipart(list(parts))
+
+    def answer(self, timeout: float = 5.0) -> tuple[Kind, dict[str, Any]]:
+        assert self.poller.poll(timeout * 1000), "no answer"
+        message = self.socket.recv_multipart()[0]
+        header = Header.unpack(message)
+        return header.kind, wire.unpack_json(message[wire.HEADER_SIZE :]) if header.meta_bytes else {}
+
+    def hello(self, session: str) -> None:
+        meta = wire.pack_json({"role": "worker", "task": "test", "session": session})
+        self.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        assert self.answer()[0] is Kind.OK
+
+    def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
+        meta = wire.pack_operations(operations)
+        size = len(data) if announced is None else announced
+        head = wire.message(Header(Kind.BATCH, 1, meta_bytes=len(meta), data_bytes=size, flags=flags), meta)
+        self.send(*([head, data] if flags else [head]))
+
+    def close(self) -> None:
+        zmq_link.close_link(self.socket, self.monitor)
+        self.context.close()
+
+
+def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        small = td.Variable([1.0, 2.0])
+        whole = td.Variable([1, 2], dtype=torch.int64)
+    number, other = (v._tfstyle_record.shards[0].number for v in (small, whole))
+    cases = {
+        "too many bytes": ([Operation(Op.ASSIGN, 0, number, 0, 0, 1 << 50)], 1 << 50, "needs 8 bytes"),
+        "wrong dtype": ([Operation(Op.ASSIGN, 0, other, 0, 0, 8)], 16, "dtype"),
+        "no such variable": ([Operation(Op.ADD, 0, 9999, 0, 0, 8)], 16, "no variable 9999"),
+        "unknown operation": ([Operation(200, 0, number, 0, 0, 8)], 16, "Unknown operation"),
+        "another sum": ([Operation(Op.ADD, 0, number, 0, 0, 8)], 1 << 40, "announces"),
+        "no such optimizer": ([Operation(Op.GRADIENT, 0, number, 0, 0, 8, 77)], 16, "no optimizer 77"),
+        "very many rows": ([Operation(Op.PULL_ROWS, 0, number, 0, 1 << 60)], 1 << 63, "too many"),
+        "rows of a wrong size": ([Operation(Op.ADD_ROWS, 0, number, 0, 2, 4)], 32, "needs 8 bytes"),
+    }
+    for name, (operations, announced, message) in cases.items():
+        raw = Raw(c.spec["ps"][0])
+        raw.hello(c.strategy.session)
+        raw.batch(operations, b"", announced)
+        kind, answer = raw.answer()
+        assert kind is Kind.ERROR, name
+        assert message in answer["message"], (name, answer)
+        raw.close()
+    raw = Raw(c.spec["ps"][0])
+    raw.hello(c.strategy.session)
+    rows = struct.pack("<2q", 0, 7) + struct.pack("<2f", 1.0, 1.0) + bytes(8)
+    raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=wire.FLAG_INLINE)
+    assert "Row numbers 0..7" in raw.answer()[1]["message"]
+    raw.batch([Operation(Op.PULL, 0, number)], b"", 0, flags=0)
+    assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
+    meta = wire.pack_json({"method": "optimizer", "number": 1, "sizes": []})
+    raw.send(wire.message(Header(Kind.CALL, 2, meta_bytes=len(meta)), meta))
+    assert "Only the coordinator" in raw.answer()[1]["message"]
+    raw.close()
+    assert small.value().tolist() == [1.0, 2.0]
+
+
+def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        value = td.Variable([1.0, 2.0])
+    chance = random.Random(0)
+    good = wire.message(
+        Header(Kind.BATCH, 1, 5, 1, 1, 32, 16), wire.pack_operations([Operation(Op.ADD, 0, 1, 0, 0, 8)])
+    )
+    for job in ("ps", "worker"):
+        address = c.spec[job][0]
+        for _ in range(60):
+            raw = Raw(address)
+            if chance.random() < 0.5 and job == "ps":
+                raw.hello(c.strategy.session)
+            for _ in range(4):
+                message = bytearray(good)
+                for _ in range(chance.randrange(1, 6)):
+                    message[chance.randrange(len(message))] = chance.randrange(256)
+                size = chance.choice([0, 1, 47, 48, len(message), 3000])
+                raw.send(bytes(message[:size]) or b"", *[chance.randbytes(9)] * chance.randrange(3))
+            raw.close()
+        host, port = address.split(":")
+        for _ in range(10):
+            with socket.create_connection((host, int(port))) as plain:
+                plain.sendall(chance.randbytes(chance.randrange(1, 2000)))
+    torch.manual_seed(0)
+    assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
+    assert len(value.value()) == 2
+    assert set(c.pids) == {("ps", 0), ("worker", 0)}

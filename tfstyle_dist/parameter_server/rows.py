@@ -1,0 +1,66 @@
+"""Reading only some rows of a table on the servers, and gradients that touch only those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfstyle_dist.parameter_server.remote import RemoteRecord
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows by number; the table's gradient is sparse.
+
+    The table itself takes part as an anchor only: its local copy is never read, so its memory is never touched.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, unique: torch.Tensor, place: torch.Tensor) -> Any:
+        ctx.save_for_backward(unique, place)
+        ctx.shape = anchor.shape
+        return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        unique, place = ctx.saved_tensors
+        values = grad.new_zeros((len(unique), *ctx.shape[1:]))
+        values.index_add_(0, place.reshape(-1), grad.reshape(-1, *ctx.shape[1:]))
+        table = torch.sparse_coo_tensor(unique[None], values, ctx.shape, is_coalesced=True, check_invariants=False)
+        return table, None, None, None
+
+
+def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor on the servers: ``table[numbers]``, pulling each row once.
+
+    Args:
+        record: the table.
+        numbers: int row numbers of any shape; negative ones are refused.
+
+    Returns:
+        A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
+    """
+    unique, place = torch.unique(numbers.to(torch.int64), return_inverse=True)
+    rows: torch.Tensor = record.store.servers.pull_rows(record, unique)  # type: ignore[attr-defined]
+    anchor = record.components[0]
+    record.looked_up = record.store.servers.steps or -1  # type: ignore[attr-defined]
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        return _Lookup.apply(anchor, rows, unique, place)  # type: ignore[no-any-return,no-untyped-call]
+    return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+
+
+def row_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
+    """The table and the row numbers, if ``func`` is one of torch's ways to pick rows by number."""
+    if func is torch.nn.functional.embedding and len(args) >= 2:
+        numbers, table, rest = args[0], args[1], args[2:]
+        plain = not any(rest[1:4]) and not kwargs.get("max_norm") and not kwargs.get("scale_grad_by_freq")
+        return (table, numbers) if plain and kwargs.get("padding_idx", rest[0] if rest else None) is None else None
+    if func is torch.Tensor.__getitem__ and _is_numbers(args[1]):
+        return args[0], args[1]
+    if func in (torch.index_select, torch.Tensor.index_select) and len(args) == 3 and args[1] == 0:
+        return args[0], args[2]
+    return None
+
+
+def _is_numbers(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() > 0
