@@ -25,7 +25,7 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
 
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py"}
+    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py", "model_parallel.py"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -100,3 +100,13 @@ def test_aggregation_methods_reduce_the_loss_and_agree(nproc: int, options: list
     spreads = re.findall(r"largest difference of a loss (\S+)", output)
     assert len(spreads) == 3
     assert all(float(spread) <= 1e-6 for spread in spreads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["2", "4"])
+def test_model_parallel_agrees_with_the_model_in_one_piece(parts: str) -> None:
+    output = run("model_parallel.py", 4, ["--parts", parts])
+    ((held, elements),) = re.findall(r"each holds (\d+) of (\d+) elements", output)  # the chief alone prints
+    assert int(held) < int(elements) * (0.55 if parts == "2" else 0.35)
+    (difference,) = re.findall(r"difference (\S+)", output)
+    assert float(difference) <= 1e-4
