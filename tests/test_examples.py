@@ -32,6 +32,7 @@ def test_this_file_knows_every_example() -> None:
         "central_storage.py",
         "checkpoints.py",
         "elastic.py",
+        "model_parallel.py",
         "parameter_server.py",
     }
 
@@ -146,3 +147,13 @@ def test_elastic_alone_and_again(tmp_path: Path) -> None:
 def test_parameter_server_trains_with_workers_and_a_server_of_its_own() -> None:
     output = run("parameter_server.py", options=["--steps", "400"])
     assert re.search(r"test accuracy 0\.9\d+ after 400 steps", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["2", "4"])
+def test_model_parallel_agrees_with_the_model_in_one_piece(parts: str) -> None:
+    output = run("model_parallel.py", 4, ["--parts", parts])
+    ((held, elements),) = re.findall(r"each holds (\d+) of (\d+) elements", output)  # the chief alone prints
+    assert int(held) < int(elements) * (0.55 if parts == "2" else 0.35)
+    (difference,) = re.findall(r"difference (\S+)", output)
+    assert float(difference) <= 1e-4
