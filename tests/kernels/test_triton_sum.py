@@ -21,6 +21,8 @@ from triton_env import (
     recorded_contribution,
 )
 
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.ops import aggregate, aggregate_list
 from tfstyle_dist_kernels import reference, triton_plan
 from tfstyle_dist_kernels.triton_sum import ORDERS, sum_lists
 
@@ -307,6 +309,16 @@ def test_hundreds_of_tensors() -> None:
     sum_lists(rows, outs, "tree", divisor=3)
     for row, out in zip(rows, outs, strict=True):
         assert_same(out, expected_sum(row, "tree", 3))
+
+
+def test_asked_for_by_name() -> None:
+    lists = [make(2, 40, seed=seed) for seed in range(3)]
+    out = poison(torch.Size([40]), torch.float32)
+    columns = list(zip(*lists, strict=True))
+    assert aggregate(columns[0], AggregationMethod.EXPERIMENTAL_TREE, out=out, backend="triton") is out
+    assert_same(out, expected_sum(list(columns[0]), "tree"))
+    for result, column in zip(aggregate_list(lists, divisor=3, backend="triton"), columns, strict=True):
+        assert_same(result, expected_sum(list(column), "add_n", 3))
 
 
 def test_nothing_to_do() -> None:
