@@ -141,6 +141,10 @@ class WorkerGroup(abc.ABC):
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """The buffers of all workers in rank order; all of the same size."""
 
+    def numbers(self, number: int, name: str) -> list[int]:
+        """One number of each worker in rank order, 0 to 2**62; ``name`` must be the same on all."""
+        return [int(n) for n in self.all_gather(torch.tensor([number]), name)]
+
     @abc.abstractmethod
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """This worker's 1/W slice of the sum; ``buffer.numel()`` must be divisible by W."""

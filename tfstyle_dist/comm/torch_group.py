@@ -238,6 +238,10 @@ class TorchGroup(WorkerGroup):
         self._start(name, buffer, lambda: dist.all_gather(out, buffer, group=self._group, async_op=True)).wait()
         return out
 
+    def numbers(self, number: int, name: str) -> list[int]:
+        """See ``WorkerGroup``."""
+        return self._exchange(name, name, number)
+
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
         part = buffer.numel() // self.size

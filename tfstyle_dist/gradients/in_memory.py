@@ -73,7 +73,7 @@ class InMemoryReducer(StreamingReducer):
         self._active = False
         used = bytes([s.ready or s.dirty for s in self._all])
         number = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
-        if len(set(self.worker.group.meet(self._signature, "gradients", number))) == 1:
+        if len(set(self.worker.group.numbers(number, f"gradients {self._signature}"))) == 1:
             for part in self._layout(used).parts:
                 self._reduce_part(*part, keep=keep)
             sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]
