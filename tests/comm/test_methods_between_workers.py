@@ -172,11 +172,11 @@ def test_three_ranks(rank: int, shared: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.distributed(workers=4, timeout=110)
-@pytest.mark.parametrize("hosts", ["aabb", "abab"])
-def test_two_hosts_of_two(rank: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab"])
+def test_four_ranks(rank: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFSTYLE_HOST", hosts[rank])
-    tree_goes = "HOSTS" if hosts == "aabb" else "HALVING"
-    assert check_every_level(rank, 4) == {"GATHER", "SLICES", tree_goes}
+    routes = {"aaaa": {"MEMORY"}, "aabb": {"GATHER", "SLICES", "HOSTS"}, "abab": {"GATHER", "SLICES", "HALVING"}}
+    assert check_every_level(rank, 4) == routes[hosts]
     check_mismatches(rank)
     with td.MirroredStrategy() as strategy:  # DEFAULT: the same on every rank, and again
         part = contributions(4, 700_001)[rank]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tfstyle_dist.comm import diagnosis, routes, socket_sums
+from tfstyle_dist.comm import comparison, diagnosis, routes, socket_sums
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.group import Done, Operation, Pending, SumInto, WorkerGroup, call_site
 from tfstyle_dist.comm.halving import Messages
@@ -24,7 +24,7 @@ from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment,
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
+from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 
 # What travels through shared memory; other element types are rare and take the sockets.
@@ -199,7 +199,7 @@ class TorchGroup(WorkerGroup):
         assert self._lane is not None
         text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
         try:
-            same = self._lane.all_reduce(values, _digest(text), self._adder(method), between)
+            same = self._lane.all_reduce(values, comparison.digest_of(text), self._adder(method), between)
         except LaneError as error:
             self._fail(Operation(name, self._sequence, _name_of(values.dtype), values.numel, ""), error)
         self._sequence += 1
@@ -275,11 +275,8 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``: JSON text, so that nothing a peer sends is ever executed."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
         sizes = self._exchange(f"gather objects: {name}", name, data.numel())
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
-        padded[: data.numel()] = data
-        out, pending = self.start_gather(padded, name)
-        pending.wait()
-        return [json.loads(bytes(p[:n].tolist()).decode()) for p, n in zip(out, sizes, strict=True)]
+        parts = self._gather_equal(comparison.padded(data, max(sizes)), name)
+        return [json.loads(text) for text in comparison.split_texts(parts, sizes)]
 
     def agree(self, signature: str, name: str) -> None:
         """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
@@ -293,7 +290,7 @@ class TorchGroup(WorkerGroup):
         Every message of this kind has the same size, so workers that make different calls still understand each other.
         """
         self._agreed = ""
-        digest = _digest(text)
+        digest = comparison.digest_of(text)
         if self._one_lane:
             assert self._lane is not None
             self._raise_if_broken()
@@ -304,32 +301,23 @@ class TorchGroup(WorkerGroup):
             self._sequence += 1
         else:
             mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
-            out, pending = self.start_gather(mine, name)
-            pending.wait()
-            pairs = [other.tolist() for other in out]
+            pairs = [other.tolist() for other in self._gather_equal(mine, name)]
             same, numbers = all(other == digest for other, _ in pairs), [n for _, n in pairs]
         if not same:
             self._raise_mismatch(text, name)
         return numbers
 
-    def _raise_mismatch(self, text: str, name: str) -> None:
+    def _raise_mismatch(self, text: str, name: str) -> NoReturn:
         """All workers see the difference, so all of them come here."""
-        calls = self._texts(f"{text} at {call_site()}, operation {self._sequence}", name)
-        lines = "\n".join(f"  worker {r}: {_shortened(call)}" for r, call in enumerate(calls))
-        raise CollectiveMismatchError(
-            f"The workers make different calls; all must make the same calls in the same order:\n{lines}", calls
-        )
+        gather = functools.partial(self._gather_equal, name=name)
+        call = f"{text} at {call_site()}, operation {self._sequence}"
+        raise comparison.mismatch(comparison.gather_texts(call, gather, self._device))
 
-    def _texts(self, text: str, name: str) -> list[str]:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
-        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
-        sizes, pending = self.start_gather(size, name)
+    def _gather_equal(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """Buffers whose sizes are known to agree."""
+        out, pending = self.start_gather(buffer, name)
         pending.wait()
-        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device=self._device)
-        padded[: data.numel()] = data
-        out, pending = self.start_gather(padded, name)
-        pending.wait()
-        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(out, sizes, strict=True)]
+        return out
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -434,21 +422,11 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.lru_cache(maxsize=1024)
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
 def _left_to_right(parts: Sequence[torch.Tensor], out: torch.Tensor, method: int) -> None:
     """The sum before a strategy says how its sums are made; right for up to three workers."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
-
-
-def _shortened(text: str, most: int = 400) -> str:
-    """``text`` with its middle left out when it is long; the call site at its end stays."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 _group_number = 0
