@@ -2,7 +2,7 @@
 
 On each host (2 to 4 of them; a host that died can come back, another one can join):
 
-    torchrun --nnodes=2:4 --nproc-per-node=1 --max-restarts=100 \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2:4 --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint=<first host>:29400 \
         examples/elastic.py --directory /shared/elastic
 

@@ -25,6 +25,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 launcher=${TORCHRUN:-$(command -v torchrun || echo .venv/bin/torchrun)}
 if [ "$#" -eq 0 ]; then set -- examples/quickstart.py --strategy multi_worker; fi
 
+# With a shared store, torch 2.13 does not tell a host that comes later where worker 0 is.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 exec "$launcher" --nnodes="${MIN_NODES:-1}:${MAX_NODES:-2}" --nproc-per-node="$workers" \
     --max-restarts="${MAX_RESTARTS:-3}" --rdzv-backend=c10d --rdzv-id="${RDZV_ID:-tfstyle}" \
     --rdzv-endpoint="$RDZV_HOST:${RDZV_PORT:-29400}" "$@"

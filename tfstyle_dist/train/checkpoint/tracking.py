@@ -13,7 +13,8 @@ from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy
 from tfstyle_dist.train.checkpoint import leaves as kinds
-from tfstyle_dist.train.checkpoint.leaves import Leaf, ParameterNames
+from tfstyle_dist.train.checkpoint.leaves import Leaf
+from tfstyle_dist.train.checkpoint.optimizer_leaves import OptimizerLeaf, ParameterNames, TFOptimizerLeaf
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.random_state import RandomState
 from tfstyle_dist.train.torch_optimizer import Optimizer
@@ -69,9 +70,9 @@ def _leaf(path: str, value: Any, replace: Replace) -> Any:
     if isinstance(value, torch.nn.Module):
         return kinds.ModuleLeaf(path, value)
     if isinstance(value, torch.optim.Optimizer | Optimizer):
-        return path, value, kinds.OptimizerLeaf
+        return path, value, OptimizerLeaf
     if isinstance(value, TFOptimizer):
-        return path, value, kinds.TFOptimizerLeaf
+        return path, value, TFOptimizerLeaf
     if isinstance(value, RandomState):
         return kinds.RandomStateLeaf(path, value)
     if isinstance(value, torch.Generator):

@@ -1,0 +1,154 @@
+"""Optimizers in a checkpoint: their state goes by the names of the parameters, not by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tfstyle_dist.train.checkpoint import codec
+from tfstyle_dist.train.checkpoint.codec import Put
+from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
+from tfstyle_dist.train.optimizer import TFOptimizer
+from tfstyle_dist.train.torch_optimizer import Optimizer
+from tfstyle_dist.variables import find_record
+
+
+class ParameterNames:
+    """Names for the parameters that an optimizer numbers.
+
+    Args:
+        leaves: the tracked objects; modules and variables give the names.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self._known: dict[int, tuple[str, torch.Tensor]] = {}
+        for leaf in leaves:
+            if isinstance(leaf, ModuleLeaf):
+                for name, parameter in leaf.target.named_parameters():
+                    self._known.setdefault(id(parameter), (f"{leaf.path}/{name}", parameter))
+            elif isinstance(leaf, TensorLeaf):
+                self._known.setdefault(id(leaf.target), (leaf.path, leaf.target))
+
+    def of(self, parameter: torch.Tensor, otherwise: str) -> str:
+        """The name of a parameter; ``otherwise`` for one of an object that is not tracked."""
+        return self._known.get(id(parameter), (otherwise, None))[0]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """All parameters."""
+        return dict(self._known.values())
+
+
+class OptimizerLeaf(Leaf):
+    """A ``torch.optim`` optimizer, or a ``train.Optimizer`` around one: state by parameter name."""
+
+    kind = "optimizer"
+
+    def __init__(self, path: str, target: Any, names: ParameterNames) -> None:
+        super().__init__(path, target.torch_optimizer if isinstance(target, Optimizer) else target)
+        self._names = names
+        # Equal steps on equal gradients: the state is the same wherever the strategy keeps the parameters equal.
+        self.same_on_all = all(find_record(parameter) is not None for parameter in self.tensors())
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """See ``Leaf``."""
+        return [parameter for group in self.target.param_groups for parameter in group["params"]]
+
+    def _named(self) -> list[str]:
+        names, number = [], 0
+        for group in self.target.param_groups:
+            own = group.get("param_names", ())
+            for place, parameter in enumerate(group["params"]):
+                otherwise = own[place] if place < len(own) else f"parameter_{number}"
+                names.append(self._names.of(parameter, otherwise))
+                number += 1
+        return names
+
+    def encode(self, put: Put) -> Any:
+        """See ``Leaf``."""
+        names, state = self._named(), self.target.state_dict()
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        return {
+            "state": {names[i]: self._entry(names[i], entry, put) for i, entry in state["state"].items()},
+            "param_groups": codec.encode(groups, f"{self.path}/param_groups", put),
+            "others": codec.encode(others, self.path, put),
+        }
+
+    def _entry(self, name: str, entry: Any, put: Put) -> Any:
+        return codec.encode(entry, f"{self.path}/state/{name}", put)
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        """See ``Leaf``."""
+        names, groups = set(self._named()), tree["param_groups"]
+        found = Match(used=set(codec.tensor_names([tree["param_groups"], tree["others"]])))
+        if len(groups) != len(self.target.param_groups):
+            here = len(self.target.param_groups)
+            found.problems.append(f"{self.path} has {here} parameter group(s), saved were {len(groups)}")
+        for name, entry in tree["state"].items():
+            if name in names:
+                found.used.update(codec.tensor_names(entry))
+        if tree["state"]:
+            saved = {name for group in groups for name in group["params"]}
+            found.missing += [f"{self.path}/state/{name}" for name in sorted(names - saved)]
+        return found
+
+    def load(self, tree: Any, read: Read) -> None:
+        """See ``Leaf``: as a state_dict with the numbers that the parameters have here."""
+        numbers = {name: i for i, name in enumerate(self._named())}
+        states = {name: entry for name, entry in tree["state"].items() if name in numbers}
+        get = all_of([states, tree["param_groups"], tree["others"]], read)
+        groups = []
+        for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
+            groups.append({**codec.decode(saved, get), "params": here["params"]})
+        state = {numbers[name]: codec.decode(entry, get) for name, entry in states.items()}
+        self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
+
+
+class TFOptimizerLeaf(Leaf):
+    """A TF-style optimizer: slots by variable name."""
+
+    kind = "tf_optimizer"
+
+    def __init__(self, path: str, target: TFOptimizer, names: ParameterNames) -> None:
+        super().__init__(path, target)
+        self._names = names
+        self.same_on_all = all(find_record(variable) is not None for variable in self.tensors())
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """See ``Leaf``."""
+        variables: list[torch.Tensor] = self.target.slot_variables()
+        return variables
+
+    def _name(self, place: int, variable: Any) -> str:
+        return self._names.of(variable, getattr(variable, "name", None) or f"variable_{place}")
+
+    def encode(self, put: Put) -> Any:
+        """See ``Leaf``."""
+        state = self.target.state_dict()
+        slots = {}
+        for place, (variable, entry) in enumerate(zip(self.target.slot_variables(), state["slots"], strict=True)):
+            name = self._name(place, variable)
+            slots[name] = codec.encode(entry, f"{self.path}/slots/{name}", put)
+        return {"slots": slots, "common": codec.encode(state["common"], f"{self.path}/common", put)}
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        """See ``Leaf``: slots are made at the first update, so any variable with the name will do."""
+        known = self._variables(tree)
+        used = [entry for name, entry in tree["slots"].items() if name in known]
+        return Match(used=set(codec.tensor_names([used, tree["common"]])))
+
+    def _variables(self, tree: Any) -> dict[str, Any]:
+        known = self._names.by_name()
+        for place, variable in enumerate(self.target.slot_variables()):
+            known[self._name(place, variable)] = variable
+        return {name: known[name] for name in tree["slots"] if name in known}
+
+    def load(self, tree: Any, read: Read) -> None:
+        """See ``Leaf``."""
+        variables = self._variables(tree)
+        slots = [tree["slots"][name] for name in variables]
+        get = all_of([slots, tree["common"]], read)
+        state = {"slots": codec.decode(slots, get), "common": codec.decode(tree["common"], get)}
+        self.target.load_state_dict(state, list(variables.values()))
