@@ -175,8 +175,17 @@ class ParameterServer:
         elif session != self.session:
             raise CancelledError(f"{self._name} works for another coordinator now.")
         client.role, client.name = role, str(meta.get("task"))[:200]
+        if role == "worker":
+            self._forget_earlier(client)
         body = wire.pack_json({"incarnation": self.incarnation, "task": self._name, "host": wire.boot_id()})
         self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+
+    def _forget_earlier(self, client: _Client) -> None:
+        """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
+        for identity, other in list(self._clients.items()):
+            if other is not client and other.role == "worker" and other.name == client.name:
+                _drop_segment(other)
+                del self._clients[identity]
 
     def _batch(self, identity: bytes, client: _Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
         operations = wire.unpack_operations(meta)
