@@ -118,7 +118,13 @@ if TYPE_CHECKING:
         in_cross_replica_context as in_cross_replica_context,
     )
     from tfstyle_dist.api import (
+        model_parallel as model_parallel,
+    )
+    from tfstyle_dist.api import (
         nn as nn,
+    )
+    from tfstyle_dist.api import (
+        tpu as tpu,
     )
     from tfstyle_dist.api import (
         train as train,
@@ -162,7 +168,9 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "model_parallel",
     "nn",
+    "tpu",
     "train",
 ]
 

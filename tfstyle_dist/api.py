@@ -1,6 +1,6 @@
 """The public names, imported eagerly; ``tfstyle_dist`` itself hands them out on first use."""
 
-from tfstyle_dist import cluster_resolver, coordinator, experimental, nn, train
+from tfstyle_dist import cluster_resolver, coordinator, experimental, model_parallel, nn, tpu, train
 from tfstyle_dist.coordinator.server import Server
 from tfstyle_dist.core import errors as errors
 from tfstyle_dist.core.enums import (
@@ -71,6 +71,8 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "model_parallel",
     "nn",
+    "tpu",
     "train",
 ]

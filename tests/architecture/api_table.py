@@ -228,9 +228,9 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
     "tf.distribute.TPUStrategy": {
         **STRATEGY,
-        "experimental_assign_to_logical_device": TPU,
-        "experimental_replicate_to_logical_devices": TPU,
-        "experimental_split_to_logical_devices": TPU,
+        "experimental_assign_to_logical_device": IN,
+        "experimental_replicate_to_logical_devices": IN,
+        "experimental_split_to_logical_devices": IN,
     },
     "tf.distribute.cluster_resolver.ClusterResolver": RESOLVER,
     "tf.distribute.cluster_resolver.GCEClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},

@@ -28,6 +28,7 @@ LAYERS = {
     "coordinator": 5,
     "train": 5,
     "nn": 5,
+    "model_parallel": 5,
     "testing": 6,
     "integrations": 6,
     "launch": 6,
@@ -41,7 +42,7 @@ WITHIN_LAYER = {
     ("parameter_server", "variables"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
-REEXPORTS = {"", "api", "experimental"}
+REEXPORTS = {"", "api", "tpu", "experimental"}
 
 # Writes files with torch.distributed.checkpoint, and does not communicate.
 CHECKPOINT_STORAGE = f"{PACKAGE}.train.checkpoint.dcp"

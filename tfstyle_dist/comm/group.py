@@ -80,10 +80,12 @@ class WorkerGroup(abc.ABC):
         rank: this worker's number.
         size: number of workers W.
         timeout: limit of each wait, ``None`` for none.
+        leads: whether this worker is the one of its replica that prints and writes files.
         traces: whether operations are compiled with the program around them, which must be the same on all workers.
     """
 
     traces: bool = False
+    leads: bool = True
     rank: int = 0
     size: int = 1
     timeout: timedelta | None = None
@@ -150,6 +152,10 @@ class WorkerGroup(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Replaces ``buffer`` by that of worker ``source``."""
+
+    def broadcast_part(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """``broadcast`` of this worker's part of something that is divided over workers."""
+        self.broadcast(buffer, source, name)
 
     @abc.abstractmethod
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:

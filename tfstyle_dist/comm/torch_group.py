@@ -104,6 +104,11 @@ class TorchGroup(WorkerGroup):
         self._one_lane = self._lane is not None and len(self.topology.hosts) == 1
         _open_groups.add(self)
 
+    @property
+    def process_group(self) -> Any:
+        """The torch group."""
+        return self._group
+
     def _open_lane(self) -> None:
         """Maps a segment for each host, if all workers can; its name is gone afterwards, so nothing stays behind."""
         here = self.topology.neighbours(self.rank)

@@ -140,7 +140,11 @@ class Strategy(InputMethods, TrainingMethods):
         """Whether this is the worker, and in replica context the replica, that prints and writes files."""
         frame = current_frame()
         replica = frame.replica if frame is not None and frame.strategy is self else None
-        return self.worker.group.rank == 0 and (replica is None or replica.local_replica_id == 0)
+        return (
+            self.worker.group.rank == 0
+            and self.worker.group.leads
+            and (replica is None or replica.local_replica_id == 0)
+        )
 
     def print(self, *values: Any, **kwargs: Any) -> None:
         """``print`` once: on the chief alone. Takes the arguments of the built-in ``print``."""

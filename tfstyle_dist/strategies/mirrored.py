@@ -15,13 +15,13 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.logical_devices import LogicalDevices, with_model_axis
 from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable
 
 
-class MirroredVariables(Strategy):
+class MirroredVariables(LogicalDevices):
     """What strategies with equal copies on all replicas have in common; use a subclass."""
 
     def create_variable(self, spec: VariableSpec) -> Variable:
@@ -75,6 +75,8 @@ class MirroredStrategy(MirroredVariables):
         communication_options: bucket size, timeout and implementation of the communication.
         run_replicas: ``"threads"``, or ``"serial"``: local replicas run one after the other, which makes dropout
             reproducible.
+        logical_devices_per_replica: how many consecutive processes hold one replica, each a part of the model; see
+            ``experimental_partition``.
 
     Raises:
         ValueError: a device twice, CPU and GPU mixed, a device that is absent, or disagreeing world sizes.
@@ -94,13 +96,16 @@ class MirroredStrategy(MirroredVariables):
         *,
         communication_options: CommunicationOptions | None = None,
         run_replicas: str = "threads",
+        logical_devices_per_replica: int = 1,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         options = communication_options or CommunicationOptions()
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, num_local_replicas=len(places))
+        group = with_model_axis(group, logical_devices_per_replica, len(places))
         worker = Worker(places, group, effective_timeout(options), run_replicas)
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
+        self.join_model_axis()
 
 
 def devices_of_this_process() -> tuple[ReplicaDevice, ...]:

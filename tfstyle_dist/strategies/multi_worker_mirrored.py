@@ -22,6 +22,7 @@ from tfstyle_dist.core import env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.logical_devices import with_model_axis
 from tfstyle_dist.strategies.mirrored import MirroredVariables, check_cross_device_ops, devices_of_this_process
 
 _SLURM_PORTS = range(20000, 40000)
@@ -42,6 +43,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
             else all GPUs, else the CPU. All workers must have as many.
         cross_device_ops: how local values are summed; default: ADD_N on the first replica's device.
         run_replicas: as in ``MirroredStrategy``.
+        logical_devices_per_replica: likewise.
 
     Raises:
         json.JSONDecodeError: ``TF_CONFIG`` is not JSON.
@@ -68,6 +70,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         devices: Sequence[str | torch.device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         run_replicas: str = "threads",
+        logical_devices_per_replica: int = 1,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -80,8 +83,10 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         members = members_of(self._cluster_resolver)
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, members, len(places))
+        group = with_model_axis(group, logical_devices_per_replica, len(places))
         worker = Worker(places, group, effective_timeout(options), run_replicas)
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
+        self.join_model_axis()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

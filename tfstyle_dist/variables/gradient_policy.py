@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tfstyle_dist.core.enums import ReduceOp
 
-REDUCE_AT = ("backward", "apply", "push")
+REDUCE_AT = ("backward", "apply", "push", "elsewhere")
 
 
 @dataclass
@@ -15,7 +15,8 @@ class GradientPolicy:
 
     Attributes:
         reduce_at: ``"backward"``: by the end of ``loss.backward()`` (plain ``torch.optim``); ``"apply"``: by
-            ``apply_gradients`` (TF-style optimizers); ``"push"``: by a parameter server.
+            ``apply_gradients`` (TF-style optimizers); ``"push"``: by a parameter server; ``"elsewhere"``: by somebody
+            else, such as FSDP.
         scale: ``MEAN`` divides the sum by the number of replicas, ``SUM`` does not.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
@@ -19,6 +20,7 @@ from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.partitioned import LocalParts
 from tfstyle_dist.variables.pull import Puller, is_elsewhere
 from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
@@ -54,9 +56,11 @@ class ParameterStore:
         parameter_device: the one device of all values under central storage; ``None`` otherwise.
         shared_home: the memory that the workers share under central storage; ``None`` otherwise.
         puller: makes the copies that replicas on other devices compute with; ``None`` when there are none.
+        model_mesh: the workers that share one replica; ``None`` when each worker has its own.
     """
 
     shared_home: SharedHome | None = None
+    model_mesh: Any = None
 
     def __init__(self, strategy: Any, worker: Worker, parameter_device: ReplicaDevice | None = None) -> None:
         self._strategy = weakref.ref(strategy)
@@ -130,11 +134,27 @@ class ParameterStore:
         if self.replaces:
             parameter._tfstyle_record = record  # type: ignore[attr-defined]
             _register_components(record)
+        elif mesh.is_divided(parameter):
+            self._take_divided(record, parameter)
         else:
             # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
             record.components = _WeakComponents(record)
         self._add(record, module, name)
         return record
+
+    def _take_divided(self, record: Record, parameter: torch.nn.Parameter) -> None:
+        """A parameter in parts over the model mesh, or one that somebody else (FSDP) divides and reduces."""
+        reference = weakref.ref(parameter)
+        record.components, record.placement = LocalParts(reference), Placement.SHARDED
+        if self.model_mesh is not None and mesh.is_on(parameter, self.model_mesh):
+            return
+        over = mesh.num_workers(parameter)
+        if over < self.worker.group.size:
+            raise ValueError(
+                f"A parameter is divided over {over} of {self.worker.group.size} workers, and nobody would sum its "
+                "gradients over the others. Make the strategy with logical_devices_per_replica, and divide with it."
+            )
+        record.policy = GradientPolicy("elsewhere")
 
     def adopt_buffer(self, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> Record:
         """Takes a buffer over: floating ones ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
@@ -181,7 +201,7 @@ class ParameterStore:
                 _records[keep] = record
         self._pending.append(record)
         self.version += 1
-        if self.on_adopt is not None and record.policy is not None:
+        if self.on_adopt is not None and record.policy is not None and record.policy.reduce_at != "elsewhere":
             self.on_adopt(record)
 
     def _check_owner(self, record: Record, name: str) -> None:
@@ -268,7 +288,9 @@ class ParameterStore:
             return
         self._equalizing = True
         try:
-            pending, self._pending = [r for r in self._pending if r.tensor is not None], []
+            elsewhere = [r for r in self._pending if r.policy is not None and r.policy.reduce_at == "elsewhere"]
+            pending = [r for r in self._pending if r.tensor is not None and r not in elsewhere]
+            self._pending = []
             if self.worker.group.size > 1:
                 self._check_same_structure(pending)
                 self._broadcast(pending if self.shared_home is None else self.shared_home.move_in(pending))
@@ -319,14 +341,16 @@ class ParameterStore:
             raise
 
     def _broadcast(self, pending: Sequence[Record]) -> None:
-        by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        group = self.worker.group
+        by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
         for record in pending:
-            first = record.components[0]
-            by_type.setdefault((first.dtype, first.device), []).append(first)
+            first, divided = record.components[0], record.placement is Placement.SHARDED
+            by_type.setdefault((first.dtype, first.device, divided), []).append(first)
         with torch.no_grad(), raw():
-            for (dtype, _), tensors in by_type.items():
+            for (dtype, _, divided), tensors in by_type.items():
                 flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-                self.worker.group.broadcast(flat, 0, f"initial values ({dtype})")
+                send = group.broadcast_part if divided else group.broadcast
+                send(flat, 0, f"initial values ({dtype})")
                 offset = 0
                 for tensor in tensors:
                     tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

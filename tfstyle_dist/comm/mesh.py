@@ -1,0 +1,165 @@
+"""Tensors that are divided over workers: DTensor and DeviceMesh of torch, imported when they are first needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.group import WorkerGroup
+
+
+def is_divided(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def device_mesh(group: WorkerGroup, device_type: str, name: str) -> Any:
+    """A one-dimensional mesh of the group's workers.
+
+    Args:
+        group: the workers.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        name: of the dimension.
+
+    Raises:
+        ValueError: the group is not one of torch's.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tfstyle_dist.comm.torch_group import TorchGroup
+
+    if not isinstance(group, TorchGroup):
+        raise ValueError(
+            f"A mesh needs several worker processes, but {type(group).__name__} has {group.size}. Start the program "
+            "with torchrun."
+        )
+    return DeviceMesh.from_group(group.process_group, device_type, mesh_dim_names=(name,))
+
+
+def divide(tensor: torch.Tensor, mesh: Any, axis: int | None) -> torch.Tensor:
+    """A DTensor of the first worker's values, cut along ``axis``; ``None``: whole on every worker. Collective."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placement = Replicate() if axis is None else Shard(axis)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), tensor.requires_grad)
+    return distribute_tensor(tensor, mesh, [placement])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full values of a DTensor, on every worker of its mesh; collective over them. Other tensors come back."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def part_of(tensor: Any) -> torch.Tensor:
+    """This worker's part of a DTensor; shares its memory, and knows nothing of gradients."""
+    return tensor._local_tensor  # type: ignore[no-any-return]
+
+
+def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The DTensor that is divided as ``like`` and has this part here; shares the part's memory."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def divided_as(tensor: Any, like: Any) -> Any:
+    """``tensor``, divided as ``like``: a gradient comes as the last operation left it. Collective where it differs."""
+    if tensor.placements == like.placements:
+        return tensor
+    with torch.no_grad():
+        return tensor.redistribute(placements=like.placements)
+
+
+def write_whole(tensor: Any, value: torch.Tensor) -> None:
+    """Puts this worker's part of full values into a DTensor; nothing is sent."""
+    with torch.no_grad():
+        part_of(tensor).copy_(part_of(divided_like(value, tensor)))
+
+
+def is_on(tensor: Any, mesh: Any) -> bool:
+    """Whether a DTensor is divided over ``mesh``."""
+    return bool(tensor.device_mesh == mesh)
+
+
+def num_workers(tensor: Any) -> int:
+    """Over how many workers a DTensor is laid out."""
+    return int(tensor.device_mesh.size())
+
+
+def plain_is_whole() -> Any:
+    """A context manager in which a plain tensor may meet DTensors: it counts as whole on every worker."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
+def divided_like(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor of full values that are the same on every worker, divided as ``like``; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        moved = value.detach().to(like.device)
+        return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -> None:
+    """Divides layers in place with torch's tensor parallelism.
+
+    Args:
+        module: the model.
+        mesh: the workers that share it.
+        plan: the name of a layer, with ``*`` for any part of a name, and ``"column"``, ``"row"`` or ``"output"``.
+
+    Raises:
+        ValueError: no layer has such a name, it is no ``Linear`` or ``Embedding``, or another division is named.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for name, layer in _planned(module, plan):
+        parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
+
+
+def _planned(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:
+    from fnmatch import fnmatchcase
+
+    layers = []
+    for pattern in plan:
+        found = [(pattern, layer) for name, layer in module.named_modules() if fnmatchcase(name, pattern)]
+        if not found:
+            names = [name for name, layer in module.named_modules() if isinstance(layer, _LAYERS)]
+            raise ValueError(f"The plan names {pattern!r}, but the module's layers are {names}.")
+        layers += found
+    return layers
+
+
+_LAYERS = (torch.nn.Linear, torch.nn.Embedding)
+
+
+def _style(pattern: str, layer: torch.nn.Module, plan: Mapping[str, str], parts: int) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    division = plan[pattern]
+    if not isinstance(layer, _LAYERS):
+        raise ValueError(
+            f"The plan names {pattern!r}, which is a {type(layer).__name__}; torch.nn.Linear and torch.nn.Embedding "
+            "can be divided. For other layers divide the parameters with tensor_split."
+        )
+    if division == "output":
+        return ColwiseParallel(output_layouts=Replicate())
+    if division == "column":
+        columns = layer.out_features if isinstance(layer, torch.nn.Linear) else layer.embedding_dim
+        # A part of another size than the next layer would infer has to say so itself.
+        return ColwiseParallel(use_local_output=columns % parts == 0)
+    if division == "row":
+        embeds = isinstance(layer, torch.nn.Embedding)
+        return RowwiseParallel(input_layouts=Replicate()) if embeds else RowwiseParallel()
+    raise ValueError(f"The plan divides {pattern!r} by {division!r}; write 'column', 'row' or 'output'.")

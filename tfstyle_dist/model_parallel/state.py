@@ -1,0 +1,78 @@
+"""``state_dict`` of divided models and their optimizers as full tensors, for any number of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm import mesh
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.errors import NotFoundError
+
+
+def full_state_dict(target: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """The ``state_dict()`` with full tensors on the CPU, as that of an undivided model.
+
+    Collective over the workers of a replica: all call it, also if one alone saves the result.
+
+    Args:
+        target: a module, or a plain optimizer of its parameters.
+
+    Example:
+        >>> state = full_state_dict(model)
+        >>> if strategy.is_chief:
+        ...     torch.save(state, "model.pt")
+    """
+
+    def full(leaf: Any) -> Any:
+        return mesh.whole(leaf.detach()).to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return dict(nest.map_structure(full, dict(target.state_dict())))
+
+
+def load_full_state_dict(target: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes back what ``full_state_dict``, or an undivided model, gave; each worker keeps its parts.
+
+    Args:
+        target: the module or the optimizer; its division may differ from that of the one that was saved.
+        state: the same on all workers.
+
+    Raises:
+        NotFoundError: a tensor of the module is not in ``state``.
+        ValueError: a tensor of another shape.
+    """
+    if isinstance(target, torch.optim.Optimizer):
+        _load_optimizer(target, state)
+        return
+    own = target.state_dict(keep_vars=True)
+    missing = [name for name in own if name not in state]
+    if missing:
+        raise NotFoundError(f"The state has no {missing}; it holds {sorted(state)}.")
+    for name, tensor in own.items():
+        if tuple(tensor.shape) != tuple(state[name].shape):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, in the state it is {tuple(state[name].shape)}.")
+        if mesh.is_divided(tensor):
+            mesh.write_whole(tensor, state[name])
+        else:
+            with torch.no_grad():
+                tensor.copy_(state[name])
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    entries = {}
+    for number, entry in state["state"].items():
+        like = parameters[number]
+        entries[number] = {key: _entry(value, like) for key, value in entry.items()}
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def _entry(value: Any, like: torch.Tensor) -> Any:
+    """One value of an optimizer's state, as a tensor of its own: torch would update the one that it is given."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if mesh.is_divided(like) and value.shape == like.shape:
+        return mesh.divided_like(value.clone(), like)
+    return value.clone()

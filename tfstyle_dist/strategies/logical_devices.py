@@ -1,0 +1,209 @@
+"""One replica on several logical devices: dividing tensors and layers over the workers that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm import mesh
+from tfstyle_dist.comm.data_axis import DataAxis
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core import nest
+from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.variables.adoption import adopt_module
+
+
+def with_model_axis(group: WorkerGroup, parts: int, num_local_replicas: int) -> WorkerGroup:
+    """The workers as replicas of ``parts`` workers each.
+
+    Raises:
+        ValueError: several replicas in a process, or a number of workers that ``parts`` does not divide.
+    """
+    if parts == 1:
+        return group
+    if num_local_replicas > 1:
+        raise ValueError(
+            f"logical_devices_per_replica={parts} needs one device in each process, but this one has "
+            f"{num_local_replicas} replicas. Start the program with torchrun and leave devices out."
+        )
+    return DataAxis(group, parts)
+
+
+class LogicalDevices(Strategy):
+    """Part of the mirrored strategies: replicas on several logical devices, ``logical_devices_per_replica``."""
+
+    def join_model_axis(self) -> None:
+        """Called once the strategy is made."""
+        group = self.worker.group
+        if isinstance(group, DataAxis):
+            device = self.worker.torch_device(0)
+            self.parameter_store.model_mesh = mesh.device_mesh(group.model, device.type, "model")
+
+    @property
+    def num_logical_devices_per_replica(self) -> int:
+        """How many workers, or XLA devices, hold one replica."""
+        group = self.worker.group
+        return group.model.size if isinstance(group, DataAxis) else 1
+
+    def experimental_data_mesh(self) -> Any:
+        """A ``DeviceMesh`` of the workers that hold the same part of different replicas, e.g. for ``fully_shard``.
+
+        Raises:
+            ValueError: there is one worker only.
+        """
+        group = self.worker.group
+        data = group.data if isinstance(group, DataAxis) else group
+        return mesh.device_mesh(data, self.worker.torch_device(0).type, "data")
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """See ``Strategy.run``; divided results come back whole, and plain tensors may meet divided ones."""
+        if self.parameter_store.model_mesh is None:
+            return super().run(fn, args, kwargs, options)
+        with mesh.plain_is_whole():
+            result = super().run(fn, args, kwargs, options)
+        return nest.map_structure(lambda leaf: mesh.whole(leaf.detach()) if mesh.is_divided(leaf) else leaf, result)
+
+    # ---- tensors ----------------------------------------------------------------------------------------------
+
+    def experimental_split_to_logical_devices(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> Any:
+        """Divides a tensor over the logical devices of its replica.
+
+        A call for all workers of a replica alike; the first one's values count. Sizes need not divide evenly: the last
+        parts are then smaller, or empty.
+
+        Args:
+            tensor: any tensor, or a parameter: the result is then a parameter, to be registered in its place.
+            partition_dimensions: into how many parts each dimension is cut; 1 leaves a dimension whole.
+
+        Returns:
+            A ``torch.distributed.tensor.DTensor``; on XLA devices the tensor itself, laid out over the devices.
+
+        Raises:
+            ValueError: not one number for each dimension, or their product is not the number of logical devices.
+            NotImplementedError: two dimensions are cut (XLA devices can).
+
+        Example:
+            >>> module.weight = strategy.experimental_split_to_logical_devices(module.weight, [2, 1])
+
+        Source: ``tf.distribute.TPUStrategy.experimental_split_to_logical_devices``.
+        """
+        self.check_partition(tensor, partition_dimensions)
+        axes = [axis for axis, parts in enumerate(partition_dimensions) if parts > 1]
+        if len(axes) > 1:
+            raise NotImplementedError(
+                f"partition_dimensions={list(partition_dimensions)} cuts {len(axes)} dimensions; one can be cut here. "
+                f"Write {self.num_logical_devices_per_replica} for one dimension and 1 for the others."
+            )
+        return self._divided(tensor, axes[0]) if axes else tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> Any:
+        """Keeps a tensor whole on every logical device of its replica; the first one's values count.
+
+        A parameter that takes part in one computation with divided ones must be divided or replicated itself.
+
+        Args:
+            tensor: any tensor, or a parameter.
+
+        Returns:
+            As ``experimental_split_to_logical_devices``.
+
+        Source: ``tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices``.
+        """
+        return self._divided(tensor, None) if self.num_logical_devices_per_replica > 1 else tensor
+
+    def experimental_assign_to_logical_device(self, tensor: torch.Tensor, logical_device_id: int) -> Any:
+        """Takes the values that one logical device has.
+
+        TensorFlow also computes there what follows. Here each process runs the whole step, so the values are given to
+        all of them.
+
+        Args:
+            tensor: any tensor.
+            logical_device_id: number of the device in its replica.
+
+        Returns:
+            As ``experimental_replicate_to_logical_devices``.
+
+        Raises:
+            ValueError: there is no such device.
+
+        Source: ``tf.distribute.TPUStrategy.experimental_assign_to_logical_device``.
+        """
+        count, group = self.num_logical_devices_per_replica, self.worker.group
+        if not 0 <= logical_device_id < count:
+            raise ValueError(f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}.")
+        if isinstance(group, DataAxis):
+            flat = tensor.detach().clone().reshape(-1)
+            group.model.broadcast(flat, logical_device_id, "assign to a logical device")
+            return self._divided(flat.view(tensor.shape), None)
+        return tensor
+
+    def check_partition(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> None:
+        """Raises ValueError when a tensor cannot be cut so."""
+        count, product = self.num_logical_devices_per_replica, 1
+        for parts in partition_dimensions:
+            product *= parts
+        if len(partition_dimensions) != tensor.dim():
+            raise ValueError(
+                f"partition_dimensions={list(partition_dimensions)} has {len(partition_dimensions)} entries for a "
+                f"tensor of shape {tuple(tensor.shape)}; give one for each dimension."
+            )
+        if product != count or any(parts < 1 for parts in partition_dimensions):
+            raise ValueError(
+                f"partition_dimensions={list(partition_dimensions)} makes {product} parts, but a replica has {count} "
+                "logical device(s). Make the strategy with logical_devices_per_replica, or cut into as many parts."
+            )
+
+    def _divided(self, tensor: torch.Tensor, axis: int | None) -> torch.Tensor:
+        return mesh.divide(tensor, self.parameter_store.model_mesh, axis)
+
+    # ---- layers -----------------------------------------------------------------------------------------------
+
+    def experimental_partition(self, module: torch.nn.Module, plan: Mapping[str, str]) -> torch.nn.Module:
+        """Divides layers of a model over the logical devices of a replica; in place.
+
+        ``"column"`` cuts the output features of a ``Linear`` (or an ``Embedding``'s columns), ``"row"`` its input
+        features (or an ``Embedding``'s rows). Give a column-wise layer a row-wise successor: between them each worker
+        has its part of the features, and after the row-wise one the whole. A tensor between them is a plain one if the
+        features divide evenly, else a ``DTensor``. ``"output"`` cuts as ``"column"``, and its
+        result is whole. All else stays whole on every worker.
+
+        Build the optimizer afterwards: the parameters of divided layers are new. All workers call it alike; the first
+        worker's values count.
+
+        Args:
+            module: built inside or outside the scope.
+            plan: layer names, with ``*`` for any part of a name, and how to divide them.
+
+        Returns:
+            The same module.
+
+        Raises:
+            ValueError: a name that fits no layer, or a layer that cannot be divided.
+
+        Example:
+            >>> strategy.experimental_partition(model, {"*.up": "column", "*.down": "row", "embedding": "row"})
+        """
+        self.require_cross_replica_context("experimental_partition", "it outside strategy.run")
+        group = self.worker.group
+        if isinstance(group, DataAxis):
+            tensors = [*module.parameters(), *module.buffers()]
+            with torch.no_grad():
+                for tensor in tensors:
+                    if not mesh.is_divided(tensor):
+                        flat = tensor.detach().clone().reshape(-1)
+                        group.world.broadcast(flat, 0, "initial values")
+                        tensor.copy_(flat.view(tensor.shape))
+            mesh.divide_layers(module, self.parameter_store.model_mesh, plan)
+            if self.num_replicas_in_sync > 1:
+                adopt_module(self.parameter_store, module)
+                self.parameter_store.ensure_equal()
+        return module
