@@ -25,7 +25,13 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
 
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"quickstart.py", "variable_aggregation.py", "aggregation_methods.py", "central_storage.py"}
+    assert names == {
+        "quickstart.py",
+        "variable_aggregation.py",
+        "aggregation_methods.py",
+        "central_storage.py",
+        "model_parallel.py",
+    }
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -112,3 +118,13 @@ def test_central_storage_trains_with_one_copy(nproc: int, options: list[str]) ->
     assert int(right) / 357 >= 0.95
     assert "parameters on cpu:0: 0.3 MiB of weights and 0.6 MiB of optimizer state, once" in output
     assert len(re.findall(r"^memory of this process", output, re.MULTILINE)) == nproc
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["2", "4"])
+def test_model_parallel_agrees_with_the_model_in_one_piece(parts: str) -> None:
+    output = run("model_parallel.py", 4, ["--parts", parts])
+    ((held, elements),) = re.findall(r"each holds (\d+) of (\d+) elements", output)  # the chief alone prints
+    assert int(held) < int(elements) * (0.55 if parts == "2" else 0.35)
+    (difference,) = re.findall(r"difference (\S+)", output)
+    assert float(difference) <= 1e-4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import parity
@@ -57,6 +59,42 @@ def say_recompilations(strategy: tfd.TPUStrategy) -> None:
     print("ok recompilations")
 
 
+def divide_a_model() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "model_parallel"))
+    import transformer
+
+    assignment = tfd.tpu.experimental.DeviceAssignment(num_replicas=2, num_cores_per_replica=2)
+    for hidden in (16, 13):
+        strategy = tfd.TPUStrategy(experimental_device_assignment=assignment, use_spmd=True)
+        with strategy.scope(), strategy.device:
+            model = transformer.Transformer(hidden)
+        start = parity.on_cpu(model)
+        plan = {**transformer.PLAN, "embedding": "row", "head": "output"}
+        strategy.experimental_partition(model, plan)
+        with strategy.scope():
+            tfd.tpu.experimental.tensor_split(model.norm.weight, 2)
+        optimizer = transformer.make_optimizer(model)
+
+        def step(words: torch.Tensor, following: torch.Tensor, model=model, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = transformer.loss_of(model, words, following)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        batches = transformer.batches(4)
+        losses = [float(strategy.run(step, args=b)) for b in strategy.experimental_distribute_dataset(batches)]
+        expected, plain, _ = transformer.plain_training(start, batches, hidden)
+        parity.assert_same(losses, expected)
+        parity.assert_same(parity.on_cpu(model), dict(plain.state_dict()))
+        up = model.blocks[0].up.weight
+        assert "devices=[2,1,2]" in strategy.adapter.sharding(up), strategy.adapter.sharding(up)
+        print("sharding of Adam's state:", strategy.adapter.sharding(optimizer.state[up]["exp_avg"]) or "none given")
+    with pytest.raises(ValueError, match=r"makes 4 parts, but a replica has 2"):
+        strategy.experimental_split_to_logical_devices(up, [4, 1])
+    print("ok a divided model")
+
+
 def refuse() -> None:
     with pytest.raises(ValueError, match=r"SPMD mode already|one replica of it runs"):
         tfd.TPUStrategy(use_spmd=False)
@@ -76,6 +114,7 @@ def main() -> None:
         train(strategy)
         say_recompilations(strategy)
         refuse()
+    divide_a_model()
     print("done")
 
 

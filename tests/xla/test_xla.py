@@ -39,7 +39,7 @@ def test_one_replica_for_each_device() -> None:
 
 
 def test_one_program_over_all_devices() -> None:
-    assert_ok(run(HERE / "spmd_program.py"), "training", "recompilations", "refusals")
+    assert_ok(run(HERE / "spmd_program.py"), "training", "recompilations", "refusals", "a divided model")
 
 
 def test_quickstart_with_one_replica_for_each_device() -> None:

@@ -123,11 +123,16 @@ def divide_layers(module: torch.nn.Module, mesh: Any, plan: Mapping[str, str]) -
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for name, layer in _planned(module, plan):
+    for name, layer in planned_layers(module, plan):
         parallelize_module(layer, mesh, _style(name, layer, plan, mesh.size()))
 
 
-def _planned(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:
+def planned_layers(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str, torch.nn.Module]]:
+    """The entry of the plan for each layer that it names, with the layer.
+
+    Raises:
+        ValueError: an entry that fits no layer.
+    """
     from fnmatch import fnmatchcase
 
     layers = []
@@ -143,23 +148,43 @@ def _planned(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tuple[str
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
 
-def _style(pattern: str, layer: torch.nn.Module, plan: Mapping[str, str], parts: int) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+def averages_uneven_parts(mesh: Any) -> bool:
+    """Whether torch's mean of a DTensor weighs parts by their size; torch 2.9's does not. Collective over the mesh."""
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    division = plan[pattern]
+    numbers = torch.arange(mesh.size() + 1.0, device=mesh.device_type)
+    divided = distribute_tensor(numbers, mesh, [Shard(0)])
+    return bool(whole(divided.mean()) == numbers.mean())
+
+
+def divided_axes(pattern: str, layer: torch.nn.Module, division: str) -> dict[str, int]:
+    """Which dimension of each parameter of a layer is cut; parameters that stay whole are left out.
+
+    Raises:
+        ValueError: a layer that cannot be divided, or an unknown division.
+    """
     if not isinstance(layer, _LAYERS):
         raise ValueError(
             f"The plan names {pattern!r}, which is a {type(layer).__name__}; torch.nn.Linear and torch.nn.Embedding "
             "can be divided. For other layers divide the parameters with tensor_split."
         )
+    if division not in ("column", "row", "output"):
+        raise ValueError(f"The plan divides {pattern!r} by {division!r}; write 'column', 'row' or 'output'.")
+    if isinstance(layer, torch.nn.Embedding):
+        return {"weight": 0 if division == "row" else 1}
+    return {"weight": 1} if division == "row" else {"weight": 0, "bias": 0}
+
+
+def _style(pattern: str, layer: torch.nn.Module, plan: Mapping[str, str], parts: int) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    division = plan[pattern]
+    axis = divided_axes(pattern, layer, division)["weight"]
     if division == "output":
         return ColwiseParallel(output_layouts=Replicate())
     if division == "column":
-        columns = layer.out_features if isinstance(layer, torch.nn.Linear) else layer.embedding_dim
         # A part of another size than the next layer would infer has to say so itself.
-        return ColwiseParallel(use_local_output=columns % parts == 0)
-    if division == "row":
-        embeds = isinstance(layer, torch.nn.Embedding)
-        return RowwiseParallel(input_layouts=Replicate()) if embeds else RowwiseParallel()
-    raise ValueError(f"The plan divides {pattern!r} by {division!r}; write 'column', 'row' or 'output'.")
+        return ColwiseParallel(use_local_output=layer.get_parameter("weight").shape[axis] % parts == 0)
+    embeds = isinstance(layer, torch.nn.Embedding)
+    return RowwiseParallel(input_layouts=Replicate()) if embeds else RowwiseParallel()

@@ -15,10 +15,11 @@ from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStr
 from tfstyle_dist.strategies.one_device import OneDeviceStrategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.strategies.tpu import ExperimentalTPUStrategy, TPUStrategy
+from tfstyle_dist.strategies.tpu import DeviceAssignment, ExperimentalTPUStrategy, TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
+    "DeviceAssignment",
     "ExperimentalTPUStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.bootstrap import effective_timeout
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
@@ -29,8 +32,28 @@ _WARM_UP_STEPS = 3
 class DeviceAssignmentLike(Protocol):
     """What is asked of ``experimental_device_assignment``."""
 
+    @property
+    def num_replicas(self) -> int:
+        """Over how many devices the batch is divided."""
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """Over how many devices the model is divided."""
+
+
+@dataclass(frozen=True)
+class DeviceAssignment:
+    """A grid of XLA devices: ``num_replicas`` divide the batch, ``num_cores_per_replica`` the model.
+
+    Torch_xla lays out the devices itself, so there is no topology to be given as in TensorFlow's class of this name.
+
+    Example:
+        >>> TPUStrategy(experimental_device_assignment=DeviceAssignment(2, 2), use_spmd=True)
+        <TPUStrategy, one program over 4 XLA devices (2 x 2)>
+    """
+
     num_replicas: int
-    num_cores_per_replica: int
+    num_cores_per_replica: int = 1
 
 
 class TPUStrategy(MirroredVariables):
@@ -117,6 +140,52 @@ class TPUStrategy(MirroredVariables):
     def num_compilations(self) -> int:
         """How many graphs this process has compiled so far; a number that keeps growing means changing shapes."""
         return self.adapter.num_compilations()
+
+    # ---- logical devices --------------------------------------------------------------------------------------
+
+    @property
+    def num_logical_devices_per_replica(self) -> int:
+        """XLA devices that hold one replica's model."""
+        return self._logical[1] if self.use_spmd else 1
+
+    def experimental_split_to_logical_devices(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> Any:
+        """See ``LogicalDevices``; several dimensions may be cut, and the tensor itself comes back, laid out so."""
+        self.check_partition(tensor, partition_dimensions)
+        return self._laid_out(tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> Any:
+        """See ``LogicalDevices``; the tensor itself comes back."""
+        return self._laid_out(tensor, [1] * tensor.dim())
+
+    def experimental_assign_to_logical_device(self, tensor: torch.Tensor, logical_device_id: int) -> Any:
+        """See ``LogicalDevices``; there is one value, and the compiler decides where it is computed."""
+        count = self.num_logical_devices_per_replica
+        if not 0 <= logical_device_id < count:
+            raise ValueError(f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}.")
+        return self._laid_out(tensor, [1] * tensor.dim())
+
+    def _laid_out(self, tensor: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+        if not self.use_spmd:
+            return tensor
+        if tensor.device != self.device:
+            raise ValueError(f"Only a tensor on {self.device} can be laid out, but this one is on {tensor.device}.")
+        names = tuple(f"dimension{axis}" for axis in range(len(parts)))
+        grid = self.adapter.mesh((self.num_devices // math.prod(parts), *parts), ("others", *names))
+        partition = [name if count > 1 else None for name, count in zip(names, parts, strict=True)]
+        if tensor.requires_grad and not tensor.is_leaf:
+            return self.adapter.constrain(tensor, grid, partition)
+        self.adapter.mark_sharding(tensor, grid, partition)
+        return tensor
+
+    def experimental_partition(self, module: torch.nn.Module, plan: Mapping[str, str]) -> torch.nn.Module:
+        """See ``LogicalDevices``: the parameters stay the same objects, and the compiler does the rest."""
+        count = self.num_logical_devices_per_replica
+        for pattern, layer in mesh.planned_layers(module, plan):
+            for name, axis in mesh.divided_axes(pattern, layer, plan[pattern]).items():
+                parameter = getattr(layer, name)
+                if parameter is not None and count > 1:
+                    self._laid_out(parameter, [count if place == axis else 1 for place in range(parameter.dim())])
+        return module
 
     # ---- running ----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """``tf.tpu.experimental``."""
 
 from tfstyle_dist.model_parallel import tensor_split
+from tfstyle_dist.strategies import DeviceAssignment
 
-__all__ = ["tensor_split"]
+__all__ = ["DeviceAssignment", "tensor_split"]
