@@ -111,9 +111,8 @@ class LogicalDevices(Strategy):
         if not mesh.averages_uneven_parts(self.parameter_store.model_mesh):
             warn_once(
                 "uneven means",
-                f"torch {torch.__version__} takes a wrong mean over a dimension that is divided unevenly: each part counts "
-                "alike, whatever its size. Write x.sum() / x.numel(), or divide evenly. experimental_partition is not "
-                "affected.",
+                f"torch {torch.__version__} takes a wrong mean over a dimension that is divided unevenly: each part "
+                "counts alike, whatever its size. Write x.sum() / x.numel(), or divide evenly.",
             )
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> Any:
