@@ -148,6 +148,15 @@ def planned_layers(module: torch.nn.Module, plan: Mapping[str, str]) -> list[tup
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 
 
+def averages_uneven_parts(mesh: Any) -> bool:
+    """Whether torch's mean of a DTensor weighs parts by their size; torch 2.9's does not. Collective over the mesh."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    numbers = torch.arange(mesh.size() + 1.0, device=mesh.device_type)
+    divided = distribute_tensor(numbers, mesh, [Shard(0)])
+    return bool(whole(divided.mean()) == numbers.mean())
+
+
 def divided_axes(pattern: str, layer: torch.nn.Module, division: str) -> dict[str, int]:
     """Which dimension of each parameter of a layer is cut; parameters that stay whole are left out.
 

@@ -11,6 +11,7 @@ from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.strategies.base import RunOptions, Strategy
 from tfstyle_dist.variables.adoption import adopt_module
 
@@ -102,7 +103,17 @@ class LogicalDevices(Strategy):
                 f"partition_dimensions={list(partition_dimensions)} cuts {len(axes)} dimensions; one can be cut here. "
                 f"Write {self.num_logical_devices_per_replica} for one dimension and 1 for the others."
             )
+        if axes and tensor.shape[axes[0]] % self.num_logical_devices_per_replica:
+            self._check_means()
         return self._divided(tensor, axes[0]) if axes else tensor
+
+    def _check_means(self) -> None:
+        if not mesh.averages_uneven_parts(self.parameter_store.model_mesh):
+            warn_once(
+                "uneven means",
+                f"torch {torch.__version__} takes a wrong mean over a dimension that is divided unevenly: each part "
+                "counts alike, whatever its size. Write x.sum() / x.numel(), or divide evenly.",
+            )
 
     def experimental_replicate_to_logical_devices(self, tensor: torch.Tensor) -> Any:
         """Keeps a tensor whole on every logical device of its replica; the first one's values count.
