@@ -13,6 +13,7 @@ sum(list) and stack().sum(0): new memory is part of what they cost.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -106,9 +107,10 @@ def forms_of(case: Case, with_tf: bool) -> dict[str, Form]:
         "stack().sum(0)": lambda: [torch.stack(column).sum(0) for column in columns],
         "_foreach_add_": foreach,
     }
-    if with_tf:
-        forms["tf.add_n"] = tf_form(columns)
     check(forms, case)
+    if with_tf:  # loaded last: torch.compile crashes if TensorFlow was loaded before it
+        forms["tf.add_n"] = tf_form(columns)
+        check({"ours": forms["ours"], "tf.add_n": forms["tf.add_n"]}, case)
     forms["copy"] = lambda: target.copy_(source)
     return forms
 
@@ -203,7 +205,7 @@ def main() -> None:
     with_tf = importlib.util.find_spec("tensorflow") is not None and not options.no_tensorflow
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("numba", *(["tensorflow"] if with_tf else [])):
-        versions[package] = importlib.import_module(package).__version__
+        versions[package] = importlib.metadata.version(package)
     print(", ".join(f"{name} {version}" for name, version in versions.items()), f"{options.threads} threads", sep=", ")
     results = []
     for case in CASES:
