@@ -192,13 +192,13 @@ class Meeting:
         if state == "dead" or (self.lasting and not peer.visible() and not self._heard[hello.number][2]):
             return  # perhaps of an earlier life
         self._alive.add(hello.number)
-        if reason := self._read(f"gave up/{hello.number}"):
-            raise PeerLostError(f"{where} gave up: {reason.decode()}")
         if hello.cluster != self._hello.cluster:
             raise ValueError(
                 f"The workers were told different clusters: {self._members.own_name} has {self._hello.cluster}, "
                 f"{where} has {hello.cluster}. Give all workers the same cluster; only the task differs."
             )
+        if reason := self._read(f"gave up/{hello.number}"):
+            raise PeerLostError(f"{where} gave up: {reason.decode()}")
         if silent > _SILENCE_SECONDS:
             raise PeerLostError(
                 f"{where} has given no sign of life for {_SILENCE_SECONDS:g} s while the workers started: {state}."
