@@ -56,7 +56,7 @@ def leftovers(store: Any) -> None:
     for rank in range(2):
         store.set(f"hello/{rank}", json.dumps([f"old{rank}", gone.pid, me.host, me.boot, "3 workers"]))
         store.set(f"confirmed/{rank}", '["old0", "old1"]')
-        store.set(f"gave up/old{rank}", "an old reason")
+        store.set(f"gave up/old{rank}", '["ValueError", "an old reason"]')
     store.set("everyone", '["old0", "old1"]')
     store.set("verdict/old0", '["ValueError", "an old verdict"]')
 
