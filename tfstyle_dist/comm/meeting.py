@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from tfstyle_dist.comm import diagnosis
 from tfstyle_dist.comm.diagnosis import Peer
@@ -192,13 +192,16 @@ class Meeting:
         if state == "dead" or (self.lasting and not peer.visible() and not self._heard[hello.number][2]):
             return  # perhaps of an earlier life
         self._alive.add(hello.number)
-        if reason := self._read(f"gave up/{hello.number}"):
-            raise PeerLostError(f"{where} gave up: {reason.decode()}")
         if hello.cluster != self._hello.cluster:
             raise ValueError(
                 f"The workers were told different clusters: {self._members.own_name} has {self._hello.cluster}, "
                 f"{where} has {hello.cluster}. Give all workers the same cluster; only the task differs."
             )
+        if reason := self._read(f"gave up/{hello.number}"):
+            kind, message = json.loads(reason)
+            if kind == DeadlineExceededError.__name__:
+                self._list_absent()  # its time was up a moment before ours
+            raise PeerLostError(f"{where} gave up: {message}")
         if silent > _SILENCE_SECONDS:
             raise PeerLostError(
                 f"{where} has given no sign of life for {_SILENCE_SECONDS:g} s while the workers started: {state}."
@@ -220,8 +223,10 @@ class Meeting:
         return now - since
 
     def _check_deadline(self) -> None:
-        if not self._deadline.passed():
-            return
+        if self._deadline.passed():
+            self._list_absent()
+
+    def _list_absent(self) -> NoReturn:
         absent, lines = [], []
         for rank, name in enumerate(self._members.names):
             hello = self._read_hello(rank)
@@ -243,10 +248,10 @@ class Meeting:
     def _leave_word(self, error: Exception) -> None:
         """Tells the others; worker 0 stays for a moment, or the store would be gone before they can read it."""
         with contextlib.suppress(Exception):
+            kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
             if self._members.rank > 0:
-                self._store.set(f"gave up/{self._hello.number}", _first_line(error))
+                self._store.set(f"gave up/{self._hello.number}", json.dumps([kind, _first_line(error)]))
             else:
-                kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
                 self._store.set(f"verdict/{self._hello.number}", json.dumps([kind, str(error)]))
                 time.sleep(_LAST_WORDS_SECONDS)
 
