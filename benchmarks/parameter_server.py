@@ -1,4 +1,4 @@
-"""Steps per second of parameter servers on this machine; TensorFlow's beside it where it is installed.
+"""Steps per second of parameter servers on this machine, for each lane.
 
     python benchmarks/parameter_server.py --workers 2 --ps 1 --lanes shm,zmq --seconds 3
 
