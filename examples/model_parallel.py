@@ -120,7 +120,8 @@ def main() -> int:
         load_full_state_dict(plain, start)
         expected = train(one, plain, make_optimizer(plain))
     if chief:
-        print(f"{name}, {options.parts} parts: each holds {held} of {elements} elements")
+        divided = f"each holds {held} of {elements} elements" if options.strategy == "mirrored" else "XLA lays them out"
+        print(f"{name}, {options.parts} parts: {divided}")
         print(f"last loss {loss:.4f}, in one piece {expected:.4f}, difference {abs(loss - expected):.1e}")
     return 0 if loss < 0.5 and abs(loss - expected) <= 1e-4 else 1
 
