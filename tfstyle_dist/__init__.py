@@ -14,119 +14,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfstyle_dist.api import (
         AggregationMethod as AggregationMethod,
-    )
-    from tfstyle_dist.api import (
         AutoShardPolicy as AutoShardPolicy,
-    )
-    from tfstyle_dist.api import (
         CrossDeviceOps as CrossDeviceOps,
-    )
-    from tfstyle_dist.api import (
         DistributedDataset as DistributedDataset,
-    )
-    from tfstyle_dist.api import (
         DistributedIterator as DistributedIterator,
-    )
-    from tfstyle_dist.api import (
         DistributedValues as DistributedValues,
-    )
-    from tfstyle_dist.api import (
         HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-    )
-    from tfstyle_dist.api import (
         InputContext as InputContext,
-    )
-    from tfstyle_dist.api import (
         InputOptions as InputOptions,
-    )
-    from tfstyle_dist.api import (
         InputReplicationMode as InputReplicationMode,
-    )
-    from tfstyle_dist.api import (
         MirroredStrategy as MirroredStrategy,
-    )
-    from tfstyle_dist.api import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-    )
-    from tfstyle_dist.api import (
         NcclAllReduce as NcclAllReduce,
-    )
-    from tfstyle_dist.api import (
         OneDeviceStrategy as OneDeviceStrategy,
-    )
-    from tfstyle_dist.api import (
         ParameterServerStrategy as ParameterServerStrategy,
-    )
-    from tfstyle_dist.api import (
         ReduceOp as ReduceOp,
-    )
-    from tfstyle_dist.api import (
         ReductionToOneDevice as ReductionToOneDevice,
-    )
-    from tfstyle_dist.api import (
         ReplicaContext as ReplicaContext,
-    )
-    from tfstyle_dist.api import (
         RunOptions as RunOptions,
-    )
-    from tfstyle_dist.api import (
         Server as Server,
-    )
-    from tfstyle_dist.api import (
         Strategy as Strategy,
-    )
-    from tfstyle_dist.api import (
         StrategyExtended as StrategyExtended,
-    )
-    from tfstyle_dist.api import (
         TPUStrategy as TPUStrategy,
-    )
-    from tfstyle_dist.api import (
         Variable as Variable,
-    )
-    from tfstyle_dist.api import (
         VariableAggregation as VariableAggregation,
-    )
-    from tfstyle_dist.api import (
         VariableSynchronization as VariableSynchronization,
-    )
-    from tfstyle_dist.api import (
         cluster_resolver as cluster_resolver,
-    )
-    from tfstyle_dist.api import (
         coordinator as coordinator,
-    )
-    from tfstyle_dist.api import (
         errors as errors,
-    )
-    from tfstyle_dist.api import (
         experimental as experimental,
-    )
-    from tfstyle_dist.api import (
         experimental_set_strategy as experimental_set_strategy,
-    )
-    from tfstyle_dist.api import (
         get_replica_context as get_replica_context,
-    )
-    from tfstyle_dist.api import (
         get_strategy as get_strategy,
-    )
-    from tfstyle_dist.api import (
         has_strategy as has_strategy,
-    )
-    from tfstyle_dist.api import (
         in_cross_replica_context as in_cross_replica_context,
-    )
-    from tfstyle_dist.api import (
         model_parallel as model_parallel,
-    )
-    from tfstyle_dist.api import (
         nn as nn,
-    )
-    from tfstyle_dist.api import (
         tpu as tpu,
-    )
-    from tfstyle_dist.api import (
         train as train,
     )
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from lockstep import make, parts_of, run_workers
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

@@ -110,6 +110,8 @@ def test_a_model_over_a_workers_budget_trains_only_in_parts(rank: int) -> None:
             strategy.experimental_partition(model, {"0": "column", "2": "row"})
             optimizer = torch.optim.Adam(model.parameters())
         assert needed(model) <= budget
+        with pytest.raises(ValueError, match=r"full_state_dict"):
+            tfd.train.Checkpoint(model=model).save("never")
 
         def step(x: torch.Tensor) -> torch.Tensor:
             loss = model(x).square().mean()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sum_oracles import DTYPES, GOLDEN, HALF, ORDERS, assert_same, make, recorded_contribution
 from torch import Tensor
 

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import tfstyle_dist as td
 from tfstyle_dist.core.devices import ReplicaDevice, parse, parse_replica_devices

@@ -7,8 +7,7 @@ from tfstyle_dist.comm.options import (
     CommunicationOptions,
 )
 from tfstyle_dist.experimental import coordinator, partitioners
-from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy
-from tfstyle_dist.strategies import ParameterServerStrategy
+from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy, ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
 from tfstyle_dist.strategies.multi_worker_mirrored import (

@@ -8,8 +8,7 @@ import torch
 
 from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.options import CommunicationOptions
-from tfstyle_dist.core import devices as device_names
-from tfstyle_dist.core import env
+from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops import CrossDeviceOps

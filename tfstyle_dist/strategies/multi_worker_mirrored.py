@@ -17,8 +17,7 @@ from tfstyle_dist.cluster_resolver import (
 from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.meeting import Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
-from tfstyle_dist.core import devices as device_names
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import devices as device_names, env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import devices as device_names
-from tfstyle_dist.core import env
+from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended

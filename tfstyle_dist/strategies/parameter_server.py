@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import devices as device_names
-from tfstyle_dist.core import env
+from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.parameter_server import pickling

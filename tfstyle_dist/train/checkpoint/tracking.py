@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import env
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy
@@ -99,7 +101,7 @@ def _has_objects(values: Iterable[Any]) -> bool:
     return False
 
 
-def worker_of(leaves: Iterable[Leaf], what: str) -> Worker:
+def worker_of(leaves: Sequence[Leaf], what: str) -> Worker:
     """The worker, with its group, that makes a call: of the strategy in force, or of the one that owns the objects.
 
     Args:
@@ -107,6 +109,7 @@ def worker_of(leaves: Iterable[Leaf], what: str) -> Worker:
         what: the call, for messages.
 
     Raises:
+        InvalidArgumentError: the model is divided over several workers.
         RuntimeError: called in replica context, or one of several workers has no strategy to go by.
     """
     frame = current_frame()
@@ -114,6 +117,13 @@ def worker_of(leaves: Iterable[Leaf], what: str) -> Worker:
         raise RuntimeError(
             f"{what} must be called in cross-replica context, on all workers, not in replica context (inside "
             "strategy.run). Call it after run."
+        )
+    divided = any(mesh.is_divided(tensor) for leaf in leaves for tensor in leaf.tensors())
+    if divided or (has_strategy() and get_strategy().parameter_store.model_mesh is not None):
+        raise InvalidArgumentError(
+            f"{what} cannot hold a model that is divided over several workers (logical_devices_per_replica, "
+            "fully_shard): the workers of a replica would write the same files. Save "
+            "model_parallel.full_state_dict(model), an ordinary state dict, with torch.save on the chief."
         )
     if has_strategy():
         return get_strategy().worker
