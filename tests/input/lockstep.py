@@ -39,7 +39,7 @@ class ThreadGroup(WorkerGroup):
         self._table.barrier.wait(20)
         return everyone
 
-    def all_reduce_async(self, buffer: torch.Tensor, name: str) -> Pending:
+    def all_reduce_async(self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = 0) -> Pending:
         buffer.copy_(torch.stack(self._exchange(buffer)).sum(0))
         return Done()
 

@@ -83,7 +83,7 @@ class InMemoryReducer(StreamingReducer):
             sparse = self._sparse
         if keep:
             for slot, empty in sparse:
-                self._reduce_sparse(slot, empty)
+                self.reduce_sparse(slot, empty)
             self.say_unused([s.record for s in unused])
 
     def _layout(self, used: bytes) -> _Layout:

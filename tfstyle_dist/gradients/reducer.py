@@ -11,6 +11,7 @@ import torch
 
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import ReductionPlan
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
@@ -211,6 +212,31 @@ class GradientReducer(abc.ABC):
         """Forgets the pass: the copy's gradient is now the reduced one."""
         slot.ready = slot.dirty = False
         slot.before = None
+
+    def reduce_sparse(self, slot: Slot, empty: torch.Tensor) -> None:
+        """Sums a sparse gradient over the workers, where each has one replica, into ``.grad``.
+
+        Args:
+            slot: whose gradient; it may have none.
+            empty: a sparse gradient without rows.
+        """
+        part = self.contribution(slot)
+        if part is None:
+            part = empty
+        elif not part.is_sparse:
+            part = part.to_sparse(1)
+        total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
+        parameter = slot.record.tensor
+        if parameter is None:
+            return  # gone here; the other workers needed our part all the same
+        divisor = self.divisor(slot.record)
+        total = total if divisor is None else total / divisor
+        old = self.old_part(slot)
+        if old is not None:
+            total = (total + old).coalesce()
+        if total._nnz() > 0 or parameter.grad is not None:
+            parameter.grad = total
+        self.settle(slot)
 
     def say_unused(self, records: Sequence[Record]) -> None:
         """Names, once, parameters that only some replicas used."""

@@ -14,7 +14,7 @@ import torch
 
 from tfstyle_dist.comm.shared_segment import PAGE, SharedSegment, open_segment
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.plan import Bucket, ReductionPlan
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 from tfstyle_dist.gradients.streaming import nested_backward
@@ -238,7 +238,7 @@ class SharedReducer(GradientReducer):
                         self._store(slot, lane.view(place))
                         self.settle(slot)
             for slot, empty in self._sparse:
-                self._reduce_sparse(slot, empty)
+                self.reduce_sparse(slot, empty)
         self.say_unused(elsewhere)
 
     def _store(self, slot: Slot, total: torch.Tensor) -> None:
@@ -246,25 +246,6 @@ class SharedReducer(GradientReducer):
         if slot.before is not None and self.divisor(slot.record) is None:
             total.add_(slot.before)
         parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
-
-    def _reduce_sparse(self, slot: Slot, empty: torch.Tensor) -> None:
-        part = self.contribution(slot)
-        if part is None:
-            part = empty
-        elif not part.is_sparse:
-            part = part.to_sparse(1)
-        total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
-        parameter = slot.record.tensor
-        if parameter is None:
-            return  # gone here; the other workers needed our part all the same
-        divisor = self.divisor(slot.record)
-        total = total if divisor is None else total / divisor
-        old = self.old_part(slot)
-        if old is not None:
-            total = (total + old).coalesce()
-        if total._nnz() > 0 or parameter.grad is not None:
-            parameter.grad = total
-        self.settle(slot)
 
 
 def _page_offsets(plan: ReductionPlan) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.comm.group import Pending
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 
@@ -159,7 +159,7 @@ class StreamingReducer(GradientReducer):
         with torch.no_grad():
             unused = [s.record for lane in self._lanes for s in self._take(lane)]
             for slot, empty in self._sparse:
-                self._reduce_sparse(slot, empty)
+                self.reduce_sparse(slot, empty)
         self.say_unused(unused)
 
     def _take(self, lane: Lane) -> list[Slot]:
@@ -191,25 +191,6 @@ class StreamingReducer(GradientReducer):
             torch.div(total, divisor, out=grad)
         else:
             grad.copy_(total / divisor)
-
-    def _reduce_sparse(self, slot: Slot, empty: torch.Tensor) -> None:
-        part = self.contribution(slot)
-        if part is None:
-            part = empty
-        elif not part.is_sparse:
-            part = part.to_sparse(1)
-        total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
-        parameter = slot.record.tensor
-        if parameter is None:
-            return  # gone here; the other workers needed our part all the same
-        divisor = self.divisor(slot.record)
-        total = total if divisor is None else total / divisor
-        old = self.old_part(slot)
-        if old is not None:
-            total = (total + old).coalesce()
-        if total._nnz() > 0 or parameter.grad is not None:
-            parameter.grad = total
-        self.settle(slot)
 
 
 def nested_backward() -> bool:

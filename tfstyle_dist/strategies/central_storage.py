@@ -16,12 +16,11 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.gradients.update_runner import UpdateRunner
-from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import RunOptions, Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable
+from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_together
 from tfstyle_dist.variables.shared_home import SharedHome
 
 
@@ -95,13 +94,7 @@ class CentralStorageStrategy(Strategy):
         """A variable with one copy on the parameter device."""
         if not self.parameter_store.adopts:
             return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
-        frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy is self:
-            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
-            variable: Variable = frame.replica.meet("variable creation", spec, build)
-            self.parameter_store.ensure_equal()
-            return variable
-        return self._build(spec)
+        return create_together(self, spec, self._build)
 
     def _build(self, spec: VariableSpec) -> Variable:
         shown = spec.synchronization

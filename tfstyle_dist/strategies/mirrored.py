@@ -12,12 +12,11 @@ from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
-from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import LogicalDevices, with_model_axis
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable
+from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_together
 
 
 class MirroredVariables(LogicalDevices):
@@ -32,14 +31,7 @@ class MirroredVariables(LogicalDevices):
             )
         if spec.synchronization is VariableSynchronization.AUTO:
             spec.synchronization = VariableSynchronization.ON_WRITE
-        frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy is self:
-            # All replicas take part; the first one's value counts and all get the same object.
-            build = lambda specs: [self._build(specs[0])] * len(specs)  # noqa: E731
-            variable: Variable = frame.replica.meet("variable creation", spec, build)
-            self.parameter_store.ensure_equal()
-            return variable
-        return self._build(spec)
+        return create_together(self, spec, self._build)
 
     def _build(self, spec: VariableSpec) -> Variable:
         tensor = spec.initial_tensor()

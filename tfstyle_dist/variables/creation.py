@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -15,6 +16,22 @@ from tfstyle_dist.variables.record import Record
 
 if TYPE_CHECKING:
     from tfstyle_dist.variables.variable import Variable
+
+
+def create_together(strategy: Any, spec: VariableSpec, build: Callable[[VariableSpec], Variable]) -> Variable:
+    """A variable of a strategy; in replica context all replicas get the same object, made from the first one's value.
+
+    Args:
+        strategy: the owner.
+        spec: this replica's arguments.
+        build: makes the variable.
+    """
+    frame = current_frame()
+    if frame is None or frame.replica is None or frame.strategy is not strategy:
+        return build(spec)
+    variable: Variable = frame.replica.meet("variable creation", spec, lambda specs: [build(specs[0])] * len(specs))
+    strategy.parameter_store.ensure_equal()
+    return variable
 
 
 class VariableSpec:
