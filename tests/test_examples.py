@@ -120,7 +120,7 @@ def test_central_storage_trains_with_one_copy(nproc: int, options: list[str]) ->
     assert seen == "357"
     assert int(right) / 357 >= 0.95
     assert "parameters on cpu:0: 0.3 MiB of weights and 0.6 MiB of optimizer state, once" in output
-    assert len(re.findall(r"^memory of this process", output, re.MULTILINE)) == nproc
+    assert output.count("memory of this process") == nproc  # two ranks may share a line
 
 
 @pytest.mark.parametrize(("nproc", "options"), [THREADS, TORCHRUN])
