@@ -49,7 +49,7 @@ def test_hanging_script_is_dumped_and_killed(tmp_path: Path, nproc: int) -> None
         "    open(os.path.join(os.path.dirname(__file__), f'pid-{pid}'), 'w').close()\n"
         "hang()\n",
     )
-    limit = 3.0 if nproc == 1 else 10.0
+    limit = 4.0 if nproc == 1 else 15.0
     with pytest.raises(ScriptTimeoutError, match="did not end in") as caught:
         run_script([script], nproc=nproc, timeout=limit)
     assert caught.value.stderr.count("in hang") == nproc
