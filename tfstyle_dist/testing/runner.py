@@ -133,11 +133,14 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, token: str) -> int |
 
 
 def _dump_stacks(leader: int, token: str) -> None:
-    found = processes.with_environment(_SCRIPT_VARIABLE, token) | {leader}
-    processes.send(found, signal.SIGCONT)
-    # The leader last: torchrun would end its workers before they have answered.
-    for group in (found - {leader}, {leader}):
-        processes.send(group, signal.SIGABRT)
+    others = processes.with_environment(_SCRIPT_VARIABLE, token) - {leader}
+    processes.send(others, signal.SIGCONT)
+    # torchrun would end its workers before they have answered.
+    processes.send([leader], signal.SIGSTOP)
+    # One after the other: stacks that several processes write at once cut each other up.
+    for pid in (*sorted(others), leader):
+        processes.send([pid], signal.SIGABRT)
+        processes.send([pid], signal.SIGCONT)
         end = time.monotonic() + _STACK_PATIENCE
-        while time.monotonic() < end and any(processes.state(pid) not in ("", "Z") for pid in group):
+        while time.monotonic() < end and processes.state(pid) not in ("", "Z"):
             time.sleep(0.02)
