@@ -10,19 +10,9 @@ import ctypes
 import json
 import os
 import signal
-import socket
 
 import tfstyle_dist as td
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+from tfstyle_dist.core.network import free_ports
 
 
 def die_with_parent():

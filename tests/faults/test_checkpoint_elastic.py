@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,23 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tfstyle_dist.core.env import LAUNCHER_VARIABLES
+from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.testing import processes
 
 JOB = Path(__file__).parent / "elastic_job.py"
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Hosts:
     """Agents of torchrun, each with one worker, that stand for hosts."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.port, self.agents = folder, free_port(), {}
+        self.folder, self.port, self.agents = folder, free_ports(1)[0], {}
         self.limit(0)
 
     def limit(self, step: int) -> None:
@@ -47,7 +41,7 @@ class Hosts:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1"]
         command += ["--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         command += ["--rdzv-id=elastic", f"--rdzv-conf={timing}", "--monitor-interval=0.1", "--local-addr=127.0.0.1"]
-        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
+        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "TFSTYLE_TIMEOUT_SECONDS": "40", "HOST": str(host)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TFSTYLE_TESTING_ELASTIC": str(self.folder)}
         # With a shared store torch 2.13 does not tell a host that comes later where worker 0 is.

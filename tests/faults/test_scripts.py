@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tfstyle_dist.core.env import LAUNCHER_VARIABLES
+
 pytestmark = pytest.mark.timeout(90)
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PRELUDE = """
 import sys, threading, time
@@ -60,7 +61,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     def run(source: str, stdin: bool = False, **environment: str) -> Script:
         path = tmp_path / f"script{len(scripts)}.py"
         path.write_text(PRELUDE + source)
-        base = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
+        base = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         channel = subprocess.PIPE if stdin else subprocess.DEVNULL
         scripts.append(Script(path, {**base, "OMP_NUM_THREADS": "1", **environment}, channel))
         return scripts[-1]

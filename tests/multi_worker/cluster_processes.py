@@ -11,25 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfstyle_dist.core import network
+from tfstyle_dist.core import env, network
 
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TFSTYLE_RENDEZVOUS_FILE",
-    "TF_CONFIG",
-)
+LAUNCHER_VARIABLES = (*env.LAUNCHER_VARIABLES, "TF_CONFIG")
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
     """This environment without a launcher's variables."""
-    kept = {
-        k: v for k, v in os.environ.items() if k not in (*LAUNCHER_VARIABLES, "TFSTYLE_RENDEZVOUS_FILE", "TF_CONFIG")
-    }
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TFSTYLE_TIMEOUT_SECONDS": "20", **changes}
 
 

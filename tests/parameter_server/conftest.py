@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.core.network import free_ports
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 LEFT_OUT = ("RANK", "WORLD_SIZE", "TF_CONFIG", "TFSTYLE_PS_KEYS")
@@ -113,16 +113,6 @@ class Cluster:
                 self.signal(job, index, signal.SIGCONT)
                 self.signal(job, index, signal.SIGKILL)
             self.wait(job, index)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.fixture(scope="session")

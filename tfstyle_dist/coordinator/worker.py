@@ -112,10 +112,7 @@ class WorkerTask:
                     parts = self._socket.recv_multipart()
                     self._take(parts[0], parts[1:])
                 elif self._heard is not None and time.monotonic() - self._heard > self._patience:
-                    raise UnavailableError(
-                        f"{self._name} has not heard from its coordinator for {self._patience:g} s and ends. Start "
-                        "it again together with the coordinator."
-                    )
+                    raise zmq_link.silence(self._name, self._patience)
         finally:
             if self._session is not None:
                 self._session.close()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-_LAUNCHER_VARIABLES = (
+LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -156,7 +156,7 @@ def for_task(tf_config: str, num_tasks: int, gpus: Sequence[str] | None) -> dict
         num_tasks: how many tasks share the cores.
         gpus: the GPUs it may use, ``None`` for all.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_tasks, 1)))
     environment |= {"TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
     if gpus is not None:

@@ -16,7 +16,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.gradients.pieces import GradientPieces
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import Slot
-from tfstyle_dist.gradients.streaming import Lane, StreamingReducer, nested_backward
+from tfstyle_dist.gradients.streaming import Lane, StreamingReducer
 
 _MOST_LAYOUTS = 16
 
@@ -43,12 +43,8 @@ class InMemoryReducer(StreamingReducer):
 
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Notes the gradient."""
-        if self.keeps_local(slot):
-            return
-        task = torch._C._current_graph_task_id()
-        if not self._active or (task != self._task and not nested_backward()):
-            self._begin(task)
-        slot.ready = True
+        if self.enter(slot):
+            slot.ready = True
 
     def _build(self) -> None:
         super()._build()
@@ -59,15 +55,14 @@ class InMemoryReducer(StreamingReducer):
         for slot in self._all:
             slot.ready = False
 
-    def _finish_sending(self) -> None:
+    def _abandon(self) -> None:
         """The pass did not come to its end: the others get our part, and its result is nobody's."""
         with torch.no_grad():
             self._exchange(keep=False)
 
-    def _finish(self, number: int) -> None:
-        if number == self._pass and self._active:
-            with torch.no_grad():
-                self._exchange(keep=True)
+    def _finish(self) -> None:
+        with torch.no_grad():
+            self._exchange(keep=True)
 
     def _exchange(self, keep: bool) -> None:
         self._active = False

@@ -15,9 +15,9 @@ import torch
 from tfstyle_dist.comm.shared_segment import PAGE, SharedSegment, open_segment
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
+from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.plan import Bucket, ReductionPlan
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
-from tfstyle_dist.gradients.streaming import nested_backward
+from tfstyle_dist.gradients.reducer import Slot
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.variables.shared_home import dense_strides
 
@@ -69,24 +69,18 @@ class _Lane:
                 yield _Piece(place, max(offset, start), min(end, stop))
 
 
-class SharedReducer(GradientReducer):
+class SharedReducer(PassReducer):
     """Reduces over the workers of one host, bucket by bucket, while backward goes on.
 
     Every worker sends all buckets in the same order in every backward pass, whatever parameters it used.
     """
 
-    _pass = 0
-    _active = False
-    _task = -1
     _turn = 0
 
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Notes the gradient; sends what is complete."""
-        if self.keeps_local(slot):
+        if not self.enter(slot):
             return
-        task = torch._C._current_graph_task_id()
-        if not self._active or (task != self._task and not nested_backward()):
-            self._begin(task)
         lane = self._places.get(id(slot))
         if lane is not None and not slot.ready:
             lane.missing -= 1
@@ -99,29 +93,18 @@ class SharedReducer(GradientReducer):
         if lane is not None and lane.missing == 0:
             self._send_complete()
 
-    def in_same_pass(self, slot: Slot) -> bool:
-        """Whether a gradient of this copy came in the backward pass under way."""
-        if not slot.ready or not self._active:
-            return False
-        return torch._C._current_graph_task_id() == self._task or nested_backward()
-
     # ---- one pass ---------------------------------------------------------------------------------------------
 
-    def _begin(self, task: int) -> None:
-        if self._active:
-            # The last backward raised before its end, and the others may wait for it. What is in .grad is new already.
-            self._finish_sending(abandoned=True)
-        if self._plan_version != self.store.version:
-            self._build()
+    def _abandon(self) -> None:
+        """The others may wait for the rest; what is in .grad is of the new pass already."""
+        self._finish_sending(abandoned=True)
+
+    def _reset(self) -> None:
         for lane in self._lanes:
             lane.missing = len(lane.slots)
             for slot in lane.slots:
                 slot.ready = False
         self._next = 0
-        self._active, self._task = True, task
-        self._pass += 1
-        number = self._pass
-        queue_end_of_backward(lambda: self._finish(number))
 
     def _build(self) -> None:
         plan, group = self.plan(), self.worker.group
@@ -223,9 +206,7 @@ class SharedReducer(GradientReducer):
         self.worker.group.numbers(0, "end of gradients")
         self._active = False
 
-    def _finish(self, number: int) -> None:
-        if number != self._pass or not self._active:
-            return  # a nested backward has sent everything already
+    def _finish(self) -> None:
         self._finish_sending()
         elsewhere = []
         with torch.no_grad():

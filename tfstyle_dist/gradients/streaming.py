@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cached_property
 
 import torch
@@ -10,8 +9,9 @@ import torch
 from tfstyle_dist.comm.group import Pending
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
+from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.plan import Bucket
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+from tfstyle_dist.gradients.reducer import Slot
 
 
 class Lane:
@@ -41,24 +41,17 @@ class Lane:
         ]
 
 
-class StreamingReducer(GradientReducer):
+class StreamingReducer(PassReducer):
     """Reduces over the workers, bucket by bucket, overlapped with backward.
 
     Every worker sends all buckets in the same order in every backward pass, whatever parameters it used, so workers
     whose control flow differs still meet.
     """
 
-    _pass = 0
-    _active = False
-    _task = -1
-
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Copies the gradient into its bucket; sends what is complete."""
-        if self.keeps_local(slot):
+        if not self.enter(slot):
             return
-        task = torch._C._current_graph_task_id()
-        if not self._active or (task != self._task and not nested_backward()):
-            self._begin(task)
         lane, place = self._places.get(id(slot), (None, 0))
         slot.ready = True
         if lane is None:  # sparse: handled at the end
@@ -75,24 +68,7 @@ class StreamingReducer(GradientReducer):
         if lane.missing == 0:
             self._send_complete()
 
-    def in_same_pass(self, slot: Slot) -> bool:
-        """Whether a gradient of this copy came in the backward pass under way."""
-        if not slot.ready or not self._active:
-            return False
-        return torch._C._current_graph_task_id() == self._task or nested_backward()
-
     # ---- one pass ---------------------------------------------------------------------------------------------
-
-    def _begin(self, task: int) -> None:
-        if self._active:  # the last backward raised before its end
-            self._finish_sending()
-        if self._plan_version != self.store.version:
-            self._build()
-        self._reset()
-        self._active, self._task = True, task
-        self._pass += 1
-        number = self._pass
-        queue_end_of_backward(lambda: self._finish(number))
 
     def _reset(self) -> None:
         for lane in self._lanes:
@@ -137,6 +113,10 @@ class StreamingReducer(GradientReducer):
             self._send(self._lanes[self._next])
             self._next += 1
 
+    def _abandon(self) -> None:
+        """The others wait for the rest."""
+        self._finish_sending()
+
     def _finish_sending(self) -> None:
         with torch.no_grad():
             for lane in self._lanes[self._next :]:
@@ -152,9 +132,7 @@ class StreamingReducer(GradientReducer):
             lane.pending.wait()
         self._active = False
 
-    def _finish(self, number: int) -> None:
-        if number != self._pass or not self._active:
-            return  # a nested backward has sent everything already
+    def _finish(self) -> None:
         self._finish_sending()
         with torch.no_grad():
             unused = [s.record for lane in self._lanes for s in self._take(lane)]
@@ -191,13 +169,3 @@ class StreamingReducer(GradientReducer):
             torch.div(total, divisor, out=grad)
         else:
             grad.copy_(total / divisor)
-
-
-def nested_backward() -> bool:
-    """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward":
-            depth += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return depth > 1

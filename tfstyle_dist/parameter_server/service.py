@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import CancelledError, UnavailableError
+from tfstyle_dist.core.errors import CancelledError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
 from tfstyle_dist.parameter_server.rules import make_rule
@@ -77,10 +77,7 @@ class ParameterServer:
                 if poller.poll(500):
                     self._take()
                 if self._heard is not None and time.monotonic() - self._heard > self._patience:
-                    raise UnavailableError(
-                        f"{self._name} has not heard from its coordinator for {self._patience:g} s and ends. Start "
-                        "it again together with the coordinator."
-                    )
+                    raise zmq_link.silence(self._name, self._patience)
         finally:
             for client in self._clients.values():
                 _drop_segment(client)

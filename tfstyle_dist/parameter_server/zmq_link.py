@@ -253,6 +253,19 @@ def news(monitor: Any) -> str | None:
             return "refused"
 
 
+def silence(name: str, patience: float) -> UnavailableError:
+    """What a task raises that has lost its coordinator.
+
+    Args:
+        name: the task.
+        patience: how many seconds it waited.
+    """
+    return UnavailableError(
+        f"{name} has not heard from its coordinator for {patience:g} s and ends. Start it again together with the "
+        "coordinator."
+    )
+
+
 def poller(*entries: Any) -> zmq.Poller:
     """A poller for reading from sockets and file descriptors."""
     result = zmq.Poller()

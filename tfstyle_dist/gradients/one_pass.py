@@ -1,0 +1,84 @@
+"""One replica per process: when a backward pass begins and ends."""
+
+from __future__ import annotations
+
+import abc
+import sys
+
+import torch
+
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+
+
+class PassReducer(GradientReducer):
+    """Tells the gradients of one backward pass from those of the next.
+
+    A backward that is started from within another one (reentrant checkpointing) belongs to it.
+    """
+
+    _pass = 0
+    _active = False
+    _task = -1
+
+    def enter(self, slot: Slot) -> bool:
+        """Notes that a gradient has come; begins a pass with the first one.
+
+        Args:
+            slot: whose gradient.
+
+        Returns:
+            Whether it is to be reduced.
+        """
+        if self.keeps_local(slot):
+            return False
+        task = torch._C._current_graph_task_id()
+        if not self._active or (task != self._task and not nested_backward()):
+            self._begin(task)
+        return True
+
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
+        if not slot.ready or not self._active:
+            return False
+        return torch._C._current_graph_task_id() == self._task or nested_backward()
+
+    def _begin(self, task: int) -> None:
+        if self._active:
+            self._abandon()  # the last backward raised before its end
+        if self._plan_version != self.store.version:
+            self._build()
+        self._reset()
+        self._active, self._task = True, task
+        self._pass += 1
+        number = self._pass
+        queue_end_of_backward(lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        if number == self._pass and self._active:  # else a nested backward has finished it already
+            self._finish()
+
+    @abc.abstractmethod
+    def _build(self) -> None:
+        """Makes what depends on the parameters alone."""
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Forgets the last pass."""
+
+    @abc.abstractmethod
+    def _abandon(self) -> None:
+        """Ends a pass that did not come to its end, as the other workers expect."""
+
+    @abc.abstractmethod
+    def _finish(self) -> None:
+        """Puts the reduced gradients into ``.grad``."""
+
+
+def nested_backward() -> bool:
+    """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            depth += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1
