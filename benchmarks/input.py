@@ -105,7 +105,8 @@ def measure(kind: str, processes: int, strategy: td.Strategy, options: argparse.
         options.rounds + 1
     ):  # the first starts the processes: its time to the first batch is kept apart
         figures = {}
-        for form in forms if number % 2 == 0 else reversed(forms):
+        turn = number % len(forms)  # rotated: no form follows itself, which would find its data in the cache
+        for form in forms[turn:] + forms[:turn]:
             batches, before_epoch = made[form]
             before_epoch(number)
             strategy.worker.group.gather_objects(0, "benchmark: start together")
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="global batch")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help="one case, e.g. 'items, 2 processes'")
     options = parser.parse_args()
     torch.set_num_threads(1)
     forms = ["plain", "ours"] + (["accelerate"] if importlib.util.find_spec("accelerate") else [])
@@ -162,6 +164,8 @@ def main() -> None:
         for kind in ("tensors", "items"):
             for processes in (0, 2):
                 name = f"{kind}, {processes} processes"
+                if options.only not in (None, name):
+                    continue
                 results[name] = summary(measure(kind, processes, strategy, options, forms), forms)
                 strategy.print(f"{name}: {json.dumps(results[name])}", flush=True)
         if options.out is not None and strategy.is_chief:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError, NotFoundError
 from tfstyle_dist.input import AutoShardPolicy, FileDataset, read_tar
+from tfstyle_dist.input.inline import MOST_BYTES, InlineCollate
 from tfstyle_dist.input.loader import TensorRows
 
 TEN = TensorDataset(torch.arange(10.0))
@@ -184,7 +185,6 @@ def test_a_rebuilt_loader_keeps_what_the_user_set(two: td.Strategy) -> None:
     ours: Any = distributed.pipeline
     names = (
         "num_workers",
-        "collate_fn",
         "worker_init_fn",
         "persistent_workers",
         "prefetch_factor",
@@ -192,9 +192,45 @@ def test_a_rebuilt_loader_keeps_what_the_user_set(two: td.Strategy) -> None:
         "pin_memory",
     )
     assert {n: getattr(ours._loader, n) for n in names} == {n: getattr(loader, n) for n in names}
+    assert ours._loader.collate_fn.collate is _collate
     first, second = iter(distributed), iter(distributed)  # persistent processes serve one iterator only
     taken = [next(first), next(second), next(first), next(second)]
     assert [b.values[0].tolist() for b in taken] == [[0, 1], [0, 1], [4], [4]]
+
+
+def _all_kinds(samples: list[Any]) -> dict[str, Any]:
+    rows = len(samples)
+    return {
+        "floats": torch.arange(rows * 3.0).view(rows, 3),
+        "halves": torch.arange(rows * 1.0).to(torch.bfloat16),
+        "complex": torch.arange(rows * 1.0).to(torch.complex64).conj(),
+        "flags": torch.tensor([True] * rows),
+        "columns": torch.arange(rows * 2).view(2, rows).T,
+        "empty": torch.empty(rows, 0),
+        "large": torch.ones(rows, MOST_BYTES),
+        "text": [str(i) for i in range(rows)],
+        "array": np.arange(rows),
+    }
+
+
+def test_batches_of_loader_processes_are_what_the_collate_function_made() -> None:
+    with td.OneDeviceStrategy("cpu") as strategy:
+        loader = DataLoader(Recorded(3), batch_size=3, num_workers=1, collate_fn=_all_kinds)
+        (found,) = strategy.experimental_distribute_dataset(loader)
+    expected = _all_kinds([0, 1, 2])
+    assert list(found) == list(expected)
+    for name in ("floats", "halves", "complex", "flags", "columns", "empty", "large"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        found[name].add_(1) if name != "flags" else found[name].logical_not_()  # it is the receiver's own memory
+    assert found["text"] == expected["text"]
+    assert np.array_equal(found["array"], expected["array"])
+
+
+def test_small_tensors_travel_in_the_message_and_large_ones_in_shared_memory() -> None:
+    small, large = torch.ones(MOST_BYTES, dtype=torch.uint8), torch.ones(MOST_BYTES + 1, dtype=torch.uint8)
+    found = DataLoader(Recorded(1), num_workers=1, collate_fn=InlineCollate(lambda _: (small, large)))
+    ((first, second),) = list(found)
+    assert (first.is_shared(), second.is_shared()) == (False, True)
 
 
 def test_whole_shares_of_a_tensor_dataset_look_as_collated() -> None:

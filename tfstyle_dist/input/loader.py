@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
@@ -110,19 +111,17 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position[0])
         loader = self._idle_loader()
-        batches: Iterator[Any] = iter(loader)
+        batches: Iterator[Any] | None = iter(loader)
         if loader.num_workers == 0 and not loader.pin_memory:
-            batches = self._read_here()
+            batches = None  # what its iterator would read in this process is read without its cost for each batch
         reader = _Reader(self, self.sampler.plan(), batches, position[0])
         if loader is self._loader:
             self._reader = weakref.ref(reader)
         return reader, len(self.sampler)
 
-    def _read_here(self) -> Iterator[Any]:
-        """What the loader's own iterator would read in this process, without its cost for each batch."""
-        fetch = getattr(self._dataset, "__getitems__", None) or self._fetch
-        collate = self._collate
-        return (collate(fetch(share)) for share in self.sampler)
+    def read(self, share: list[Any]) -> Any:
+        """The batch of the samples at ``share``, read by this process."""
+        return self._collate((getattr(self._dataset, "__getitems__", None) or self._fetch)(share))
 
     def _fetch(self, indices: list[Any]) -> list[Any]:
         dataset = self._dataset
@@ -151,15 +150,17 @@ class SamplerPipeline(Pipeline):
             seed = mixed_seed(generator.initial_seed(), self.layout.worker + 1)
             generator = torch.Generator().manual_seed(seed)
         return DataLoader(
-            self._dataset, batch_sampler=self.sampler, collate_fn=self._collate, generator=generator, **options
+            self._dataset,
+            batch_sampler=self.sampler,
+            collate_fn=InlineCollate(self._collate) if options.get("num_workers") else self._collate,
+            generator=generator,
+            **options,
         )
 
     def empty(self) -> Any:
         """An empty batch, made from the first sample of the dataset the first time it is needed."""
         if self._template is None:
-            index = self.sampler.some_index()
-            fetch = getattr(self._dataset, "__getitems__", None) or self._fetch
-            batch = self._collate(fetch([index]))
+            batch = self.read([self.sampler.some_index()])
             leading_size(batch)
             self._template = map_leaves(
                 lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch
@@ -171,10 +172,13 @@ class _Reader:
     """The steps of one epoch."""
 
     def __init__(
-        self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any], start: int
+        self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any] | None, start: int
     ) -> None:
         self._pipeline, self._plan, self._batches = pipeline, plan, batches
+        self._share_of = pipeline.sampler.reader()
         self._before = start
+        self._spread = pipeline.sampler.policy is AutoShardPolicy.DATA
+        self._replicas = pipeline.layout.all_replicas
         self.finished = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -184,26 +188,19 @@ class _Reader:
         entry = next(self._plan, None)
         if entry is None:
             self.finished = True
-            next(self._batches, None)  # lets the DataLoader see its end and stop its processes
-            self._batches = iter(())
+            if self._batches is not None:
+                next(self._batches, None)  # lets the DataLoader see its end and stop its processes
+                self._batches = iter(())
             raise StopIteration
         pieces, after = entry
         size, self._before = after - self._before, after
-        even = self._pipeline.sampler.policy is AutoShardPolicy.DATA and size % self._pipeline.layout.all_replicas == 0
-        return Step(self._parts(pieces), (after, 0), even=even)
+        return Step(self._parts(pieces), (after, 0), even=self._spread and size % self._replicas == 0)
 
     def _parts(self, pieces: Pieces) -> list[Any]:
-        size = sum(len(p) for p in pieces)
+        size = len(pieces[0]) if len(pieces) == 1 else sum(len(p) for p in pieces)
         if size == 0:
             return [self._pipeline.empty()] * len(pieces)
-        try:
-            with stopping(self._batches):
-                batch = next(self._batches, _DONE)
-        except BaseException:
-            self._pipeline.forget_loader()
-            raise
-        if batch is _DONE:
-            raise RuntimeError("The DataLoader ended before the samples did. Its batch sampler must not be changed.")
+        batch = self._pipeline.read(self._share_of(pieces)) if self._batches is None else self._loaded(self._batches)
         if len(pieces) == 1:
             return [batch]
         found = leading_size(batch)
@@ -215,3 +212,14 @@ class _Reader:
         # The share is contiguous in memory, also where its pieces are not neighbours in the global batch.
         ends = [sum(len(p) for p in pieces[: i + 1]) for i in range(len(pieces))]
         return cut(batch, tuple(range(end - len(p), end) for p, end in zip(pieces, ends, strict=True)))
+
+    def _loaded(self, batches: Iterator[Any]) -> Any:
+        try:
+            with stopping(batches):
+                batch = next(batches, _DONE)
+        except BaseException:
+            self._pipeline.forget_loader()
+            raise
+        if batch is _DONE:
+            raise RuntimeError("The DataLoader ended before the samples did. Its batch sampler must not be changed.")
+        return batch

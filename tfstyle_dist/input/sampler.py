@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,7 +183,21 @@ class ShareSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the plan and the order are taken now, so that a later begin() does not disturb.
-        return _shares(self._indices, self.plan())
+        share_of = self.reader()
+        return (share_of(pieces) for pieces, _ in self.plan() if any(pieces))
+
+    def reader(self) -> Callable[[Pieces], list[Any]]:
+        """A function that takes the ranges of a step of the epoch chosen now, and gives the samples' indices."""
+        indices = self._indices
+
+        def part(piece: range) -> Sequence[Any]:
+            found = indices[piece.start : piece.stop]
+            return found.tolist() if isinstance(found, torch.Tensor) else found  # type: ignore[no-any-return]
+
+        def share_of(pieces: Pieces) -> list[Any]:
+            return list(part(pieces[0])) if len(pieces) == 1 else [index for p in pieces for index in part(p)]
+
+        return share_of
 
     def __len__(self) -> int:
         left = max(len(self._indices) - self._start, 0)
@@ -202,16 +216,5 @@ def _plan(
         for number, pieces in enumerate(steps, start=1):
             last = number == len(steps)
             after = start + (size if last else pieces[-1].stop)
-            yield tuple(range(start + p.start, start + p.stop) for p in pieces), after
+            yield tuple([range(start + p.start, start + p.stop) for p in pieces]), after
         start += size
-
-
-def _shares(indices: Sequence[Any] | torch.Tensor, plan: Iterable[tuple[Pieces, int]]) -> Iterator[list[Any]]:
-    for pieces, _ in plan:
-        share: list[Any] = []
-        for piece in pieces:
-            if len(piece):
-                part = indices[piece.start : piece.stop]
-                share.extend(part.tolist() if isinstance(part, torch.Tensor) else part)
-        if share:
-            yield share
