@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from example_runs import Player
 
 from tfstyle_dist.runtime import context
+from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
+
+DEFAULT_MARKERS = "not gpu and not xla"
+"""As in pyproject.toml."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Runs the whole suite, where pytest-xdist is there, in two sessions at once; one spends half of its time waiting.
+
+    A command line that names files, or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
+    """
+    option = config.option
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
+    inner = hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
+    if not whole or inner or option.keyword or option.usepdb or option.collectonly:
+        return
+    if getattr(option, "numprocesses", 0) is None and option.dist == "no":
+        option.numprocesses, option.dist = 2, "worksteal"
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +59,9 @@ def _no_leaked_strategy() -> Iterator[None]:
         context.set_global_strategy(None)
     if leaked:
         pytest.fail(f"The test left {leaked} as the current strategy; leave its scope, or set None.")
+
+
+@pytest.fixture
+def player(rank: int, world_size: int, shared_tmp_path: Path) -> Player:
+    """Runs examples on the ranks of the test."""
+    return Player(rank, world_size, shared_tmp_path)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tfstyle_dist.testing import messages, processes
+from tfstyle_dist.testing.rank_process import RANK_VARIABLE
 from tfstyle_dist.testing.reset import is_of_the_process
 
 if TYPE_CHECKING:
@@ -161,15 +162,25 @@ class _World:
         ]
         leaks += sorted(f"thread {thread.name!r}" for thread in self.threads - before.threads)
         leaks += [f"child process {pid}" for pid in sorted(self.children - before.children)]
-        files = sorted(self.shared_memory - before.shared_memory)
-        return leaks + [f"file {_SHARED_MEMORY / name}" for name in files]
+        files = sorted(_SHARED_MEMORY / name for name in self.shared_memory - before.shared_memory)
+        return leaks + [f"file {path}" for path in files if not _belongs_to_another_session(path)]
+
+
+def _belongs_to_another_session(path: Path) -> bool:
+    """Whether a process of another worker of pytest-xdist uses the file."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return False
+    session = os.getppid() if RANK_VARIABLE in os.environ else os.getpid()
+    others = processes.users(path) - processes.tree(session)
+    return any(processes.state(pid) not in ("", "Z") for pid in others)
 
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fails a test that leaves threads, child processes, environment variables or shared memory files.
 
-    What is on its way out gets a few seconds. Of the files in /dev/shm those that start with `tfstyle` count.
+    What is on its way out gets a few seconds. Of the files in /dev/shm those that start with `tfstyle` count, unless
+    another worker of pytest-xdist uses them.
     Request it for all tests of a folder with an autouse fixture in its conftest.py:
 
     Example:

@@ -53,6 +53,41 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def tree(pid: int) -> set[int]:
+    """Returns a process and all its descendants."""
+    parents = {candidate: fields[1] for candidate in all_pids() if len(fields := _stat_fields(candidate)) > 1}
+    found, new = {pid}, {pid}
+    while new:
+        known = {str(member) for member in new}
+        new = {candidate for candidate, parent in parents.items() if parent in known} - found
+        found |= new
+    return found
+
+
+def users(path: str | os.PathLike[str]) -> set[int]:
+    """Returns the processes that have a file open or in their memory."""
+    wanted = os.fspath(path)
+    found = set()
+    for pid in all_pids():
+        folder = _PROC / str(pid)
+        with contextlib.suppress(OSError):
+            if any(line.endswith(wanted) for line in (folder / "maps").read_text(errors="replace").splitlines()):
+                found.add(pid)
+                continue
+        with contextlib.suppress(OSError):
+            links = [_link(entry) for entry in (folder / "fd").iterdir()]
+            if wanted in links:
+                found.add(pid)
+    return found
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
 def with_environment(name: str, value: str) -> set[int]:
     """Returns the processes that were started with `name=value` in their environment.
 

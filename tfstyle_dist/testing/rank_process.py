@@ -21,6 +21,7 @@ _CLUSTER_PREFIXES = ("MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "S
 _MAX_OUTPUT_BYTES = 100_000
 _STACK_PATIENCE = 3.0
 POOL_VARIABLE = "TFSTYLE_TESTING_POOL"
+RANK_VARIABLE = "TFSTYLE_TESTING_RANK"
 
 
 class RankProcess:
@@ -175,7 +176,7 @@ def _environment(rank: int, token: str) -> Mapping[str, str]:
     environment.update(
         {
             POOL_VARIABLE: token,
-            "TFSTYLE_TESTING_RANK": str(rank),
+            RANK_VARIABLE: str(rank),
             # Thread pools are sized when torch is imported; the ranks of a test share the machine.
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
