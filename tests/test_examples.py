@@ -1,6 +1,6 @@
 """Every example runs in the forms that it names, and prints what it promises.
 
-Most forms run on the plugin's ranks, which import torch once for all of them. Commands of the README and of each launcher
+Most forms run on the plugin's ranks, which import torch once for all. The commands of the README and of each launcher
 are run as they stand.
 """
 

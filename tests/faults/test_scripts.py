@@ -157,11 +157,11 @@ def step():
 print("sum", strategy.run(step).values[0].item())
 """,
         stdin=True,
-        TFSTYLE_TIMEOUT_SECONDS="1",
+        TFSTYLE_TIMEOUT_SECONDS="2",
     )
     script.wait_for("at the prompt")
     with contextlib.suppress(subprocess.TimeoutExpired):
-        script.process.wait(3)  # three deadlines long
+        script.process.wait(4)  # two deadlines long
     assert script.end("p 6 * 7\nc\n") == 0, script.output
     assert "42" in script.output
     assert "sum 2.0" in script.output

@@ -3,134 +3,148 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
-from cluster_processes import LAUNCHER_VARIABLES, Tasks, loopback_cluster
-
-import tfstyle_dist as td
-from tfstyle_dist.testing.runner import run_script
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-PROGRAM = """
-import sys
 import torch
-import tfstyle_dist as td
+import torch.distributed as dist
+from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 
-strategy = td.MultiWorkerMirroredStrategy()
-print("met", strategy.num_replicas_in_sync, flush=True)
-total = strategy.run(lambda: td.get_replica_context().all_reduce("SUM", torch.ones(2)))
-print("sum", total.tolist(), strategy.is_chief, flush=True)
-if "wait" in sys.argv:
-    import time
-    time.sleep(600)
-strategy.close()
-"""
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
+
+pytestmark = pytest.mark.timeout(120)
+Cluster = dict[str, list[str]]
+Start = Callable[..., td.MultiWorkerMirroredStrategy]
+
+
+def tasks(count: int, start_timeout: float, **options: Any) -> pytest.MarkDecorator:
+    """Ranks that play tasks of a cluster."""
+    env = {"TFSTYLE_START_TIMEOUT_SECONDS": str(start_timeout), "CUDA_VISIBLE_DEVICES": ""}
+    return pytest.mark.distributed(workers=count, timeout=60, env=env, **options)
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
+def cluster(rank: int, shared_tmp_path: Path) -> Cluster:
+    """Three workers at 127.0.0.2 to 127.0.0.4, the same on all ranks."""
+    path = shared_tmp_path / "cluster"
+    if rank == 0:
+        path.with_suffix(".new").write_text(json.dumps(loopback_cluster(3)))
+        path.with_suffix(".new").rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    found: Cluster = json.loads(path.read_text())
+    return found
 
 
-def test_workers_that_start_one_after_the_other_meet(program: Path) -> None:
-    with Tasks(program, {"chief": ["127.0.0.9:0"], **loopback_cluster(1)}) as tasks:
-        tasks.cluster["chief"] = loopback_cluster(1)["worker"]
-        tasks.start(0)  # before the chief, which opens the meeting place
-        tasks.start(0, job="chief")
-        for job, chief in (("worker", False), ("chief", True)):
-            code, output = tasks.end(0, job)
-            assert code == 0, output
-            assert f"sum [2.0, 2.0] {chief}" in output
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Makes this rank a task of a cluster, and the strategy from its TF_CONFIG."""
+
+    def as_task(cluster: Cluster, index: int, job: str = "worker") -> td.MultiWorkerMirroredStrategy:
+        for name in LAUNCHER_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
+        return td.MultiWorkerMirroredStrategy()
+
+    return as_task
 
 
-def test_absent_tasks_are_listed_with_their_addresses(program: Path) -> None:
-    cluster = loopback_cluster(3)
-    with Tasks(program, cluster, TFSTYLE_START_TIMEOUT_SECONDS="5") as tasks:
-        tasks.start(0, 2)
-        for index in (0, 2):
-            code, output = tasks.end(index)
-            assert code == 1
-            assert f"DeadlineExceededError: worker 1 ({cluster['worker'][1]}) did not start within" in output, output
-            assert f"worker 1 ({cluster['worker'][1]}): ABSENT" in output
+def when_worker_1_has_said_hello(address: str, action: Callable[[], None]) -> None:
+    """Looks into the store of worker 0, in a thread: the task itself waits for the others."""
+
+    def wait() -> None:
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
+        while not store.check(["tfstyle/1/hello/1"]):
+            time.sleep(0.05)
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def test_the_first_worker_is_absent(program: Path) -> None:
-    cluster = loopback_cluster(2)
-    with Tasks(program, cluster, TFSTYLE_START_TIMEOUT_SECONDS="3") as tasks:
-        tasks.start(1)
-        code, output = tasks.end(1)
-    assert code == 1
-    assert f"did not reach worker 0 ({cluster['worker'][0]})" in output, output
-    assert "nobody listens there (connection refused)" in output
+@tasks(2, 30)
+def test_workers_that_start_one_after_the_other_meet(
+    rank: int, cluster: Cluster, start: Start, shared_tmp_path: Path
+) -> None:
+    chief, worker, _ = cluster["worker"]
+    if rank == 0:
+        (shared_tmp_path / "begins").touch()  # before the chief, which opens the meeting place
+    else:
+        while not (shared_tmp_path / "begins").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+    with start({"chief": [chief], "worker": [worker]}, 0, ["worker", "chief"][rank]) as strategy:
+        total = strategy.run(lambda: td.get_replica_context().all_reduce("SUM", torch.ones(2)))
+        assert total.tolist() == [2.0, 2.0]
+        assert strategy.is_chief == (rank == 1)
 
 
-def test_a_worker_that_dies_during_start_up_is_noticed_at_once(program: Path) -> None:
-    cluster = loopback_cluster(3)
-    with Tasks(program, cluster, TFSTYLE_START_TIMEOUT_SECONDS="100") as tasks:
-        # A worker that says hello and then stays in the meeting: the third never comes.
-        tasks.start(0, 1)
-        wait_for_connection(cluster["worker"][0], tasks)
-        tasks.send(signal.SIGKILL, 1)
-        code, output = tasks.end(0, timeout=30)
-    assert code == 1
-    assert f"PeerLostError: worker 1 ({cluster['worker'][1]})" in output, output
-    assert "died while the workers started" in output
+@tasks(2, 4)
+def test_absent_tasks_are_listed_with_their_addresses(rank: int, cluster: Cluster, start: Start) -> None:
+    with pytest.raises(DeadlineExceededError) as caught:
+        start(cluster, [0, 2][rank])
+    message, absent = str(caught.value), f"worker 1 ({cluster['worker'][1]})"
+    assert message.startswith(f"{absent} did not start within"), message
+    assert f"{absent}: ABSENT" in message, message
 
 
-def wait_for_connection(address: str, tasks: Tasks) -> None:
-    """Returns when worker 1 has said hello in the store of worker 0."""
-    host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
-    while not store.check(["tfstyle/1/hello/1"]):
-        time.sleep(0.05)
+@tasks(1, 2)
+def test_the_first_worker_is_absent(cluster: Cluster, start: Start) -> None:
+    with pytest.raises(DeadlineExceededError, match=r"nobody listens there \(connection refused\)") as caught:
+        start(cluster, 1)
+    assert f"did not reach worker 0 ({cluster['worker'][0]})" in str(caught.value)
 
 
-def test_a_task_that_is_started_twice_is_told(program: Path) -> None:
-    cluster = loopback_cluster(3)
-    with Tasks(program, cluster, TFSTYLE_START_TIMEOUT_SECONDS="60") as tasks:
-        tasks.start(0, 1)
-        wait_for_connection(cluster["worker"][0], tasks)
-        first = tasks.processes["worker", 1]
-        tasks.start(1)
-        try:
-            output, _ = first.communicate(timeout=30)
-        finally:
-            first.kill()
-    assert "Two processes say that they are worker 1" in output, output
+@tasks(2, 50, may_die=(1,))
+def test_a_worker_that_dies_during_start_up_is_noticed_at_once(
+    rank: int, cluster: Cluster, start: Start, ranks: Any
+) -> None:
+    """It says hello and then stays in the meeting: the third never comes."""
+    if rank == 1:
+        when_worker_1_has_said_hello(cluster["worker"][0], lambda: ranks.kill(1))
+    with pytest.raises(PeerLostError, match="died while the workers started") as caught:
+        start(cluster, rank)
+    assert str(caught.value).startswith(f"worker 1 ({cluster['worker'][1]})")
 
 
-def test_different_clusters_are_refused(program: Path) -> None:
-    cluster = loopback_cluster(2)
-    other = {"worker": [cluster["worker"][0], "127.0.0.77:2222"]}
-    with Tasks(program, cluster, TFSTYLE_START_TIMEOUT_SECONDS="30") as tasks:
-        tasks.start(0)
-        tasks.start(1, cluster=other)
-        for index in (0, 1):
-            code, output = tasks.end(index)
-            assert code == 1
-            assert "The workers were told different clusters" in output, output
-            assert "127.0.0.77:2222" in output
+@tasks(3, 50, may_die=(0, 2))
+def test_a_task_that_is_started_twice_is_told(
+    rank: int, cluster: Cluster, start: Start, ranks: Any, shared_tmp_path: Path
+) -> None:
+    if rank == 0:
+        when_worker_1_has_said_hello(cluster["worker"][0], (shared_tmp_path / "hello").touch)
+    while rank == 2 and not (shared_tmp_path / "hello").exists():
+        time.sleep(0.02)
+    with pytest.raises(ValueError, match="Two processes say that they are worker 1"):
+        start(cluster, min(rank, 1))
+    assert rank == 1  # the others wait on
+    ranks.kill(0)
+    ranks.kill(2)
 
 
-def test_a_port_in_use_is_named(program: Path) -> None:
+@tasks(2, 30)
+def test_different_clusters_are_refused(rank: int, cluster: Cluster, start: Start) -> None:
+    others = ["127.0.0.77:2222", cluster["worker"][1]]
+    with pytest.raises(ValueError, match="The workers were told different clusters") as caught:
+        start({"worker": [cluster["worker"][0], others[1 - rank]]}, rank)
+    assert "127.0.0.77:2222" in str(caught.value)
+
+
+@tasks(1, 5)
+def test_a_port_in_use_is_named(start: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with Tasks(program, {"worker": [f"127.0.0.2:{port}", "127.0.0.3:1"]}) as tasks:
-            tasks.start(0)
-            code, output = tasks.end(0)
-    assert code == 1
-    assert f"UnavailableError: Port {port} is in use by pid " in output, output
+        with pytest.raises(UnavailableError, match=f"^Port {port} is in use by pid "):
+            start({"worker": [f"127.0.0.2:{port}", "127.0.0.3:1"]}, 0)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +168,11 @@ def test_a_wrong_tf_config_is_explained_at_once(
     assert message.removeprefix("JSONDecodeError: ") in str(caught.value)
 
 
-def test_nccl_without_a_gpu_is_refused() -> None:
-    result = run_script(
-        ["-c", "import tfstyle_dist as td; td.experimental.MultiWorkerMirroredStrategy('NCCL')"],
-        env={"CUDA_VISIBLE_DEVICES": "", "RANK": None, "WORLD_SIZE": None, "TF_CONFIG": None},
-    )
-    assert result.returncode == 1
-    assert "ValueError: CommunicationImplementation.NCCL was asked for, but the replicas are on cpu" in result.stderr
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        ValueError, match=r"CommunicationImplementation\.NCCL was asked for, but the replicas are on cpu"
+    ):
+        td.experimental.MultiWorkerMirroredStrategy("NCCL")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tfstyle_dist.testing import messages, processes
-from tfstyle_dist.testing.rank_process import RANK_VARIABLE
 from tfstyle_dist.testing.reset import is_of_the_process
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def _belongs_to_another_session(path: Path) -> bool:
     """Whether a process of another worker of pytest-xdist uses the file."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return False
-    session = os.getppid() if RANK_VARIABLE in os.environ else os.getpid()
+    session = os.getppid() if messages.RANK_VARIABLE in os.environ else os.getpid()
     others = processes.users(path) - processes.tree(session)
     return any(processes.state(pid) not in ("", "Z") for pid in others)
 

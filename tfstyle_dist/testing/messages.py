@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RANK_PLUGIN_NAME = "tfstyle_dist_rank"
+RANK_VARIABLE = "TFSTYLE_TESTING_RANK"
 
 
 @dataclass(frozen=True)

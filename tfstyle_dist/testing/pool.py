@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import uuid
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tfstyle_dist.testing import messages, processes
+from tfstyle_dist.testing import messages
 from tfstyle_dist.testing.gather import Gathered, gather, problems
 from tfstyle_dist.testing.options import DistributedOptions
-from tfstyle_dist.testing.rank_process import POOL_VARIABLE, RankProcess
+from tfstyle_dist.testing.rank_process import RankProcess
 from tfstyle_dist.testing.session_options import start_message
 
 # Starting an interpreter and importing torch may take long on a busy machine, and no test is to blame for it.
@@ -48,18 +48,10 @@ class RankResult:
     stderr: str = ""
 
 
-@dataclass
-class _Generation:
-    """The processes between two rebuilds; the token is in their environment and in their children's."""
-
-    directory: Path
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    ranks: list[RankProcess] = field(default_factory=list)
-    num_started: int = 0
-
-
 class RankPool:
-    """Rank processes that are started when a test first needs them and reused until one of them is lost.
+    """Rank processes that are started when a test first needs them and reused until they are lost.
+
+    A process that died, or that a test leaves unfit for another one, is replaced; after a hang all of them are.
 
     Args:
         config: The configuration of the pytest session that the pool belongs to.
@@ -68,8 +60,8 @@ class RankPool:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._base = _base_directory(config)
-        self._generation: _Generation | None = None
-        self._num_generations = 0
+        self._processes: dict[int, RankProcess] = {}
+        self._num_started = 0
         self._num_tests = 0
 
     def run(self, item: pytest.Item, options: DistributedOptions) -> list[RankResult]:
@@ -103,9 +95,12 @@ class RankPool:
             return results
         gathered = self._run_collected(ranks, item, options)
         results = _results(ranks, gathered)
-        crashed = any(result.finished is not None and result.finished.crash for result in results)
-        if not gathered.all_answered or crashed or not self._reset(ranks):
+        if gathered.stacks:
             self.kill()
+            return results
+        answered = {result.rank for result in results if result.finished is not None and not result.finished.crash}
+        fit = self._reset([process for process in ranks if process.rank in answered])
+        self._kill([process for process in ranks if process.rank not in fit])
         return results
 
     def _run_collected(self, ranks: list[RankProcess], item: pytest.Item, options: DistributedOptions) -> Gathered:
@@ -152,57 +147,47 @@ class RankPool:
         return gather(ranks, options.timeout, options.may_die, restart)
 
     def _ranks(self, workers: int) -> tuple[list[RankProcess], Gathered]:
-        if self._generation is not None and any(process.exited() for process in self._generation.ranks):
-            # Something outside of any test ended an idle rank.
-            self.kill()
-        if self._generation is None:
-            self._num_generations += 1
-            self._generation = _Generation(self._base / f"ranks-{self._num_generations}")
-        generation = self._generation
-        new = []
-        for rank in range(len(generation.ranks), workers):
-            process = self._started(generation, rank)
-            generation.ranks.append(process)
-            new.append(process)
-        return generation.ranks[:workers], gather(new, _STARTUP_TIMEOUT)
+        # Something outside of any test may have ended an idle rank.
+        self._kill([process for process in self._processes.values() if process.exited()])
+        new = [self._started(rank) for rank in range(workers) if rank not in self._processes]
+        return [self._processes[rank] for rank in range(workers)], gather(new, _STARTUP_TIMEOUT)
 
-    def _started(self, generation: _Generation, rank: int) -> RankProcess:
-        generation.num_started += 1
-        directory = generation.directory / f"process-{generation.num_started}"
+    def _started(self, rank: int) -> RankProcess:
+        self._num_started += 1
+        directory = self._base / f"process-{self._num_started}"
         directory.mkdir(parents=True)
-        process = RankProcess(rank, directory, generation.token, self._config.invocation_params.dir)
+        process = RankProcess(rank, directory, self._config.invocation_params.dir)
         process.send(start_message(self._config, directory / "tmp"))
+        self._processes[rank] = process
         return process
 
     def _successor(self, process: RankProcess) -> RankProcess:
         """Kills the process of a rank and starts another one."""
-        assert self._generation is not None, "a test is running"
         process.kill()
-        successor = self._started(self._generation, process.rank)
+        successor = self._started(process.rank)
         successor.earlier_output = {name: process.new_output(name) for name in ("stdout", "stderr")}
-        self._generation.ranks[process.rank] = successor
         return successor
 
-    def _reset(self, ranks: list[RankProcess]) -> bool:
+    def _reset(self, ranks: list[RankProcess]) -> set[int]:
+        """Makes ranks ready for the next test; returns those that are."""
         answered = _ask(ranks, messages.Reset(), _RESET_TIMEOUT)
-        return answered.all_answered and not problems(answered.answers)
+        return answered.answers.keys() - problems(answered.answers).keys()
+
+    def _kill(self, ranks: Iterable[RankProcess]) -> None:
+        for process in ranks:
+            process.kill()
+            del self._processes[process.rank]
 
     def kill(self) -> None:
         """Kills all rank processes and their descendants; the next test starts new ones."""
-        if self._generation is None:
-            return
-        generation, self._generation = self._generation, None
-        for process in generation.ranks:
-            process.kill()
-        processes.kill_with_environment(POOL_VARIABLE, generation.token)
+        self._kill(list(self._processes.values()))
 
     def close(self) -> None:
         """Lets the rank processes end their sessions, and kills what is left of them."""
-        if self._generation is not None:
-            for process in self._generation.ranks:
-                process.send(messages.Exit())
-            for process in self._generation.ranks:
-                process.wait(_EXIT_PATIENCE)
+        for process in self._processes.values():
+            process.send(messages.Exit())
+        for process in self._processes.values():
+            process.wait(_EXIT_PATIENCE)
         self.kill()
 
 

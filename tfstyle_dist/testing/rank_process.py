@@ -8,20 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from tfstyle_dist.testing import processes
+from tfstyle_dist.testing import messages, processes
 
 # A test must not depend on the cluster that the shell happens to be in.
 _CLUSTER_VARIABLES = ("TF_CONFIG", "RANK", "WORLD_SIZE")
 _CLUSTER_PREFIXES = ("MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 _MAX_OUTPUT_BYTES = 100_000
 _STACK_PATIENCE = 3.0
-POOL_VARIABLE = "TFSTYLE_TESTING_POOL"
-RANK_VARIABLE = "TFSTYLE_TESTING_RANK"
+_PROCESS_VARIABLE = "TFSTYLE_TESTING_PROCESS"
 
 
 class RankProcess:
@@ -30,15 +30,16 @@ class RankProcess:
     Args:
         rank: The rank that it plays in every test.
         directory: An existing directory for its output, which may be used by one process only.
-        token: The value of `TFSTYLE_TESTING_POOL` in its environment and in that of all its descendants.
         cwd: Its working directory.
 
     Raises:
         OSError: If the process cannot be started.
     """
 
-    def __init__(self, rank: int, directory: Path, token: str, cwd: Path) -> None:
+    def __init__(self, rank: int, directory: Path, cwd: Path) -> None:
         self.rank = rank
+        # In its environment and in that of all its descendants.
+        self._token = uuid.uuid4().hex
         self.directory = directory
         # Whether the process has closed its end of the pipe; it may live on.
         self.hung_up = False
@@ -56,7 +57,7 @@ class RankProcess:
                     stdout=stdout,
                     stderr=stderr,
                     cwd=cwd,
-                    env=_environment(rank, token),
+                    env=_environment(rank, self._token),
                     pass_fds=[theirs.fileno()],
                     # So that it can be killed with its children and without this session.
                     start_new_session=True,
@@ -159,10 +160,11 @@ class RankProcess:
         return True
 
     def kill(self) -> None:
-        """Kills the process and its process group; does nothing if that was done."""
+        """Kills the process and all its descendants; does nothing if that was done."""
         if self._process.returncode is None:
             processes.kill_group(self.pid)
             self._process.wait()
+            processes.kill_with_environment(_PROCESS_VARIABLE, self._token)
         self.connection.close()
 
 
@@ -175,8 +177,8 @@ def _environment(rank: int, token: str) -> Mapping[str, str]:
     environment.pop("PYTEST_CURRENT_TEST", None)
     environment.update(
         {
-            POOL_VARIABLE: token,
-            RANK_VARIABLE: str(rank),
+            _PROCESS_VARIABLE: token,
+            messages.RANK_VARIABLE: str(rank),
             # Thread pools are sized when torch is imported; the ranks of a test share the machine.
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
