@@ -2,7 +2,7 @@
 
     python benchmarks/import_time.py --rounds 7 --out benchmarks/results/import_time.json
 
-``tfstyle_dist`` alone loads nothing until a name is used; ``tfstyle_dist.api`` loads every public name.
+``tfstyle_dist`` alone loads nothing until a name is used; a strategy loads what it needs, all names everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-STATEMENTS = ("import torch", "import tfstyle_dist", "import tfstyle_dist.api")
+STATEMENTS = (
+    "import torch",
+    "import tfstyle_dist",
+    "import tfstyle_dist as tfd; tfd.MirroredStrategy",
+    "import tfstyle_dist as tfd; [getattr(tfd, name) for name in tfd.__all__]",
+)
 PROGRAM = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
 
 

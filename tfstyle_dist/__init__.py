@@ -9,104 +9,116 @@ Glossary:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfstyle_dist.api import (
-        AggregationMethod as AggregationMethod,
-        AutoShardPolicy as AutoShardPolicy,
-        CrossDeviceOps as CrossDeviceOps,
-        DistributedDataset as DistributedDataset,
-        DistributedIterator as DistributedIterator,
-        DistributedValues as DistributedValues,
-        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-        InputContext as InputContext,
-        InputOptions as InputOptions,
-        InputReplicationMode as InputReplicationMode,
-        MirroredStrategy as MirroredStrategy,
-        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-        NcclAllReduce as NcclAllReduce,
-        OneDeviceStrategy as OneDeviceStrategy,
-        ParameterServerStrategy as ParameterServerStrategy,
-        ReduceOp as ReduceOp,
-        ReductionToOneDevice as ReductionToOneDevice,
-        ReplicaContext as ReplicaContext,
-        RunOptions as RunOptions,
-        Server as Server,
-        Strategy as Strategy,
-        StrategyExtended as StrategyExtended,
-        TPUStrategy as TPUStrategy,
-        Variable as Variable,
-        VariableAggregation as VariableAggregation,
-        VariableSynchronization as VariableSynchronization,
+    from tfstyle_dist import (
         cluster_resolver as cluster_resolver,
         coordinator as coordinator,
-        errors as errors,
         experimental as experimental,
-        experimental_set_strategy as experimental_set_strategy,
-        get_replica_context as get_replica_context,
-        get_strategy as get_strategy,
-        has_strategy as has_strategy,
-        in_cross_replica_context as in_cross_replica_context,
         model_parallel as model_parallel,
         nn as nn,
         tpu as tpu,
         train as train,
     )
+    from tfstyle_dist.coordinator.server import Server as Server
+    from tfstyle_dist.core import errors as errors
+    from tfstyle_dist.core.enums import (
+        AggregationMethod as AggregationMethod,
+        InputReplicationMode as InputReplicationMode,
+        ReduceOp as ReduceOp,
+        VariableAggregation as VariableAggregation,
+        VariableSynchronization as VariableSynchronization,
+    )
+    from tfstyle_dist.cross_device_ops import (
+        CrossDeviceOps as CrossDeviceOps,
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+        NcclAllReduce as NcclAllReduce,
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+    from tfstyle_dist.input import (
+        AutoShardPolicy as AutoShardPolicy,
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
+        InputContext as InputContext,
+        InputOptions as InputOptions,
+    )
+    from tfstyle_dist.strategies import (
+        MirroredStrategy as MirroredStrategy,
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+        OneDeviceStrategy as OneDeviceStrategy,
+        ParameterServerStrategy as ParameterServerStrategy,
+        ReplicaContext as ReplicaContext,
+        RunOptions as RunOptions,
+        Strategy as Strategy,
+        StrategyExtended as StrategyExtended,
+        TPUStrategy as TPUStrategy,
+        experimental_set_strategy as experimental_set_strategy,
+        get_replica_context as get_replica_context,
+        get_strategy as get_strategy,
+        has_strategy as has_strategy,
+        in_cross_replica_context as in_cross_replica_context,
+    )
+    from tfstyle_dist.values import DistributedValues as DistributedValues
+    from tfstyle_dist.variables import Variable as Variable
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AggregationMethod",
-    "AutoShardPolicy",
-    "CrossDeviceOps",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RunOptions",
-    "Server",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "cluster_resolver",
-    "coordinator",
-    "errors",
-    "experimental",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "model_parallel",
-    "nn",
-    "tpu",
-    "train",
-]
+_HOMES = {
+    "AggregationMethod": "core.enums",
+    "AutoShardPolicy": "input",
+    "CrossDeviceOps": "cross_device_ops",
+    "DistributedDataset": "input",
+    "DistributedIterator": "input",
+    "DistributedValues": "values",
+    "HierarchicalCopyAllReduce": "cross_device_ops",
+    "InputContext": "input",
+    "InputOptions": "input",
+    "InputReplicationMode": "core.enums",
+    "MirroredStrategy": "strategies",
+    "MultiWorkerMirroredStrategy": "strategies",
+    "NcclAllReduce": "cross_device_ops",
+    "OneDeviceStrategy": "strategies",
+    "ParameterServerStrategy": "strategies",
+    "ReduceOp": "core.enums",
+    "ReductionToOneDevice": "cross_device_ops",
+    "ReplicaContext": "strategies",
+    "RunOptions": "strategies",
+    "Server": "coordinator.server",
+    "Strategy": "strategies",
+    "StrategyExtended": "strategies",
+    "TPUStrategy": "strategies",
+    "Variable": "variables",
+    "VariableAggregation": "core.enums",
+    "VariableSynchronization": "core.enums",
+    "cluster_resolver": "",
+    "coordinator": "",
+    "errors": "core",
+    "experimental": "",
+    "experimental_set_strategy": "strategies",
+    "get_replica_context": "strategies",
+    "get_strategy": "strategies",
+    "has_strategy": "strategies",
+    "in_cross_replica_context": "strategies",
+    "model_parallel": "",
+    "nn": "",
+    "tpu": "",
+    "train": "",
+}
+"""Where each public name is defined: a module of the package; nothing for a module that is public itself."""
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the public names on first use: torch is not imported by tools that only look at the package."""
-    if name in __all__:
-        from tfstyle_dist import api
-
-        globals().update({n: getattr(api, n) for n in __all__})
-        return globals()[name]
-    raise AttributeError(f"module 'tfstyle_dist' has no attribute {name!r}")
+    """Loads a public name on first use: torch is not imported by tools that only look at the package."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfstyle_dist' has no attribute {name!r}")
+    home = _HOMES[name]
+    found = getattr(import_module(f"tfstyle_dist.{home}"), name) if home else import_module(f"tfstyle_dist.{name}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

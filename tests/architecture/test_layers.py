@@ -42,7 +42,7 @@ WITHIN_LAYER = {
     ("parameter_server", "variables"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
-REEXPORTS = {"", "api", "tpu", "experimental"}
+REEXPORTS = {"", "tpu", "experimental"}
 
 # Writes files with torch.distributed.checkpoint, and does not communicate.
 CHECKPOINT_STORAGE = f"{PACKAGE}.train.checkpoint.dcp"
@@ -81,7 +81,7 @@ def imported_part(imported: Import) -> str:
 
 def may_import(importer: str, imported: str) -> bool:
     if imported in REEXPORTS:
-        return importer in ("", "api", imported)
+        return importer in ("", imported)
     if importer in REEXPORTS or importer == imported:
         return True
     return LAYERS[importer] > LAYERS[imported] or (importer, imported) in WITHIN_LAYER

@@ -192,7 +192,7 @@ class ShareSampler(Sampler[list[Any]]):
 
         def part(piece: range) -> Sequence[Any]:
             found = indices[piece.start : piece.stop]
-            return found.tolist() if isinstance(found, torch.Tensor) else found  # type: ignore[no-any-return]
+            return found.tolist() if isinstance(found, torch.Tensor) else found
 
         def share_of(pieces: Pieces) -> list[Any]:
             return list(part(pieces[0])) if len(pieces) == 1 else [index for p in pieces for index in part(p)]

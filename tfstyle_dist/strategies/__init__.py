@@ -1,38 +1,59 @@
-"""Layer 4: the strategies; each is a small specialisation of W workers times L replicas."""
+"""Layer 4: the strategies; each is a small specialisation of W workers times L replicas.
 
-from tfstyle_dist.strategies.base import RunOptions, Strategy
-from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
-from tfstyle_dist.strategies.contexts import (
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from tfstyle_dist.strategies.extended import StrategyExtended
-from tfstyle_dist.strategies.mirrored import MirroredStrategy
-from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from tfstyle_dist.strategies.one_device import OneDeviceStrategy
-from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.strategies.tpu import DeviceAssignment, ExperimentalTPUStrategy, TPUStrategy
+The names are loaded on first use: a script that trains with one strategy does not wait for the others' modules.
+"""
 
-__all__ = [
-    "CentralStorageStrategy",
-    "DeviceAssignment",
-    "ExperimentalTPUStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "ReplicaContext",
-    "RunOptions",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import RunOptions as RunOptions, Strategy as Strategy
+    from tfstyle_dist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+    from tfstyle_dist.strategies.contexts import (
+        experimental_set_strategy as experimental_set_strategy,
+        get_replica_context as get_replica_context,
+        get_strategy as get_strategy,
+        has_strategy as has_strategy,
+        in_cross_replica_context as in_cross_replica_context,
+    )
+    from tfstyle_dist.strategies.extended import StrategyExtended as StrategyExtended
+    from tfstyle_dist.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from tfstyle_dist.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from tfstyle_dist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from tfstyle_dist.strategies.replica_context import ReplicaContext as ReplicaContext
+    from tfstyle_dist.strategies.tpu import (
+        DeviceAssignment as DeviceAssignment,
+        ExperimentalTPUStrategy as ExperimentalTPUStrategy,
+        TPUStrategy as TPUStrategy,
+    )
+
+_HOMES = {
+    "CentralStorageStrategy": "central_storage",
+    "DeviceAssignment": "tpu",
+    "ExperimentalTPUStrategy": "tpu",
+    "MirroredStrategy": "mirrored",
+    "MultiWorkerMirroredStrategy": "multi_worker_mirrored",
+    "OneDeviceStrategy": "one_device",
+    "ParameterServerStrategy": "parameter_server",
+    "ReplicaContext": "replica_context",
+    "RunOptions": "base",
+    "Strategy": "base",
+    "StrategyExtended": "extended",
+    "TPUStrategy": "tpu",
+    "experimental_set_strategy": "contexts",
+    "get_replica_context": "contexts",
+    "get_strategy": "contexts",
+    "has_strategy": "contexts",
+    "in_cross_replica_context": "contexts",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name from the module that defines it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfstyle_dist.strategies' has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f"tfstyle_dist.strategies.{_HOMES[name]}"), name)
+    return found
