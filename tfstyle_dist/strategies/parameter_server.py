@@ -224,9 +224,12 @@ class ParameterServerStrategy(Strategy):
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
-    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values."""
+    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
+
+    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return None
+        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
     return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
