@@ -27,10 +27,10 @@ _strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionar
 
 
 def install() -> None:
-    """Wraps the methods of ``keras.Model`` once."""
+    """Wraps the methods of ``keras.Model`` once, in the classes that define them."""
     optimizers.install()
-    owner = keras.Model
     for name, wrapper in _WRAPPERS.items():
+        owner = next(c for c in keras.Model.__mro__ if name in vars(c))
         original = getattr(owner, name)
         if not hasattr(original, "tfstyle_original"):
             setattr(owner, name, _wrapped(original, wrapper))
@@ -72,6 +72,11 @@ def _distributing(model: Any) -> Strategy | None:
         if frame.replica is None:
             raise mixing_error(strategy, frame.strategy, "training a Keras model")
         return None
+    if strategy.worker.group.traces:
+        raise NotImplementedError(
+            f"Keras models do not train under {type(strategy).__name__} yet: write the training step with torch, or use "
+            "another strategy."
+        )
     return strategy if strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy) else None
 
 
@@ -91,6 +96,11 @@ def _with_functions(model: Any, **functions: Any) -> Iterator[None]:
 @contextmanager
 def _running(strategy: Strategy, model: Any) -> Iterator[Steps]:
     """The strategy in force, with the steps of one method; a failure is told to the other workers."""
+    if model.steps_per_execution > 1:
+        raise ValueError(
+            f"steps_per_execution={model.steps_per_execution} is not possible on Keras' torch backend; leave it out of "
+            "compile."
+        )
     steps = Steps(strategy, model)
     if getattr(model, "jit_compile", False) and model.compiled:
         warn_once("keras jit_compile", "jit_compile=True is not used under a strategy with several replicas.")

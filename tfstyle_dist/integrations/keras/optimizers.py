@@ -88,8 +88,8 @@ def reduced(
 ) -> list[torch.Tensor | None]:
     """The gradients of all replicas of all workers as one.
 
-    In ``fit`` each replica's gradient is that of a mean over its own examples, so it weighs as much as its examples: the
-    result is the gradient of the mean over the global batch. Elsewhere they are summed, as in TensorFlow.
+    In ``fit`` each replica's gradient is that of a mean over its own examples, so it weighs as much as its examples:
+    the result is the gradient of the mean over the global batch. Elsewhere they are summed, as in TensorFlow.
 
     Args:
         strategy: whose replicas.

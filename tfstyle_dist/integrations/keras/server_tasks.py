@@ -14,7 +14,9 @@ from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
 from tfstyle_dist.parameter_server.wire import Op
+from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.contexts import get_strategy
+from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables import find_record
 
 _APART = 1_000_003
@@ -135,7 +137,8 @@ class MakeModel:
 
     def __call__(self) -> WorkerModel:
         """On a worker: its copy."""
-        model = keras.saving.deserialize_keras_object(self._config, custom_objects=self._custom, safe_mode=False)
+        with entered(Frame(default_strategy())):  # the copy's own variables are nobody's
+            model = keras.saving.deserialize_keras_object(self._config, custom_objects=self._custom, safe_mode=False)
         return WorkerModel(model, experimental_get_current_worker_index())
 
 
@@ -195,8 +198,9 @@ class WorkerModel:
 
     def _built(self, batch: Any) -> Ledger:
         if self._ledger is None:
-            self.model._symbolic_build(data_batch=batch)
-            self._ledger = Ledger(self.model, training=True)
+            with entered(Frame(default_strategy())):
+                self.model._symbolic_build(data_batch=batch)
+                self._ledger = Ledger(self.model, training=True)
             with torch.no_grad():
                 for variable, rule in self._ledger.entries:
                     if rule == "seed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import deque
@@ -79,7 +80,7 @@ def fit_on_servers(
         optimizer = _optimizers[model.optimizer] = ServerOptimizer(model.optimizer)
     dataset_fn, steps = _dataset_fn(given)
     with strategy.scope(), keras.device("cpu"):
-        work = _Work(strategy, model, optimizer, dataset_fn, steps)
+        work = _Work(strategy, model, optimizer, dataset_fn)
         model.train_function = work.train
         given.update(x=work, y=None, sample_weight=None, class_weight=None, steps_per_epoch=steps)
         return original(model, **given)
@@ -134,9 +135,9 @@ class _Work(DataAdapter):  # type: ignore[misc]
     """Stands for the data in Keras' loop: each of its batches is one function scheduled on the workers."""
 
     def __init__(
-        self, strategy: ParameterServerStrategy, model: Any, optimizer: ServerOptimizer, dataset_fn: Any, steps: int
+        self, strategy: ParameterServerStrategy, model: Any, optimizer: ServerOptimizer, dataset_fn: Any
     ) -> None:
-        self._strategy, self._model, self._optimizer, self._steps = strategy, model, optimizer, steps
+        self._strategy, self._model, self._optimizer = strategy, model, optimizer
         self._coordinator = ClusterCoordinator(strategy)
         workers = len(strategy.cluster["worker"])
         self._batches = self._coordinator.create_per_worker_resource(MakeBatches(dataset_fn, workers))
@@ -148,10 +149,10 @@ class _Work(DataAdapter):  # type: ignore[misc]
     # ---- for Keras' loop --------------------------------------------------------------------------------------
 
     def get_torch_dataloader(self) -> Iterable[Any]:
-        """As many entries as there are steps; at first an example of a batch, from which the model is built."""
+        """An entry for each step; at first an example of a batch, from which the model is built."""
         if self._builds:
             return [self._coordinator.fetch(self._coordinator.schedule(look_at_batch, args=(self._batches,)))]
-        return [None] * self._steps
+        return itertools.repeat(None)  # Keras counts the steps
 
     def on_epoch_end(self) -> None:
         """Waits for the steps of the epoch."""
@@ -182,7 +183,7 @@ class _Work(DataAdapter):  # type: ignore[misc]
         return logs
 
     def _take(self) -> None:
-        told = self._pending.popleft().fetch()
+        told = torch.as_tensor(self._pending.popleft().fetch())
         offset = 1
         with torch.no_grad():
             for variable in metric_variables(self._model):

@@ -45,9 +45,12 @@ class Ledger:
     Attributes:
         entries: the variables, each with its rule.
         regularized: the weights that have a regularizer.
+        names: of the model's metrics, as its logs have them.
     """
 
     def __init__(self, model: Any, training: bool, extra: Sequence[Any] = ()) -> None:
+        self.names = set(model.get_metrics_result())
+        self._metrics = {m.name: [id(v) for v in m.variables] for m in model.metrics}
         candidates = [*model.metrics_variables, *model.non_trainable_variables, *extra]
         self.entries: list[tuple[Any, str]] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
@@ -95,6 +98,14 @@ class Ledger:
             else:
                 parts.append(now - before)
         return parts
+
+    def has_updated(self, name: str, scope: Any, began: Sequence[torch.Tensor]) -> bool:
+        """Whether a replica's step updated the metric of a name; arguments as in ``changes``."""
+        own = self._metrics.get(name, ())
+        return any(
+            id(v) in own and not torch.equal(scope.get_current_value(v), start)
+            for (v, _), start in zip(self.entries, began, strict=True)
+        )
 
     def settle(self, total: torch.Tensor, count: float) -> None:
         """Gives every variable its new value.

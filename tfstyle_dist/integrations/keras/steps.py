@@ -15,6 +15,7 @@ from tfstyle_dist.input.sharding import Layout, steps_of_batch
 from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
 from tfstyle_dist.integrations.keras.optimizers import claim
+from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -23,8 +24,8 @@ from tfstyle_dist.strategies.base import Strategy
 class Steps:
     """The steps of one ``fit``, ``evaluate`` or ``predict``.
 
-    Each replica runs the model's own ``train_step``, ``test_step`` or ``predict_step`` on its share of the global batch,
-    in a ``StatelessScope``: what it changes besides the weights becomes one over all replicas afterwards.
+    Each replica runs the model's own ``train_step``, ``test_step`` or ``predict_step`` on its share of the global
+    batch, in a ``StatelessScope``: what it changes besides the weights becomes one over all replicas afterwards.
 
     Args:
         strategy: whose replicas.
@@ -35,6 +36,7 @@ class Steps:
         self.strategy, self.model = strategy, model
         self._ledgers: dict[bool, Ledger] = {}
         self._seeds: Any = None
+        self._random = RandomNumbers(strategy)
         self._ready = False
 
     def prepare(self) -> None:
@@ -44,7 +46,6 @@ class Steps:
         self._ready = True
         self._seeds = process_seeds()
         adopt(self.strategy, self.model)
-        self._ledgers = {t: Ledger(self.model, t, [self._seeds.state]) for t in (True, False)}
 
     def train(self, data: Any) -> Any:
         """One training step on a global batch; the logs are those of all replicas together."""
@@ -57,6 +58,9 @@ class Steps:
 
     def predict(self, data: Any) -> Any:
         """The outputs for a global batch, in its order, on every worker."""
+        if not all(layer.built for layer in self.model._flatten_layers()):
+            with torch.no_grad():
+                self.model.predict_step(usable(self.strategy.experimental_local_results(data[0])[0])[1])
         self.prepare()
 
         def replica(batch: Any) -> Any:
@@ -76,6 +80,8 @@ class Steps:
 
     def _step(self, batch: Any, function: Any, training: bool) -> Any:
         self.prepare()
+        if training not in self._ledgers:
+            self._ledgers[training] = Ledger(self.model, training, [self._seeds.state])
         ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
 
         def replica(batch: Any) -> torch.Tensor:
@@ -84,16 +90,19 @@ class Steps:
                 keys.extend(logs)
             return told
 
-        with losses_by_thread(self.model, self.strategy):
+        with losses_by_thread(self.model, self.strategy), self._random.of_this_worker():
             told = self.strategy.run(replica, args=(batch,))
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
-        metrics = self.model.get_metrics_result()
-        means = (total[1 + ledger.numel :] / count).tolist()
-        if set(keys) == set(metrics):
+        metrics: dict[str, Any] = self.model.get_metrics_result()
+        if set(keys) == ledger.names:
             return metrics
-        return {key: metrics.get(key, mean) for key, mean in zip(keys, means, strict=True)}
+        means = (total[1 + ledger.numel :] / count).view(len(keys), 2).tolist()
+        return {
+            key: metrics[key] if key in metrics and is_metric else mean
+            for key, (mean, is_metric) in zip(keys, means, strict=True)
+        }
 
     def _on_replica(self, batch: Any, function: Any, ledger: Ledger) -> tuple[dict[str, Any], torch.Tensor]:
         frame = current_frame()
@@ -123,7 +132,8 @@ def on_replica(
         context: entered around the step.
 
     Returns:
-        The logs, and the numbers to be summed: the examples, the changes, each log times the examples.
+        The logs, and the numbers to be summed: the examples, the changes, and for logs that are not just the model's
+        metrics each times the examples, with a flag whether it is one.
     """
     count, batch = usable(batch)
     with context if context is not None else nullcontext():
@@ -144,7 +154,12 @@ def on_replica(
             )
         parts = ledger.changes(scope, began, count, replica)
         device = parts[0].device if parts else torch.device("cpu")
-        weighted = [_number(value, device) * count if count else torch.zeros(1) for value in logs.values()]
+        weighted = []
+        if set(logs) != ledger.names:  # numbers of the user's own; some may be results of metrics all the same
+            for name, value in logs.items():
+                is_metric = float(ledger.has_updated(name, scope, began))
+                numbers = torch.tensor([_number(value), is_metric], dtype=torch.float64)
+                weighted.append(numbers * count if count else torch.zeros(2))
         parts = [torch.tensor([float(count)], dtype=torch.float64), *parts, *weighted]
         return logs, torch.cat([p.to(device, torch.float64) for p in parts])
 
@@ -156,11 +171,9 @@ def _in_order(gathered: torch.Tensor, counts: Sequence[int], workers: int) -> to
     return torch.cat([pieces[w * each + r] for r in range(each) for w in range(workers)])
 
 
-def _number(value: Any, device: torch.device) -> torch.Tensor:
-    tensor = torch.as_tensor(value, device=device).detach()
-    if tensor.numel() != 1:
-        return torch.full((1,), torch.nan, device=device)  # a metric of several numbers: read from its state
-    return tensor.reshape(1).to(torch.float64)
+def _number(value: Any) -> float:
+    tensor = torch.as_tensor(value)
+    return float(tensor.detach()) if tensor.numel() == 1 else 0.0  # a metric of several numbers is read from its state
 
 
 def usable(batch: Any) -> tuple[int, Any]:
@@ -179,19 +192,23 @@ def divided(strategy: Strategy, batch: Any) -> Any:
     layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
     (pieces,) = steps_of_batch(size, size, layout, AutoShardPolicy.DATA)
     parts = [slice_batch(batch, piece) for piece in pieces]
-    return group([map_leaves(lambda leaf, d=worker.torch_device(r): leaf.to(d), part) for r, part in enumerate(parts)])
+    moved = []
+    for replica, part in enumerate(parts):
+        device = worker.torch_device(replica)
+        moved.append(map_leaves(lambda leaf, device=device: leaf.to(device), part))
+    return group(moved)
 
 
 def adopt(strategy: Strategy, model: Any) -> None:
     """Makes a built model's variables the strategy's, wherever they were made."""
     store = strategy.parameter_store
     device = strategy.worker.torch_device(0)
-    for variable in model.variables:
-        value = variable.value
-        if value.device.type != device.type:
-            value.data = value.data.to(device)
-        if strategy.adopts_modules:
-            store.adopt_parameter(value, None, variable.path)
+    for variable in every_variable(model):
+        if variable.value.device.type != device.type:
+            variable.value.data = variable.value.data.to(device)
+    if strategy.adopts_modules:
+        for variable in model.variables:
+            store.adopt_parameter(variable.value, None, variable.path)
     store.ensure_equal()
     claim(strategy, model.trainable_variables)
     known = {id(v) for v in model.variables}
