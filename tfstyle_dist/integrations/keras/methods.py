@@ -74,8 +74,8 @@ def _distributing(model: Any) -> Strategy | None:
         return None
     if strategy.worker.group.traces:
         raise NotImplementedError(
-            f"Keras models do not train under {type(strategy).__name__} yet: write the training step with torch, or use "
-            "another strategy."
+            f"Keras models do not train under {type(strategy).__name__} yet: write the training step with torch, or "
+            "use another strategy."
         )
     return strategy if strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy) else None
 

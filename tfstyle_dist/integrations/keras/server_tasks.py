@@ -51,7 +51,9 @@ class ServerOptimizer:
 
     def without_slots(self) -> dict[str, Any]:
         """What travels to the tasks."""
-        return {"_config": self._config, "_source": None, "_rate": None, "_made": {}}
+        now = self.hyperparameters()
+        rate = None if now is None else now[0]["learning_rate"]
+        return {"_config": self._config, "_source": _nobody, "_rate": rate, "_made": {}}
 
     def hyperparameters(self) -> list[dict[str, Any]] | None:
         """The learning rate as callbacks have set it; ``None`` for a schedule, which the servers follow themselves."""
@@ -78,6 +80,10 @@ class ServerOptimizer:
             optimizer, variable = known
             with torch.no_grad():
                 optimizer.apply([grad.to_dense() if grad.is_sparse else grad], [variable])
+
+
+def _nobody() -> None:
+    return None
 
 
 class MakeBatches:
