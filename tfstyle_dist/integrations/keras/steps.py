@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.replica_context import ReplicaContext
+
+# The variables of each model, its metrics and optimizer that have been made equal on all workers.
+_shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
 class Steps:
@@ -58,7 +63,7 @@ class Steps:
 
     def predict(self, data: Any) -> Any:
         """The outputs for a global batch, in its order, on every worker."""
-        if not all(layer.built for layer in self.model._flatten_layers()):
+        if not self._ready and not all(layer.built for layer in self.model._flatten_layers()):
             with torch.no_grad():
                 self.model.predict_step(usable(self.strategy.experimental_local_results(data[0])[0])[1])
         self.prepare()
@@ -85,8 +90,9 @@ class Steps:
         ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
 
         def replica(batch: Any) -> torch.Tensor:
-            logs, told = self._on_replica(batch, function, ledger)
-            if not keys:
+            context = self._replica()
+            logs, told = on_replica(batch, function, ledger, context.replica_id, self._context())
+            if context.local_replica_id == 0:
                 keys.extend(logs)
             return told
 
@@ -104,18 +110,15 @@ class Steps:
             for key, (mean, is_metric) in zip(keys, means, strict=True)
         }
 
-    def _on_replica(self, batch: Any, function: Any, ledger: Ledger) -> tuple[dict[str, Any], torch.Tensor]:
+    def _replica(self) -> ReplicaContext:
         frame = current_frame()
-        number = frame.replica.replica_id if frame is not None and frame.replica is not None else 0
-        return on_replica(batch, function, ledger, number, self._context())
+        assert frame is not None
+        assert frame.replica is not None
+        return frame.replica  # type: ignore[no-any-return]
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        frame = current_frame()
-        with ExitStack() as stack:
-            if frame is not None and frame.replica is not None:
-                stack.enter_context(keras.device(str(frame.replica.device)))
-            stack.enter_context(seeds_of(self._seeds))
+        with keras.device(str(self._replica().device)), seeds_of(self._seeds):
             yield
 
 
@@ -211,8 +214,11 @@ def adopt(strategy: Strategy, model: Any) -> None:
             store.adopt_parameter(variable.value, None, variable.path)
     store.ensure_equal()
     claim(strategy, model.trainable_variables)
-    known = {id(v) for v in model.variables}
-    share_values(strategy, [v for v in every_variable(model) if id(v) not in known])
+    known = _shared.setdefault(model, set())
+    known |= {id(v) for v in model.variables}
+    fresh = [v for v in every_variable(model) if id(v) not in known]
+    share_values(strategy, fresh)
+    known |= {id(v) for v in fresh}
 
 
 def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
