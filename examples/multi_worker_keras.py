@@ -42,12 +42,12 @@ def build_and_compile() -> keras.Model:
         [
             keras.Input((64,)),
             keras.layers.Dense(128, activation="relu"),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(momentum=0.9),
             keras.layers.Dropout(0.2),
             keras.layers.Dense(10, activation="softmax"),
         ]
     )
-    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(optimizer=keras.optimizers.Adam(3e-3), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
 

@@ -118,9 +118,7 @@ def main() -> int:
             predictions = part(strategy, folder)
             apart = max(float(np.abs(p - predictions[0]).max()) for p in predictions[1:])
             accuracy = float(((predictions[0] > 0.5) == load_data()[1][:NUM_TEST]).mean())
-            strategy.print(
-                f"test accuracy {accuracy:.3f}, largest difference of a prediction after loading {apart:.1e}"
-            )
+            strategy.print(f"test accuracy {accuracy:.3f}, largest difference after loading {apart:.1e}")
             good = good and apart < 1e-5 and accuracy >= 0.93
         strategy.should_stop()  # nobody deletes the folder before all have read it
     return 0 if good else 1

@@ -174,8 +174,9 @@ def agree_on_random_numbers(group: WorkerGroup) -> None:
     """Seeds Python's, NumPy's and torch's random numbers alike on all workers, unless they are alike already."""
     if group.size == 1:
         return
-    states = [random.getstate(), np.random.get_state()[1:], torch.get_rng_state().numpy().tobytes()]
-    text = repr([states[0], [np.asarray(s).tobytes() for s in states[1]], states[2]])
+    of_numpy: Any = np.random.get_state()
+    states = [np.asarray(part).tobytes() for part in of_numpy[1:]]
+    text = repr([random.getstate(), states, torch.get_rng_state().numpy().tobytes()])
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     proposal = random.Random(text).getrandbits(32)
     told = group.gather_objects([digest, proposal], "input: random numbers")

@@ -41,6 +41,7 @@ def _aware(original: Apply) -> Apply:
         if CURRENT.push is not None:
             CURRENT.push(grads, variables)
             return None
+        assert replica is not None
         strategy = replica.strategy
         claim(strategy, variables, grads)
 

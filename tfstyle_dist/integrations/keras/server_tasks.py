@@ -197,9 +197,9 @@ class WorkerModel:
         ledger.settle(told[1 : 1 + ledger.numel], float(told[0]))
         with torch.no_grad():
             for variable, rule in ledger.entries:
-                tensor = places.get(id(variable))
-                if tensor is not None and rule == "mean":
-                    strategy.servers.write(find_record(tensor), Op.ADD, variable.value - tensor)
+                if rule == "mean" and id(variable) in places:
+                    on_servers = places[id(variable)]
+                    strategy.servers.write(find_record(on_servers), Op.ADD, variable.value - on_servers)
         return told[: 1 + metrics_numel(model)]
 
     def _built(self, batch: Any) -> Ledger:

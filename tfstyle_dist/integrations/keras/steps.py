@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -197,8 +198,7 @@ def divided(strategy: Strategy, batch: Any) -> Any:
     parts = [slice_batch(batch, piece) for piece in pieces]
     moved = []
     for replica, part in enumerate(parts):
-        device = worker.torch_device(replica)
-        moved.append(map_leaves(lambda leaf, device=device: leaf.to(device), part))
+        moved.append(map_leaves(operator.methodcaller("to", worker.torch_device(replica)), part))
     return group(moved)
 
 
