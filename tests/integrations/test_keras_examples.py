@@ -87,6 +87,14 @@ def test_multi_worker_keras_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "epochs [6] on 2 replicas" in output
 
 
+def test_commands_of_the_page_are_those_of_the_examples() -> None:
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for line in commands.splitlines():
+        (name,) = re.findall(r"examples/\w+\.py", line)
+        shown = [known.split("  ")[0].strip() for known in (ROOT / name).read_text("utf-8").split("    ")]
+        assert line in shown, f"{name} does not show {line!r} at its top"
+
+
 def test_code_of_the_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
     """The first block; what the one of parameter servers shows is in test_keras_servers."""
     assert len(BLOCKS) == 2
