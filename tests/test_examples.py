@@ -36,8 +36,11 @@ def test_this_file_knows_every_example() -> None:
         "central_storage.py",
         "checkpoints.py",
         "elastic.py",
+        "keras_fit.py",
         "model_parallel.py",
+        "multi_worker_keras.py",
         "parameter_server.py",
+        "save_and_load.py",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -231,3 +232,9 @@ def coordinator_patience() -> float:
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()
+
+
+def prefer_torch_backend_of_keras() -> None:
+    """Makes torch the backend of a Keras that is imported later, unless the user has chosen one."""
+    if "keras" not in sys.modules:
+        os.environ.setdefault("KERAS_BACKEND", "torch")

@@ -68,6 +68,10 @@ class TFRule:
         """One step with these gradients."""
         self._optimizer.update_parameters(pairs)
 
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over what the optimizer's ``hyperparameters()`` gave in the coordinator's program."""
+        self._optimizer.set_hyperparameters(groups)
+
 
 def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[torch.nn.Parameter]]) -> Any:
     """The rule of a pickled optimizer.

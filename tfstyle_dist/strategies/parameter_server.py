@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.cluster_resolver import TFConfigClusterResolver
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.gradients import update_runner as update_hooks
@@ -36,7 +37,8 @@ class ParameterServerStrategy(Strategy):
     Make it in the chief's program, after every worker and ps task has started ``Server(...).join()``.
 
     Args:
-        cluster_resolver: its ``cluster_spec()`` names the addresses of the jobs ``worker`` and ``ps`` (and ``chief``).
+        cluster_resolver: its ``cluster_spec()`` names the addresses of the jobs ``worker`` and ``ps`` (and ``chief``);
+            default: what ``TF_CONFIG`` says.
         variable_partitioner: into how many shards a variable is cut, e.g.
             ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
 
@@ -53,7 +55,10 @@ class ParameterServerStrategy(Strategy):
     Source: ``tf.distribute.ParameterServerStrategy``.
     """
 
-    def __init__(self, cluster_resolver: Any, variable_partitioner: Callable[..., Sequence[int]] | None = None) -> None:
+    def __init__(
+        self, cluster_resolver: Any = None, variable_partitioner: Callable[..., Sequence[int]] | None = None
+    ) -> None:
+        cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster)
         self._resolver = cluster_resolver
@@ -224,9 +229,12 @@ class ParameterServerStrategy(Strategy):
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
-    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values."""
+    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
+
+    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return None
+        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
     return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 

@@ -1,0 +1,171 @@
+"""Callbacks run on the chief; what they decide and change holds on every worker."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras_models import QUIET, dense, digits, weights_of
+
+import tfstyle_dist as tfd
+from tfstyle_dist.integrations.keras import TensorBoard
+
+pytestmark = [QUIET, pytest.mark.distributed(workers=2, timeout=90)]
+(X, Y), TEST = digits()
+X, Y = X[:200], Y[:200]
+
+
+def made(strategy: tfd.Strategy, *layers: Any, **compiled: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        return dense(*layers, **compiled)
+
+
+def everywhere(strategy: tfd.Strategy, numbers: Any) -> np.ndarray:
+    """A row of numbers of each worker."""
+    mine = torch.as_tensor(np.ravel(np.asarray(numbers, dtype=np.float64)))[None]
+    return strategy.gather(strategy.run(lambda: mine), axis=0).numpy()
+
+
+class Log(keras.callbacks.Callback):
+    """Remembers its events; the rank's own list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.events.append("begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.events.append(f"epoch {epoch}")
+
+
+def test_the_chief_runs_them_and_all_stop_together(strategy: tfd.Strategy, rank: int, capfd: Any) -> None:
+    """EarlyStopping restores weights on the chief; the others get them, and stop at the same epoch."""
+    model = made(strategy)
+    log, every = Log(), Log()
+    every.on_every_worker = True
+    # On the chief alone no improvement is large enough: its decision counts.
+    stop = keras.callbacks.EarlyStopping(
+        "loss", min_delta=10.0 if rank == 0 else 0.0, patience=3, mode="min", restore_best_weights=True
+    )
+    history = model.fit(X, Y, batch_size=64, epochs=9, verbose=2, callbacks=[log, stop, every]).history
+    assert len(history["loss"]) == 4
+    assert bool((np.diff(everywhere(strategy, history["loss"]), axis=0) == 0).all())
+    assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
+    assert log.events == (["begin", *every.events[1:]] if rank == 0 else [])
+    assert len(every.events) == 1 + len(history["loss"])
+    shown = capfd.readouterr().out
+    assert shown.count("Epoch 1/9") == (1 if rank == 0 else 0)
+
+
+def test_learning_rates_of_the_chief_hold_everywhere(strategy: tfd.Strategy, rank: int) -> None:
+    model = made(strategy, optimizer=keras.optimizers.SGD(0.1))
+    rates = {0: [0.5, 0.25], 1: [7.0, 7.0]}[rank]
+    plan = keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch])
+    model.fit(X, Y, batch_size=100, epochs=2, verbose=0, callbacks=[plan])
+    assert float(model.optimizer.learning_rate.numpy()) == 0.25
+    assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
+
+
+def test_stopping_in_the_middle_of_an_epoch(strategy: tfd.Strategy) -> None:
+    """TerminateOnNaN decides after a batch, so the workers meet after each."""
+    model = made(strategy, optimizer=keras.optimizers.SGD(1e30))
+    history = model.fit(X, Y, batch_size=10, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert len(history.history["loss"]) == 1
+    steps = everywhere(strategy, [int(model.optimizer.iterations)])
+    assert steps[0] == steps[1] < 20
+
+
+def test_a_callback_may_evaluate_on_the_chief_alone(strategy: tfd.Strategy, rank: int) -> None:
+    model = made(strategy)
+    seen: list[float] = []
+
+    def look(epoch: int, logs: Any) -> None:
+        seen.append(model.evaluate(*TEST, verbose=0)[1])
+        seen.append(float((model.predict(TEST[0], verbose=0).argmax(1) == TEST[1]).mean()))
+
+    history = model.fit(
+        X, Y, batch_size=64, epochs=2, verbose=0, validation_data=TEST,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=look)],
+    ).history  # fmt: skip
+    expected = np.repeat(history["val_accuracy"], 2) if rank == 0 else []
+    np.testing.assert_allclose(seen, expected, atol=1e-6)
+
+
+def test_an_error_of_the_chief_ends_all(strategy: tfd.Strategy, rank: int) -> None:
+    model = made(strategy)
+
+    def fail(epoch: int, logs: Any) -> None:
+        raise OSError("no space left on device")
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    if rank == 0:
+        with pytest.raises(OSError, match="no space left"):
+            model.fit(X, Y, verbose=0, callbacks=[callback])
+    else:
+        with pytest.raises(RuntimeError, match=r"failed on worker 0, in on_epoch_end: OSError: no space left"):
+            model.fit(X, Y, verbose=0, callbacks=[callback])
+
+
+def test_checkpoints_and_going_on(strategy: tfd.Strategy, rank: int, shared_tmp_path: Path) -> None:
+    """One file is written; a job that was cut off goes on where it was, on all workers."""
+    path = shared_tmp_path / "best.keras"
+    own = shared_tmp_path / f"of rank {rank}"
+
+    class Cut(Exception):
+        pass
+
+    def cut(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            raise Cut
+
+    def backup() -> keras.callbacks.Callback:
+        return keras.callbacks.BackupAndRestore(own)  # only the chief's is used
+
+    plain = made(strategy)
+    whole = plain.fit(X, Y, batch_size=64, epochs=4, shuffle=False, verbose=0).history["loss"]
+    first = made(strategy)
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=cut)
+    callbacks = [backup(), keras.callbacks.ModelCheckpoint(path), stop]
+    with pytest.raises((Cut, RuntimeError)):
+        first.fit(X, Y, batch_size=64, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+    assert (shared_tmp_path / "of rank 0").is_dir()
+    assert not (shared_tmp_path / "of rank 1").exists()
+    keras.utils.set_random_seed(90 + rank)
+    with strategy.scope():
+        second = dense()
+    history = second.fit(X, Y, batch_size=64, epochs=4, shuffle=False, verbose=0, callbacks=[backup()])
+    assert history.epoch == [2, 3]
+    np.testing.assert_allclose(history.history["loss"], whole[2:], atol=1e-5)
+    np.testing.assert_allclose(weights_of(second), weights_of(plain), atol=1e-5)
+    assert int(second.optimizer.iterations) == int(plain.optimizer.iterations)
+    saved = keras.models.load_model(path)
+    assert saved.evaluate(*TEST, verbose=0)[1] > 0
+
+
+def test_tensorboard_is_written_once(strategy: tfd.Strategy, rank: int, shared_tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = made(strategy)
+    logs = shared_tmp_path / "logs"
+    callbacks = [TensorBoard(logs, update_freq=2), keras.callbacks.CSVLogger(shared_tmp_path / f"{rank}.csv")]
+    history = model.fit(X, Y, batch_size=50, epochs=2, verbose=0, validation_data=TEST, callbacks=callbacks).history
+    everywhere(strategy, [0.0])  # all are done
+    assert len(list((logs / "train").iterdir())) == 1
+    assert sorted(p.name for p in shared_tmp_path.glob("*.csv")) == ["0.csv"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train, validation = (EventAccumulator(str(logs / part)).Reload() for part in ("train", "validation"))
+    assert [e.value for e in train.Scalars("epoch_loss")] == pytest.approx(history["loss"], rel=1e-5)
+    assert [e.value for e in validation.Scalars("epoch_accuracy")] == pytest.approx(history["val_accuracy"], rel=1e-5)
+    assert [e.step for e in train.Scalars("batch_loss")] == [2, 4, 6, 8]
+    assert "epoch_learning_rate" in train.Tags()["scalars"]
+    assert json.dumps(history)  # plain numbers

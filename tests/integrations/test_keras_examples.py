@@ -1,0 +1,108 @@
+"""The Keras examples in the forms that they name, and the code of docs/keras.md.
+
+Forms with one process run in that of the tests, those of torchrun on ranks of the plugin, which has imported Keras
+already; one example is started by ``launch`` and by torchrun as a user would.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import keras_models
+import pytest
+
+import tfstyle_dist as tfd
+from tfstyle_dist.testing.runner import run_script
+
+pytestmark = keras_models.QUIET
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+RANKS = pytest.mark.distributed(workers=2, timeout=120)
+FORMS = [
+    pytest.param(["--replicas", "2"], id="threads"),
+    pytest.param([], id="torchrun", marks=RANKS),
+]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs an example in this process and returns what it printed."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(name: str, options: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        output = capfd.readouterr().out
+        assert ended.value.code == 0, output
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_keras_fit(run_here, options: list[str], request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
+    output = run_here("keras_fit.py", options)
+    if not options and request.getfixturevalue("rank") == 1:
+        assert output == ""  # the chief alone shows progress
+        return
+    assert output.count("Epoch 1/8") == 1
+    ((accuracy, right),) = re.findall(r"accuracy (0\.\d+) \((\d+) of 357\)", output)
+    assert float(accuracy) == pytest.approx(int(right) / 357, abs=6e-4)
+    (apart,) = re.findall(r"largest difference of a loss to one device: (\S+)", output)
+    assert float(apart) < 1e-4
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_save_and_load(run_here, options: list[str], request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
+    output = run_here("save_and_load.py", options)
+    if not options and request.getfixturevalue("rank") == 1:
+        assert output == ""
+        return
+    assert output.count(f"trained on 2, loaded on 1 and {3 if options else 2}") == 2
+    assert len(re.findall(r"test accuracy 0\.9\d+, largest difference after loading", output)) == 2
+
+
+@pytest.mark.slow
+def test_multi_worker_keras_goes_on_where_it_was(tmp_path: Path) -> None:
+    def run(*argv: str, nproc: int = 1) -> str:
+        result = run_script(argv, nproc=nproc, timeout=150, env={"CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": None})
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    example = [str(EXAMPLES / "multi_worker_keras.py"), "--directory", str(tmp_path), "--epochs"]
+    output = run("-m", "tfstyle_dist.launch", "--workers", "2", *example, "5")
+    assert "epochs [1, 2, 3, 4, 5] on 2 replicas" in output
+    lines = [set(re.findall(rf"worker {w} (epoch \d+: .*)", output)) for w in range(2)]
+    assert len(lines[0]) == 5
+    assert lines[0] == lines[1]  # the same numbers on both
+    ((accuracy, right),) = re.findall(r"test accuracy (\S+) \((\d+) of 357\)", output)
+    assert float(accuracy) == pytest.approx(int(right) / 357, abs=6e-4)
+    output = run(*example, "6", nproc=2)
+    assert "epochs [6] on 2 replicas" in output
+
+
+def test_commands_of_the_page_are_those_of_the_examples() -> None:
+    (commands,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    for line in commands.splitlines():
+        (name,) = re.findall(r"examples/\w+\.py", line)
+        shown = [known.split("  ")[0].strip() for known in (ROOT / name).read_text("utf-8").split("    ")]
+        assert line in shown, f"{name} does not show {line!r} at its top"
+
+
+def test_code_of_the_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first block; what the one of parameter servers shows is in test_keras_servers."""
+    assert len(BLOCKS) == 2
+    space: dict[str, object] = {}
+    exec(compile(BLOCKS[0], "docs/keras.md", "exec"), space)
+    strategy = space["strategy"]
+    assert isinstance(strategy, tfd.MirroredStrategy)
+    strategy.close()
+    output = capfd.readouterr().out
+    assert output.count("Epoch 20/20") == 1
+    assert "(500, 2)" in output

@@ -1,0 +1,159 @@
+"""Callbacks run on the chief alone; what they decide and change reaches the other workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tfstyle_dist.integrations.keras.backend import every_variable, keras
+from tfstyle_dist.integrations.keras.steps import Steps, share_values
+from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.record import raw
+
+_FLAGS = ("stop_training", "stop_evaluating", "stop_predicting", "_initial_epoch")
+# At batches these only watch; anything else may change the model there, so the workers meet after each batch.
+_WATCHERS = {
+    "BackupAndRestore", "CSVLogger", "EarlyStopping", "History", "LearningRateScheduler", "ModelCheckpoint",
+    "ProgbarLogger", "ReduceLROnPlateau", "RemoteMonitor", "SwapEMAWeights", "TensorBoard",
+}  # fmt: skip
+_EPOCH_EVENTS = (
+    "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end",
+    "on_predict_begin", "on_predict_end",
+)  # fmt: skip
+_BATCH_EVENTS = (
+    "on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_test_batch_end", "on_predict_batch_begin",
+    "on_predict_batch_end",
+)  # fmt: skip
+
+
+class _Alone(threading.local):
+    """Whether this thread runs the chief's callbacks: the model then computes on this worker alone."""
+
+    active = False
+
+
+ALONE = _Alone()
+
+
+class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of one ``fit``, ``evaluate`` or ``predict`` on several workers.
+
+    The chief runs the user's callbacks and shows the progress bar. After each event the workers meet: the chief tells
+    whether to stop, which epoch comes first, and which variables were changed, and sends those. Every worker has a
+    ``History``. A callback with the attribute ``on_every_worker = True`` runs on all; it must not change the model.
+
+    Args:
+        steps: of the model; made ready before the first event.
+        callbacks: the user's.
+        verbose: as in ``fit``.
+        history: whether this is ``fit``.
+        params: what callbacks are told: ``epochs``, ``steps``.
+    """
+
+    def __init__(self, steps: Steps, callbacks: Any, verbose: Any, history: bool, params: dict[str, Any]) -> None:
+        strategy = steps.strategy
+        self._steps, self._group, self._chief = steps, strategy.worker.group, strategy.is_chief
+        given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+        given = keras.tree.flatten(given) if given else []
+        self._inner = False
+        own = given if self._chief else [c for c in given if getattr(c, "on_every_worker", False)]
+        super().__init__(
+            own,
+            add_history=history,
+            add_progbar=self._chief and verbose != 0,
+            model=steps.model,
+            verbose=verbose if self._chief else 0,
+            **params,
+        )
+        told = self._group.numbers(int(any(_may_change(c) for c in given)), "callbacks that act on batches")
+        self._at_batches = bool(told[0])
+
+    def event(self, name: str, call: Callable[[], None]) -> None:
+        """Runs one event on this worker and shares what the chief's callbacks did.
+
+        Raises:
+            RuntimeError: a callback of the chief raised, and this is another worker.
+        """
+        if name in _BATCH_EVENTS and not self._at_batches:
+            with self._alone():
+                call()
+            return
+        self._steps.prepare()
+        before = self._stamps() if self._chief else []
+        error: Exception | None = None
+        try:
+            with self._alone():
+                call()
+        except Exception as raised:
+            error = raised
+            if not self._chief:
+                self._group.report_failure(f"{name}: {type(raised).__name__}: {raised}")
+                raise
+        self._share(name, error, before)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        before, ALONE.active = ALONE.active, True
+        try:
+            yield
+        finally:
+            ALONE.active = before
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        return [_stamp(v) for v in every_variable(self._steps.model)]
+
+    def _share(self, name: str, error: Exception | None, before: Sequence[tuple[int, ...]]) -> None:
+        model = self._steps.model
+        mine: dict[str, Any] = {}
+        if self._chief:
+            changed = [i for i, (a, b) in enumerate(zip(before, self._stamps(), strict=False)) if a != b]
+            flags = {flag: getattr(model, flag, None) for flag in _FLAGS}
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            mine = {"error": text, "changed": changed, "flags": flags}
+        told = self._group.gather_objects(mine, f"callbacks ({name})")[0]
+        if error is not None:
+            raise error
+        if told["error"] is not None:
+            raise RuntimeError(f"A callback failed on worker 0, in {name}: {told['error']}. Its traceback is there.")
+        for flag, value in told["flags"].items():
+            if value is not None:
+                setattr(model, flag, value)
+        if told["changed"]:
+            variables = every_variable(model)
+            share_values(self._steps.strategy, [variables[i] for i in told["changed"]])
+
+
+def _stamp(variable: Any) -> tuple[int, ...]:
+    """Changes when the variable is written to."""
+    value = variable.value
+    record = find_record(value)
+    with raw():
+        stored = value if record is None else record.components[0]
+        return (id(value), stored.data_ptr(), stored._version)
+
+
+def _may_change(callback: Any) -> bool:
+    kind = type(callback)
+    if kind.__name__ in _WATCHERS and kind.__module__.startswith(("keras.", "tfstyle_dist.")):
+        return False
+    plain = keras.callbacks.Callback
+    return any(
+        name in vars(callback) or getattr(kind, name) is not getattr(plain, name)
+        for name in (*_BATCH_EVENTS, "on_batch_begin", "on_batch_end")
+    )
+
+
+def _shared(name: str) -> Callable[..., None]:
+    base = getattr(keras.callbacks.CallbackList, name)
+
+    def event(self: SharedCallbacks, *args: Any, **kwargs: Any) -> None:
+        self.event(name, lambda: base(self, *args, **kwargs))
+
+    event.__name__, event.__doc__ = name, f"``{name}`` on the chief, shared."
+    return event
+
+
+for _name in (*_EPOCH_EVENTS, *_BATCH_EVENTS):
+    setattr(SharedCallbacks, _name, _shared(_name))

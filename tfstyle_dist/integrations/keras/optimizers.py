@@ -1,0 +1,123 @@
+"""Keras optimizers in replica context: gradients become one over all replicas, then every worker updates once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
+from tfstyle_dist.integrations.keras.share import CURRENT
+from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.reductions import reduce_columns
+from tfstyle_dist.variables import find_record
+
+Apply = Callable[..., Any]
+Payload = tuple[list[Any], int | None]
+
+
+def install() -> None:
+    """Lets ``apply`` of every Keras optimizer ask which replica calls it."""
+    for owner in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        base = next(c for c in owner.__mro__ if "apply" in vars(c))
+        if not hasattr(base.apply, "tfstyle_original"):
+            base.apply = _aware(base.apply)
+
+
+def _aware(original: Apply) -> Apply:
+    @functools.wraps(original)
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        frame = current_frame()
+        replica = None if frame is None else frame.replica
+        if CURRENT.push is None and (replica is None or replica.num_replicas_in_sync == 1):
+            return original(self, grads, trainable_variables)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables.")
+        if CURRENT.push is not None:
+            CURRENT.push(grads, variables)
+            return None
+        assert replica is not None
+        strategy = replica.strategy
+        claim(strategy, variables, grads)
+
+        def together(payloads: list[Payload]) -> list[None]:
+            total = reduced(strategy, variables, payloads, f"{self.name}.apply of {len(variables)} variables")
+            with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
+                original(self, total, variables)
+            return [None] * len(payloads)
+
+        return replica.meet(f"{self.name}.apply", (list(grads), CURRENT.count), together)
+
+    apply.tfstyle_original = original  # type: ignore[attr-defined]
+    return apply
+
+
+def claim(strategy: Strategy, variables: Sequence[Any], grads: Sequence[Any] = ()) -> None:
+    """From now on the Keras optimizer makes these variables' gradients one, not ``backward()``.
+
+    Raises:
+        RuntimeError: a gradient was reduced by ``backward()`` already, or a variable that the strategy does not own.
+    """
+    for place, variable in enumerate(variables):
+        value = variable.value
+        record = find_record(value)
+        if record is None or record.store is not strategy.parameter_store:
+            if strategy.worker.num_local_replicas == 1:
+                continue
+            raise RuntimeError(
+                f"The optimizer updates {variable.path!r}, which does not belong to {strategy!r}, so its local "
+                "replicas would share one gradient. Build the model in strategy.scope()."
+            )
+        if record.policy is None or record.policy.reduce_at != "backward":
+            continue
+        if grads and grads[place] is not None and any(grads[place] is c.grad for c in record.components):
+            raise RuntimeError(
+                f"apply was given the gradient of {variable.path!r} that backward() has averaged over the replicas "
+                "already. Compile the model in the scope, or call strategy.set_gradient_policy(reduce_at='apply') "
+                "before the first backward()."
+            )
+        record.policy.reduce_at = "apply"
+
+
+def reduced(
+    strategy: Strategy, variables: Sequence[Any], payloads: Sequence[Payload], name: str
+) -> list[torch.Tensor | None]:
+    """The gradients of all replicas of all workers as one.
+
+    In ``fit`` each replica's gradient is that of a mean over its own examples, so it weighs as much as its examples:
+    the result is the gradient of the mean over the global batch. Elsewhere they are summed, as in TensorFlow.
+
+    Args:
+        strategy: whose replicas.
+        variables: what the gradients are for.
+        payloads: of each local replica its gradients, ``None`` where there is none, and its examples.
+        name: for messages.
+    """
+    weighted = payloads[0][1] is not None
+    devices = [strategy.worker.torch_device(r) for r in range(len(payloads))]
+    examples = [1 if count is None else count for _, count in payloads]
+    columns: list[list[torch.Tensor]] = []
+    flags: list[float] = []
+    for place, variable in enumerate(variables):
+        column, used = [], False
+        for (grads, _), count, device in zip(payloads, examples, devices, strict=True):
+            grad = grads[place]
+            if grad is None or count == 0:
+                column.append(torch.zeros(variable.value.shape, dtype=variable.value.dtype, device=device))
+                continue
+            grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+            column.append(grad * count if weighted else grad)
+            used = True
+        columns.append(column)
+        flags.append(float(used))
+    told = torch.tensor([float(sum(examples)), *flags])
+    columns.append([(told if r == 0 else torch.zeros_like(told)).to(device) for r, device in enumerate(devices)])
+    sums = reduce_columns(strategy, ReduceOp.SUM, columns, name)
+    total, *used_by = sums.pop().tolist()
+    divisor = total if weighted else 1.0
+    return [s / divisor if n else None for s, n in zip(sums, used_by, strict=True)]

@@ -1,0 +1,142 @@
+"""What one replica brings into a step: how many examples, and what its step changed besides the weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.integrations.keras.backend import keras
+
+_SEED_STATE = "seed_generator_state"
+_APART = 1_000_003
+
+
+class _Current(threading.local):
+    """The step under way in this thread.
+
+    Attributes:
+        count: examples behind the gradients of this replica; ``None`` outside of ``fit``.
+        push: takes gradients and variables in place of the optimizer (parameter servers).
+    """
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self.push: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
+
+
+CURRENT = _Current()
+
+
+class Ledger:
+    """The variables that a step changes besides the weights, and how the replicas' changes become one.
+
+    Metrics are summed over the replicas, as their ``aggregation`` says. Moving statistics (BatchNorm) become the mean,
+    weighted by examples. Whole numbers follow the first replica; the state of seed generators is another one on each
+    replica, so that dropout differs.
+
+    Args:
+        model: a built Keras model.
+        training: whether the weights' statistics change too.
+        extra: further variables, such as the state of Keras' own seed generator.
+
+    Attributes:
+        entries: the variables, each with its rule.
+        regularized: the weights that have a regularizer.
+        names: of the model's metrics, as its logs have them.
+    """
+
+    def __init__(self, model: Any, training: bool, extra: Sequence[Any] = ()) -> None:
+        self.names = set(model.get_metrics_result())
+        self._metrics = {m.name: [id(v) for v in m.variables] for m in model.metrics}
+        candidates = [*model.metrics_variables, *model.non_trainable_variables, *extra]
+        self.entries: list[tuple[Any, str]] = []
+        self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+        for variable in {id(v): v for v in candidates}.values():
+            rule = _rule(variable)
+            if training or rule != "mean":
+                self.entries.append((variable, rule))
+
+    def begin(self, replica: int) -> list[tuple[Any, torch.Tensor]]:
+        """The values with which a replica's step begins.
+
+        Args:
+            replica: its number among all replicas.
+
+        Returns:
+            Pairs of variable and a tensor of the replica's own, for ``StatelessScope``.
+        """
+        mapping = []
+        with torch.no_grad():
+            for variable, rule in self.entries:
+                value = variable.value
+                start = torch.zeros_like(value) if rule == "sum" else value.clone()
+                if rule == "seed" and replica:
+                    start[0] = (start[0].to(torch.int64) + replica * _APART) % 2**31
+                mapping.append((variable, start))
+        return mapping
+
+    def changes(self, scope: Any, began: Sequence[torch.Tensor], count: int, replica: int) -> list[torch.Tensor]:
+        """What a replica's step did, as numbers that are summed over all replicas.
+
+        Args:
+            scope: the ``StatelessScope`` of the step.
+            began: the values of ``begin``, from before the step.
+            count: examples of the replica; with 0 it changes nothing.
+            replica: its number among all replicas.
+        """
+        parts = []
+        for (variable, rule), start in zip(self.entries, began, strict=True):
+            now = scope.get_current_value(variable).detach().to(torch.float64).reshape(-1)
+            before = start.to(torch.float64).reshape(-1)
+            if count == 0 or (rule in ("first", "seed") and replica):
+                parts.append(torch.zeros_like(before))
+            elif rule == "mean":
+                parts.append(now * count)
+            else:
+                parts.append(now - before)
+        return parts
+
+    def has_updated(self, name: str, scope: Any, began: Sequence[torch.Tensor]) -> bool:
+        """Whether a replica's step updated the metric of a name; arguments as in ``changes``."""
+        own = self._metrics.get(name, ())
+        return any(
+            id(v) in own and not torch.equal(scope.get_current_value(v), start)
+            for (v, _), start in zip(self.entries, began, strict=True)
+        )
+
+    def settle(self, total: torch.Tensor, count: float) -> None:
+        """Gives every variable its new value.
+
+        Args:
+            total: the summed numbers of ``changes``, one after the other.
+            count: examples of all replicas.
+        """
+        offset = 0
+        with torch.no_grad():
+            for variable, rule in self.entries:
+                value = variable.value
+                size = value.numel()
+                part = total[offset : offset + size].view(value.shape)
+                offset += size
+                if rule != "mean":
+                    part = value.to(part) + part
+                elif count:
+                    part = part / count
+                variable.assign(part.to(value.device, value.dtype))
+
+    @property
+    def numel(self) -> int:
+        """How many numbers ``changes`` has in all."""
+        return sum(v.value.numel() for v, _ in self.entries)
+
+
+def _rule(variable: Any) -> str:
+    if variable.name == _SEED_STATE and tuple(variable.shape) == (2,):
+        return "seed"
+    if variable.aggregation == "sum":
+        return "sum"
+    floating = keras.backend.is_float_dtype(variable.dtype)
+    return "mean" if floating and variable.aggregation != "only_first_replica" else "first"

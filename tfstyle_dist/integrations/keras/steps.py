@@ -1,0 +1,281 @@
+"""``train_function``, ``test_function`` and ``predict_function`` of a Keras model over all replicas."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.sharding import Layout, steps_of_batch
+from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
+from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
+from tfstyle_dist.integrations.keras.optimizers import claim
+from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
+from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.replica_context import ReplicaContext
+
+# The variables of each model, its metrics and optimizer that have been made equal on all workers.
+_shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+class Steps:
+    """The steps of one ``fit``, ``evaluate`` or ``predict``.
+
+    Each replica runs the model's own ``train_step``, ``test_step`` or ``predict_step`` on its share of the global
+    batch, in a ``StatelessScope``: what it changes besides the weights becomes one over all replicas afterwards.
+
+    Args:
+        strategy: whose replicas.
+        model: a Keras model; it is built by the time of the first step.
+    """
+
+    def __init__(self, strategy: Strategy, model: Any) -> None:
+        self.strategy, self.model = strategy, model
+        self._ledgers: dict[bool, Ledger] = {}
+        self._seeds: Any = None
+        self._random = RandomNumbers(strategy)
+        self._ready = False
+
+    def prepare(self) -> None:
+        """Makes the built model the strategy's: its variables equal on all workers and reduced by the optimizer."""
+        if self._ready:
+            return
+        self._ready = True
+        self._seeds = process_seeds()
+        adopt(self.strategy, self.model)
+
+    def train(self, data: Any) -> Any:
+        """One training step on a global batch; the logs are those of all replicas together."""
+        return self._step(data[0], self.model.train_step, training=True)
+
+    def test(self, data: Any) -> Any:
+        """One evaluation step on a global batch."""
+        with torch.no_grad():
+            return self._step(data[0], self.model.test_step, training=False)
+
+    def predict(self, data: Any) -> Any:
+        """The outputs for a global batch, in its order, on every worker."""
+        if not self._ready and not all(layer.built for layer in self.model._flatten_layers()):
+            with torch.no_grad():
+                self.model.predict_step(usable(self.strategy.experimental_local_results(data[0])[0])[1])
+        self.prepare()
+
+        def replica(batch: Any) -> Any:
+            count, batch = usable(batch)
+            with self._context(), torch.no_grad():
+                outputs = self.model.predict_step(batch)
+            return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
+
+        with losses_by_thread(self.model, self.strategy):
+            outputs, counts = self.strategy.gather(self.strategy.run(replica, args=(data[0],)), axis=0)
+        worker = self.strategy.worker
+        if worker.group.size == 1 or worker.num_local_replicas == 1:
+            return outputs
+        return keras.tree.map_structure(lambda t: _in_order(t, counts.tolist(), worker.group.size), outputs)
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+
+    def _step(self, batch: Any, function: Any, training: bool) -> Any:
+        self.prepare()
+        if training not in self._ledgers:
+            self._ledgers[training] = Ledger(self.model, training, [self._seeds.state])
+        ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
+
+        def replica(batch: Any) -> torch.Tensor:
+            context = self._replica()
+            logs, told = on_replica(batch, function, ledger, context.replica_id, self._context())
+            if context.local_replica_id == 0:
+                keys.extend(logs)
+            return told
+
+        with losses_by_thread(self.model, self.strategy), self._random.of_this_worker():
+            told = self.strategy.run(replica, args=(batch,))
+        total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
+        count = float(total[0])
+        ledger.settle(total[1 : 1 + ledger.numel], count)
+        metrics: dict[str, Any] = self.model.get_metrics_result()
+        if set(keys) == ledger.names:
+            return metrics
+        means = (total[1 + ledger.numel :] / count).view(len(keys), 2).tolist()
+        return {
+            key: metrics[key] if key in metrics and is_metric else mean
+            for key, (mean, is_metric) in zip(keys, means, strict=True)
+        }
+
+    def _replica(self) -> ReplicaContext:
+        frame = current_frame()
+        assert frame is not None
+        assert frame.replica is not None
+        return frame.replica  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with keras.device(str(self._replica().device)), seeds_of(self._seeds):
+            yield
+
+
+def on_replica(
+    batch: Any, function: Any, ledger: Ledger, replica: int, context: Any = None
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """One replica's part of a step.
+
+    Args:
+        batch: its share; may be empty, then an example of zeros is computed and counts nothing.
+        function: ``train_step`` or ``test_step``.
+        ledger: the variables that change.
+        replica: its number among all replicas.
+        context: entered around the step.
+
+    Returns:
+        The logs, and the numbers to be summed: the examples, the changes, and for logs that are not just the model's
+        metrics each times the examples, with a flag whether it is one.
+    """
+    count, batch = usable(batch)
+    with context if context is not None else nullcontext():
+        mapping = ledger.begin(replica)
+        began = [start.clone() for _, start in mapping]
+        before, CURRENT.count = CURRENT.count, count
+        try:
+            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+                for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
+                    scope.state_mapping[id(variable)] = variable.value
+                logs = function(batch)
+        finally:
+            CURRENT.count = before
+        if not isinstance(logs, dict):
+            raise TypeError(
+                f"{getattr(function, '__qualname__', function)} returned a {type(logs).__name__}; it must return a "
+                "dict of names and numbers, e.g. self.get_metrics_result()."
+            )
+        parts = ledger.changes(scope, began, count, replica)
+        device = parts[0].device if parts else torch.device("cpu")
+        weighted = []
+        if set(logs) != ledger.names:  # numbers of the user's own; some may be results of metrics all the same
+            for name, value in logs.items():
+                is_metric = float(ledger.has_updated(name, scope, began))
+                numbers = torch.tensor([_number(value), is_metric], dtype=torch.float64)
+                weighted.append(numbers * count if count else torch.zeros(2))
+        parts = [torch.tensor([float(count)], dtype=torch.float64), *parts, *weighted]
+        return logs, torch.cat([p.to(device, torch.float64) for p in parts])
+
+
+def _in_order(gathered: torch.Tensor, counts: Sequence[int], workers: int) -> torch.Tensor:
+    """Pieces of a batch go to the workers in turn; here they come worker by worker."""
+    pieces = gathered.split(list(counts))
+    each = len(pieces) // workers
+    return torch.cat([pieces[w * each + r] for r in range(each) for w in range(workers)])
+
+
+def _number(value: Any) -> float:
+    tensor = torch.as_tensor(value)
+    return float(tensor.detach()) if tensor.numel() == 1 else 0.0  # a metric of several numbers is read from its state
+
+
+def usable(batch: Any) -> tuple[int, Any]:
+    """The number of examples, and the batch; in place of an empty one an example of zeros."""
+    count = leading_size(batch)
+    batch = tuple(batch) if isinstance(batch, list) else batch
+    if count:
+        return count, batch
+    return 0, map_leaves(lambda leaf: torch.zeros((1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device), batch)
+
+
+def divided(strategy: Strategy, batch: Any) -> Any:
+    """A global batch that every worker has, cut for this worker's replicas as a distributed dataset does it."""
+    batch = keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
+    worker, size = strategy.worker, leading_size(batch)
+    layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
+    (pieces,) = steps_of_batch(size, size, layout, AutoShardPolicy.DATA)
+    parts = [slice_batch(batch, piece) for piece in pieces]
+    moved = []
+    for replica, part in enumerate(parts):
+        moved.append(map_leaves(operator.methodcaller("to", worker.torch_device(replica)), part))
+    return group(moved)
+
+
+def adopt(strategy: Strategy, model: Any) -> None:
+    """Makes a built model's variables the strategy's, wherever they were made."""
+    store = strategy.parameter_store
+    device = strategy.worker.torch_device(0)
+    for variable in every_variable(model):
+        if variable.value.device.type != device.type:
+            variable.value.data = variable.value.data.to(device)
+    if strategy.adopts_modules:
+        for variable in model.variables:
+            store.adopt_parameter(variable.value, None, variable.path)
+    store.ensure_equal()
+    claim(strategy, model.trainable_variables)
+    known = _shared.setdefault(model, set())
+    known |= {id(v) for v in model.variables}
+    fresh = [v for v in every_variable(model) if id(v) not in known]
+    share_values(strategy, fresh)
+    known |= {id(v) for v in fresh}
+
+
+def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
+    """Gives variables the first worker's values, one message for each dtype; collective."""
+    workers = strategy.worker.group
+    if workers.size == 1 or not variables:
+        return
+    device = strategy.worker.torch_device(0)
+    by_type: dict[torch.dtype, list[Any]] = {}
+    for variable in variables:
+        by_type.setdefault(variable.value.dtype, []).append(variable)
+    with torch.no_grad():
+        for dtype, same in by_type.items():
+            flat = torch.cat([v.value.detach().to(device).reshape(-1) for v in same])
+            workers.broadcast(flat, 0, f"Keras variables ({dtype})")
+            offset = 0
+            for variable in same:
+                size = variable.value.numel()
+                variable.assign(flat[offset : offset + size].view(tuple(variable.shape)))
+                offset += size
+
+
+class _PerThread:
+    """A set of loss ids that each thread has its own of; see ``losses_by_thread``."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def _mine(self) -> set[int]:
+        if not hasattr(self._local, "ids"):
+            self._local.ids = set()
+        return self._local.ids  # type: ignore[no-any-return]
+
+    def add(self, number: int) -> None:
+        """As a set."""
+        self._mine().add(number)
+
+    def clear(self) -> None:
+        """As a set."""
+        self._mine().clear()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._mine()
+
+
+@contextmanager
+def losses_by_thread(model: Any, strategy: Strategy) -> Iterator[None]:
+    """Lets replicas in threads call one model: a layer remembers which losses it added, each thread for itself."""
+    if strategy.worker.num_local_replicas == 1:
+        yield
+        return
+    layers = [m for m in model._flatten_layers() if "_loss_ids" in m.__dict__]
+    before = [layer.__dict__["_loss_ids"] for layer in layers]
+    for layer in layers:
+        layer.__dict__["_loss_ids"] = _PerThread()
+    try:
+        yield
+    finally:
+        for layer, ids in zip(layers, before, strict=True):
+            layer.__dict__["_loss_ids"] = ids
