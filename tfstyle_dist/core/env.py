@@ -231,3 +231,8 @@ def coordinator_patience() -> float:
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()
+
+
+def monitor() -> bool:
+    """``TFSTYLE_MONITOR``: whether strategies count where the time of their steps goes."""
+    return os.environ.get("TFSTYLE_MONITOR", "1") != "0"

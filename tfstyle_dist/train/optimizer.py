@@ -11,6 +11,7 @@ import torch
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
 from tfstyle_dist.ops import aggregate_columns
+from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
@@ -175,7 +176,7 @@ class TFOptimizer(abc.ABC):
     ) -> list[tuple[torch.Tensor, Any]]:
         """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
         group = strategy.worker.group
-        with torch.no_grad():
+        with strategy.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
             given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
             sums = aggregate_columns(given, method)
             if group.size == 1:
@@ -209,12 +210,13 @@ class TFOptimizer(abc.ABC):
             raise ValueError(
                 "No gradients provided for any variable: all are None. Does the loss depend on the variables?"
             )
-        if self._push(pairs):
-            return
-        self.begin_step()
-        with torch.no_grad():
-            for grad, variable in pairs:
-                self._update_one(grad, variable)
+        with get_strategy().worker.clocks[0].counting(UPDATE):
+            if self._push(pairs):
+                return
+            self.begin_step()
+            with torch.no_grad():
+                for grad, variable in pairs:
+                    self._update_one(grad, variable)
 
     def _push(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> bool:
         """Gives the gradients to the parameter servers, if that is where the variables live."""
@@ -227,7 +229,9 @@ class TFOptimizer(abc.ABC):
                 f"{self._name}.apply_gradients mixes {len(remote)} variables on parameter servers with "
                 f"{len(pairs) - len(remote)} others. Use one optimizer for each."
             )
-        remote[0].store.strategy.push_gradients(self, list(zip(remote, [g for g, _ in pairs], strict=True)))
+        strategy = remote[0].store.strategy
+        with strategy.worker.clocks[0].counting(COMMUNICATION):
+            strategy.push_gradients(self, list(zip(remote, [g for g, _ in pairs], strict=True)))
         return True
 
     def update_parameters(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:

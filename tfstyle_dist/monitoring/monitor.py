@@ -1,0 +1,338 @@
+"""Counts where the time of each step goes, on this worker; ``report`` puts all workers together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+from tfstyle_dist.core.tracing import region
+from tfstyle_dist.monitoring import trace as traces
+from tfstyle_dist.monitoring.report import Report, assembled
+from tfstyle_dist.runtime.clocks import COMPUTE, OTHER, PHASES, STOPPED, WAIT, Clock
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from tfstyle_dist.monitoring.scalars import ScalarLog
+
+RECENT: Final = 512
+"""So many steps of each function are kept one by one, for medians and the plot."""
+_MOST_FUNCTIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step of this worker.
+
+    Attributes:
+        function: name of the function that ran.
+        number: how many calls of the function this monitor has counted, this one included.
+        seconds: from the end of the step before to the end of this one.
+        phases: for each local replica the seconds of each of ``clocks.PHASES``; they add up to ``seconds``.
+        overlapped: for each local replica the seconds in which a transfer was under way while it did something else.
+    """
+
+    function: str
+    number: int
+    seconds: float
+    phases: Sequence[Sequence[float]]
+    overlapped: Sequence[float]
+
+
+class _FunctionTimes:
+    """What is known of one function."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.first = 0.0
+        self.warm = False
+        self._num_replicas = num_replicas
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the numbers, but not that the first call is over."""
+        self.count, self.seconds = 0, 0.0
+        self.phases = [[0.0] * len(PHASES) for _ in range(self._num_replicas)]
+        self.overlapped = [0.0] * self._num_replicas
+        self.recent: deque[tuple[float, Sequence[float]]] = deque(maxlen=RECENT)
+
+    def add(self, seconds: float, phases: Sequence[Sequence[float]], overlapped: Sequence[float]) -> None:
+        """Counts one step."""
+        self.count += 1
+        self.seconds += seconds
+        for total, own in zip(self.phases, phases, strict=True):
+            for phase, value in enumerate(own):
+                total[phase] += value
+        for replica, value in enumerate(overlapped):
+            self.overlapped[replica] += value
+        self.recent.append((seconds, phases[0]))
+
+
+class Monitor:
+    """Where the time of the steps of a strategy goes; ``strategy.monitor``.
+
+    A step is a call of ``strategy.run``, or a block in ``step``, with what came before it since the last one: reading
+    the batch, and the loop's own code. Steps are counted by the name of their function; its first call, which often
+    compiles or allocates, is kept apart. A step that raises does not count.
+
+    Args:
+        worker: replicas, whose clocks it starts, and group.
+        enabled: whether it counts from the start.
+
+    Attributes:
+        running: name of the step under way; empty between steps.
+
+    Example:
+        >>> for batch in batches:
+        ...     strategy.run(train_step, args=batch)
+        >>> strategy.report()  # on every worker
+    """
+
+    def __init__(self, worker: Worker, enabled: bool) -> None:
+        self._worker = worker
+        self._functions: dict[str, _FunctionTimes] = {}
+        self._listeners: list[Callable[[StepTimes], None]] = []
+        self.running = ""
+        self._outside: list[float] = []
+        self._end_of_last = perf_counter()
+        self._enabled = False
+        self.enabled = enabled
+
+    # ---- switches ---------------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are counted; set it between two steps, in cross-replica context."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if self.running:
+            raise RuntimeError("monitor.enabled was set inside a step; set it between two calls of strategy.run.")
+        if value == self._enabled:
+            return
+        self._enabled = value
+        # In place: the executor and its runs hold this list.
+        self._worker.clocks[:] = [Clock() if value else STOPPED for _ in self._worker.clocks]
+        self._end_of_last = perf_counter()
+
+    def reset(self) -> None:
+        """Forgets all steps, e.g. those of a warm-up; the next call of a known function counts."""
+        for times in self._functions.values():
+            times.clear()
+        if self._enabled and not self.running:
+            self._end_of_last = self._worker.clocks[0].restart(OTHER)
+            self._worker.clocks[0].take()
+
+    # ---- what users may mark ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, name: str = "step") -> Iterator[None]:
+        """Counts a block as a step, where ``strategy.run`` is not used.
+
+        Args:
+            name: under which it is counted.
+
+        Example:
+            >>> with strategy.monitor.step("train"):
+            ...     loss_of(batch).backward()
+            ...     optimizer.step()
+        """
+        counts = self.begin(name)
+        finished = False
+        try:
+            with region("step", name):
+                yield
+            finished = True
+        finally:
+            if counts:
+                self.end(finished)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts a block as one phase, e.g. reading a batch that no distributed dataset gives.
+
+        Args:
+            name: ``"input"``, ``"compute"``, ``"communication"``, ``"wait"``, ``"update"`` or ``"other"``.
+
+        Raises:
+            ValueError: another name.
+
+        Example:
+            >>> with strategy.monitor.phase("input"):
+            ...     batch = next(loader)
+        """
+        if name not in PHASES:
+            raise ValueError(f"There is no phase {name!r}; the phases are {', '.join(PHASES)}.")
+        frame = current_frame()
+        replica = None if frame is None else frame.replica
+        clock = self._worker.clocks[0 if replica is None else replica.local_replica_id]
+        clock.enter(PHASES.index(name))
+        try:
+            with region(name):
+                yield
+        finally:
+            clock.leave()
+
+    # ---- what the strategy calls ------------------------------------------------------------------------------
+
+    def begin(self, function: str) -> bool:
+        """A step begins.
+
+        Args:
+            function: its name.
+
+        Returns:
+            Whether it counts: not inside another one.
+        """
+        clocks = self._worker.clocks
+        if self.running or not self._enabled:
+            return False
+        self.running = function or "step"
+        alone = len(clocks) == 1
+        clocks[0].restart(COMPUTE if alone else WAIT)
+        self._outside = clocks[0].take()
+        clocks[0].take_overlapped()
+        for clock in clocks[1:]:
+            clock.restart(WAIT)
+            clock.take()
+            clock.take_overlapped()
+        return True
+
+    def end(self, finished: bool = True) -> None:
+        """The step that ``begin`` began is over.
+
+        Args:
+            finished: whether it did not raise.
+        """
+        clocks, outside = self._worker.clocks, self._outside
+        now = clocks[0].restart(OTHER)
+        for clock in clocks[1:]:
+            clock.restart(OTHER)
+        phases = [[a + b for a, b in zip(outside, clock.take(), strict=True)] for clock in clocks]
+        overlapped = [clock.take_overlapped() for clock in clocks]
+        seconds, self._end_of_last = now - self._end_of_last, now
+        function, self.running = self.running, ""
+        if not finished:
+            return
+        times = self._times_of(function)
+        if not times.warm:
+            times.warm, times.first = True, seconds
+            return
+        times.add(seconds, phases, overlapped)
+        if self._listeners:
+            step = StepTimes(function, times.count, seconds, phases, overlapped)
+            for listener in tuple(self._listeners):
+                listener(step)
+
+    def _times_of(self, function: str) -> _FunctionTimes:
+        times = self._functions.get(function)
+        if times is None:
+            if len(self._functions) >= _MOST_FUNCTIONS:  # a program that makes functions by the thousand
+                function = "(other functions)"
+            times = self._functions.setdefault(function, _FunctionTimes(len(self._worker.clocks)))
+        return times
+
+    # ---- results ----------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """This worker's numbers so far, as plain JSON data, seconds; no communication."""
+        worker = self._worker
+        functions = {}
+        for name, times in self._functions.items():
+            recent = sorted(seconds for seconds, _ in times.recent)
+            functions[name] = {
+                "count": times.count,
+                "first": times.first,
+                "seconds": times.seconds,
+                "median": recent[len(recent) // 2] if recent else 0.0,
+                "high": recent[min(len(recent) * 19 // 20, len(recent) - 1)] if recent else 0.0,
+                "phases": times.phases,
+                "overlapped": times.overlapped,
+            }
+        count = worker.num_local_replicas
+        return {
+            "rank": worker.group.rank,
+            "replicas": [worker.replica_id(r) for r in range(count)],
+            "devices": [str(d) for d in worker.devices] or ["cpu:0"],
+            "functions": functions,
+        }
+
+    def report(self, function: str | None = None) -> Report:
+        """All workers' numbers; see ``Strategy.report``."""
+        group = self._worker.group
+        summaries = [self.summary()]
+        if group.size > 1 and not group.traces:
+            summaries = group.gather_objects(summaries[0], "monitor.report")
+        report = assembled(summaries, function)
+        mine = self._functions.get(report.function)
+        report.recent = () if mine is None else tuple((s, tuple(p)) for s, p in mine.recent)
+        return report
+
+    # ---- other forms ------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[StepTimes], None]) -> Callable[[], None]:
+        """Calls a function after each counted step of this worker.
+
+        Args:
+            listener: called with a ``StepTimes``; its own time counts as ``other`` of the next step.
+
+        Returns:
+            A function that ends this.
+        """
+        self._listeners.append(listener)
+
+        def stop() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return stop
+
+    def tensorboard(self, directory: str | Path, every: int = 20) -> ScalarLog:
+        """Writes the means of the phases as TensorBoard scalars, on the first worker alone.
+
+        Args:
+            directory: where the event file goes.
+            every: so many steps of a function make one point.
+
+        Returns:
+            A context manager; ``close`` writes what is left and ends it.
+
+        Raises:
+            ModuleNotFoundError: tensorboard is not installed.
+            ValueError: ``every`` is not positive.
+
+        Example:
+            >>> with strategy.monitor.tensorboard("runs/job1"):
+            ...     train(strategy)
+        """
+        from tfstyle_dist.monitoring.scalars import ScalarLog
+
+        group = self._worker.group
+        return ScalarLog(self, directory, every, writes=group.rank == 0 and group.leads)
+
+    def trace(self, directory: str | Path) -> AbstractContextManager[Any]:
+        """Records a trace of ``torch.profiler`` on this worker, all replicas, collectives by name.
+
+        Args:
+            directory: gets ``worker0.json``, ``worker1.json``, ..., for chrome://tracing or https://ui.perfetto.dev.
+
+        Returns:
+            A context manager that gives the ``torch.profiler.profile``. A trace of a few steps is large already.
+
+        Example:
+            >>> with strategy.monitor.trace("traces"):
+            ...     for batch in itertools.islice(batches, 5):
+            ...         strategy.run(train_step, args=batch)
+        """
+        return traces.record(Path(directory) / f"worker{self._worker.group.rank}.json")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Under which name the calls of a function are counted."""
+    name = getattr(function, "__qualname__", None) or getattr(getattr(function, "func", None), "__qualname__", None)
+    return (name or type(function).__name__).rpartition("<locals>.")[2]
