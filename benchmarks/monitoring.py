@@ -34,7 +34,7 @@ import quickstart
 
 FORMS = ("one", "threads", "ranks")
 BATCH = 48
-BLOCK = 15
+BLOCK = 10
 
 
 def measure(form: str, pairs: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def launch(form: str, pairs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks in a round")
+    parser.add_argument("--pairs", type=int, default=120, help="pairs of blocks in a round")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON, and the table as .md beside it")
     parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)

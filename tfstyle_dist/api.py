@@ -33,7 +33,7 @@ from tfstyle_dist.strategies import (
     has_strategy,
     in_cross_replica_context,
 )
-from tfstyle_dist.values import DistributedValues
+from tfstyle_dist.values import DistributedValues, IndexedSlices
 from tfstyle_dist.variables import Variable
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from tfstyle_dist.monitoring import monitor
 from tfstyle_dist.runtime import clocks
 
 
@@ -31,5 +30,4 @@ def time_by_hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """Takes the place of the system's clock; ask for it before the strategy."""
     clock = HandClock()
     monkeypatch.setattr(clocks, "perf_counter", clock)
-    monkeypatch.setattr(monitor, "perf_counter", clock)
     return clock

@@ -81,7 +81,7 @@ class StreamingReducer(PassReducer):
         if not self._travelling:
             return
         clock, now = self.worker.clocks[0], perf_counter()
-        clock.overlapped += now - self._looked if clock.on else 0.0
+        clock.overlapped(now - self._looked)
         self._travelling, self._looked = [p for p in self._travelling if p.moving()], now
 
     # ---- one pass ---------------------------------------------------------------------------------------------

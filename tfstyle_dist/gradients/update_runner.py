@@ -142,12 +142,14 @@ def _clock(strategy: Any) -> Clock:
 
 def _closure_counted(clock: Clock, args: Any, kwargs: Any) -> Any:
     """A closure computes; it is no part of the update."""
+    if not clock.on or not (kwargs or len(args) > 1):
+        return None
 
     def counted(closure: Callable[[], Any]) -> Any:
         with clock.counting(COMPUTE):
             return closure()
 
-    return _closure_in(counted, args, kwargs) if clock.on else None
+    return _closure_in(counted, args, kwargs)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from tfstyle_dist.core.tracing import region
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RECENT: Final = 512
 """So many steps of each function are kept one by one, for medians and the plot."""
 _MOST_FUNCTIONS = 64
+_ADDED_TOGETHER = 64
+_Noted = tuple[list[float], list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +47,74 @@ class StepTimes:
 
 
 class _FunctionTimes:
-    """What is known of one function."""
+    """What is known of one function.
+
+    Steps are noted as they come and added up a few at a time, which is much cheaper.
+    """
 
     def __init__(self, num_replicas: int) -> None:
-        self.first = 0.0
-        self.warm = False
+        self.first: float | None = None
         self._num_replicas = num_replicas
         self.clear()
 
     def clear(self) -> None:
         """Forgets the numbers, but not that the first call is over."""
         self.count, self.seconds = 0, 0.0
-        self.phases = [[0.0] * len(PHASES) for _ in range(self._num_replicas)]
-        self.overlapped = [0.0] * self._num_replicas
-        self.recent: deque[tuple[float, Sequence[float]]] = deque(maxlen=RECENT)
+        self._sums = [[0.0] * (len(PHASES) + 1) for _ in range(self._num_replicas)]
+        self._noted: list[_Noted] = []
+        self._recent: deque[tuple[float, Sequence[float]]] = deque(maxlen=RECENT)
 
-    def add(self, seconds: float, phases: Sequence[Sequence[float]], overlapped: Sequence[float]) -> None:
-        """Counts one step."""
-        self.count += 1
-        self.seconds += seconds
-        for total, own in zip(self.phases, phases, strict=True):
-            for phase, value in enumerate(own):
-                total[phase] += value
-        for replica, value in enumerate(overlapped):
-            self.overlapped[replica] += value
-        self.recent.append((seconds, phases[0]))
+    def note(self, outside: list[float], inside: list[list[float]]) -> None:
+        """Counts one step.
+
+        Args:
+            outside: what replica 0's thread did before ``run``.
+            inside: what each replica did in it.
+        """
+        if self.first is None:
+            self.first = sum(outside[: len(PHASES)]) + sum(inside[0][: len(PHASES)])
+            return
+        self._noted.append((outside, inside))
+        if len(self._noted) >= _ADDED_TOGETHER:
+            self.add_up()
+
+    def add_up(self) -> StepTimes | None:
+        """Adds what was noted to the sums; returns the last step, if there is a new one."""
+        if not self._noted:
+            return None
+        before = [sum(column) for column in zip(*[outside for outside, _ in self._noted], strict=True)]
+        for replica, sums in enumerate(self._sums):
+            columns = zip(*[inside[replica] for _, inside in self._noted], strict=True)
+            for place, column in enumerate(columns):
+                sums[place] += before[place] + sum(column)
+        for outside, inside in self._noted:
+            phases = tuple(map(add, outside[: len(PHASES)], inside[0][: len(PHASES)]))
+            self._recent.append((sum(phases), phases))
+            self.seconds += self._recent[-1][0]
+        self.count += len(self._noted)
+        outside, inside = self._noted[-1]
+        self._noted.clear()
+        rows = [list(map(add, outside, own)) for own in inside]
+        return StepTimes("", self.count, sum(rows[0][:-1]), [row[:-1] for row in rows], [row[-1] for row in rows])
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers as plain JSON data."""
+        self.add_up()
+        recent = sorted(seconds for seconds, _ in self._recent)
+        return {
+            "count": self.count,
+            "first": self.first,
+            "seconds": self.seconds,
+            "median": recent[len(recent) // 2] if recent else 0.0,
+            "high": recent[min(len(recent) * 19 // 20, len(recent) - 1)] if recent else 0.0,
+            "phases": [sums[:-1] for sums in self._sums],
+            "overlapped": [sums[-1] for sums in self._sums],
+        }
+
+    def recent(self) -> tuple[tuple[float, tuple[float, ...]], ...]:
+        """Seconds and phases of the first local replica in each recent step."""
+        self.add_up()
+        return tuple((seconds, tuple(phases)) for seconds, phases in self._recent)
 
 
 class Monitor:
@@ -98,7 +143,6 @@ class Monitor:
         self._listeners: list[Callable[[StepTimes], None]] = []
         self.running = ""
         self._outside: list[float] = []
-        self._end_of_last = perf_counter()
         self._enabled = False
         self.enabled = enabled
 
@@ -118,15 +162,13 @@ class Monitor:
         self._enabled = value
         # In place: the executor and its runs hold this list.
         self._worker.clocks[:] = [Clock() if value else STOPPED for _ in self._worker.clocks]
-        self._end_of_last = perf_counter()
 
     def reset(self) -> None:
         """Forgets all steps, e.g. those of a warm-up; the next call of a known function counts."""
         for times in self._functions.values():
             times.clear()
         if self._enabled and not self.running:
-            self._end_of_last = self._worker.clocks[0].restart(OTHER)
-            self._worker.clocks[0].take()
+            self._worker.clocks[0].cut(OTHER)
 
     # ---- what users may mark ----------------------------------------------------------------------------------
 
@@ -193,14 +235,10 @@ class Monitor:
         if self.running or not self._enabled:
             return False
         self.running = function or "step"
-        alone = len(clocks) == 1
-        clocks[0].restart(COMPUTE if alone else WAIT)
-        self._outside = clocks[0].take()
-        clocks[0].take_overlapped()
-        for clock in clocks[1:]:
-            clock.restart(WAIT)
-            clock.take()
-            clock.take_overlapped()
+        first, *others = clocks
+        self._outside = first.cut(WAIT if others else COMPUTE)
+        for clock in others:
+            clock.cut(WAIT)
         return True
 
     def end(self, finished: bool = True) -> None:
@@ -209,23 +247,14 @@ class Monitor:
         Args:
             finished: whether it did not raise.
         """
-        clocks, outside = self._worker.clocks, self._outside
-        now = clocks[0].restart(OTHER)
-        for clock in clocks[1:]:
-            clock.restart(OTHER)
-        phases = [[a + b for a, b in zip(outside, clock.take(), strict=True)] for clock in clocks]
-        overlapped = [clock.take_overlapped() for clock in clocks]
-        seconds, self._end_of_last = now - self._end_of_last, now
+        inside = [clock.cut(OTHER) for clock in self._worker.clocks]
         function, self.running = self.running, ""
         if not finished:
             return
         times = self._times_of(function)
-        if not times.warm:
-            times.warm, times.first = True, seconds
-            return
-        times.add(seconds, phases, overlapped)
-        if self._listeners:
-            step = StepTimes(function, times.count, seconds, phases, overlapped)
+        times.note(self._outside, inside)
+        if self._listeners and (step := times.add_up()) is not None:
+            step = replace(step, function=function)
             for listener in tuple(self._listeners):
                 listener(step)
 
@@ -242,18 +271,7 @@ class Monitor:
     def summary(self) -> dict[str, Any]:
         """This worker's numbers so far, as plain JSON data, seconds; no communication."""
         worker = self._worker
-        functions = {}
-        for name, times in self._functions.items():
-            recent = sorted(seconds for seconds, _ in times.recent)
-            functions[name] = {
-                "count": times.count,
-                "first": times.first,
-                "seconds": times.seconds,
-                "median": recent[len(recent) // 2] if recent else 0.0,
-                "high": recent[min(len(recent) * 19 // 20, len(recent) - 1)] if recent else 0.0,
-                "phases": times.phases,
-                "overlapped": times.overlapped,
-            }
+        functions = {name: times.summary() for name, times in self._functions.items()}
         count = worker.num_local_replicas
         return {
             "rank": worker.group.rank,
@@ -270,7 +288,7 @@ class Monitor:
             summaries = group.gather_objects(summaries[0], "monitor.report")
         report = assembled(summaries, function)
         mine = self._functions.get(report.function)
-        report.recent = () if mine is None else tuple((s, tuple(p)) for s, p in mine.recent)
+        report.recent = () if mine is None else mine.recent()
         return report
 
     # ---- other forms ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ clock for each phase that begins and ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 from time import perf_counter
 from types import TracebackType
 from typing import Final
@@ -17,6 +18,9 @@ PHASES: Final = ("input", "compute", "communication", "wait", "update", "other")
 the replica stands still; standing still until the others have come; the optimizer; everything outside of ``run``."""
 
 
+_OVERLAPPED = len(PHASES)  # the place of the overlapped seconds after those of the phases
+
+
 class Clock:
     """What one replica does.
 
@@ -24,17 +28,16 @@ class Clock:
 
     Attributes:
         on: whether it counts.
-        overlapped: seconds in which a transfer was under way while the replica did something else.
     """
 
-    __slots__ = ("_phase", "_since", "_stack", "_times", "overlapped")
+    __slots__ = ("_blocks", "_phase", "_since", "_stack", "_times")
     on = True
 
     def __init__(self) -> None:
-        self._times = [0.0] * len(PHASES)
-        self.overlapped = 0.0
+        self._times = [0.0] * (_OVERLAPPED + 1)
         self._phase, self._since = OTHER, perf_counter()
         self._stack: list[int] = []
+        self._blocks = tuple(Phase(self, phase) for phase in range(len(PHASES)))
 
     def enter(self, phase: int) -> None:
         """A phase begins; ``leave`` ends it, and the one before goes on."""
@@ -51,47 +54,47 @@ class Clock:
         """
         now = perf_counter() if at is None else max(at, self._since)
         self._times[self._phase] += now - self._since
-        # Empty after an exception that skipped the phases above, see restart.
+        # Empty after an exception that skipped the phases above, see cut.
         self._phase = self._stack.pop() if self._stack else OTHER
         self._since = now
 
     def counting(self, phase: int) -> Phase:
-        """A context manager around a phase."""
-        return Phase(self, phase)
+        """A context manager around a phase; it may be entered again and again."""
+        return self._blocks[phase]
 
-    def restart(self, phase: int) -> float:
-        """Goes over to a phase and forgets those that exceptions left open; returns the time in seconds."""
-        now = perf_counter()
-        self._times[self._phase] += now - self._since
-        self._stack.clear()
+    def cut(self, phase: int) -> list[float]:
+        """Goes over to a phase, forgets those that exceptions left open, and starts counting anew.
+
+        Returns:
+            The seconds of each phase since the last cut, then those that ``overlapped`` was given.
+        """
+        now, times = perf_counter(), self._times
+        times[self._phase] += now - self._since
+        if self._stack:
+            self._stack.clear()
         self._phase, self._since = phase, now
-        return now
-
-    def take(self) -> list[float]:
-        """The seconds of each phase since the last call, not counting the phase under way since its begin."""
-        times, self._times = self._times, [0.0] * len(PHASES)
+        self._times = [0.0] * (_OVERLAPPED + 1)
         return times
 
-    def take_overlapped(self) -> float:
-        """The overlapped seconds since the last call."""
-        seconds, self.overlapped = self.overlapped, 0.0
-        return seconds
+    def overlapped(self, seconds: float) -> None:
+        """Counts time in which a transfer was under way while the replica did something else."""
+        self._times[_OVERLAPPED] += seconds
 
     @property
     def last(self) -> float:
         """When something was last counted."""
         return self._since
 
-    def mark(self) -> Sequence[float]:
-        """The seconds of each phase up to now, for ``since``."""
+    def seconds(self) -> Sequence[float]:
+        """The seconds of each phase up to ``last``."""
+        return tuple(self._times)
+
+    def since(self, before: Sequence[float]) -> Sequence[float]:
+        """The seconds of each phase up to now, since ``seconds`` gave ``before``."""
         now = perf_counter()
         self._times[self._phase] += now - self._since
         self._since = now
-        return tuple(self._times)
-
-    def since(self, mark: Sequence[float]) -> Sequence[float]:
-        """The seconds of each phase since ``mark``."""
-        return [now - then for now, then in zip(self.mark(), mark, strict=True)]
+        return list(map(sub, self._times, before))
 
     def share(self, joint: Sequence[float], waited_in: int) -> None:
         """Counts what another replica did for all of them while this one waited.
@@ -137,11 +140,14 @@ class StoppedClock(Clock):
     def leave(self, at: float | None = None) -> None:
         """See ``Clock``."""
 
-    def mark(self) -> Sequence[float]:
+    def overlapped(self, seconds: float) -> None:
+        """See ``Clock``."""
+
+    def seconds(self) -> Sequence[float]:
         """See ``Clock``."""
         return ()
 
-    def since(self, mark: Sequence[float]) -> Sequence[float]:
+    def since(self, before: Sequence[float]) -> Sequence[float]:
         """See ``Clock``."""
         return ()
 

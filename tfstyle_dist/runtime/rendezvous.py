@@ -96,7 +96,7 @@ class ThreadedRun:
         self._results: Sequence[Any] = ()
         self._clocks = [STOPPED] * count if clocks is None else clocks
         self._joint: Sequence[float] = ()
-        self._released = 0.0
+        self._released = self._together = 0.0
         self._error: BaseException | None = None
         self._serial, self._turn, self._rng = serial, 0, rng
         self.threads: list[int | None] = [None] * count
@@ -120,13 +120,16 @@ class ThreadedRun:
                 self._wait(lambda: self._generation != generation, call)
                 result = self._results[replica]
                 self._take_turn(replica)
-                clock.leave(None if self._serial else self._released)  # not when this thread woke up
-                clock.share(self._joint, phase)
+                if self._joint and not self._serial:
+                    clock.leave(self._released)
+                    clock.share(self._joint, phase)
+                else:  # what the first replica does for all of them counts as what this one does here
+                    clock.leave(None if self._serial else self._together)
                 return result
             self._wait(lambda: self._arrived == self.count, call)
             payloads = [c.payload for c in self._calls if c is not None]
         clock.leave()
-        before = clock.mark()
+        begin, before = clock.last, clock.seconds()
         try:
             with region("joint", kind):
                 results = action(payloads)
@@ -136,7 +139,9 @@ class ThreadedRun:
             raise ReplicaAborted from error
         with self._condition:
             self._raise_if_aborted()
-            self._results, self._joint = results, clock.since(before)
+            self._results, self._together = results, begin
+            # Only work that went through other phases has to be shared out by phase.
+            self._joint = () if clock.last == begin else clock.since(before)
             self._released = clock.last
             self._calls = [None] * self.count
             self._arrived, self._turn = 0, 0

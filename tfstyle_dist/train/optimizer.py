@@ -15,7 +15,9 @@ from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
+from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
+from tfstyle_dist.train.shared_rule import SharedRule, is_shared
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
 from tfstyle_dist.variables.record import Placement
@@ -40,6 +42,9 @@ class TFOptimizer(abc.ABC):
     def __init__(self, name: str) -> None:
         self._name = name
         self._slots: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        # For variables that were updated without aggregation: the slots of the copies of replicas 1, 2, ...
+        self.copy_slots: dict[int, dict[int, dict[str, Any]]] = {}
+        self._shared_rule: SharedRule | None = None
 
     def get_name(self) -> str:
         """The name given at construction."""
@@ -95,6 +100,7 @@ class TFOptimizer(abc.ABC):
         grads_and_vars: GradsAndVars,
         global_step: Any = None,
         name: str | None = None,
+        skip_gradients_aggregation: bool = False,
         *,
         aggregation_method: int | None = None,
     ) -> None:
@@ -104,10 +110,14 @@ class TFOptimizer(abc.ABC):
             grads_and_vars: pairs as ``compute_gradients`` gives them; every replica must list the same variables.
             global_step: a variable that is increased by one, if given.
             name: accepted for TF's signature.
+            skip_gradients_aggregation: each replica applies its own gradients to its own copy, for those who have
+                reduced them with ``all_reduce``; in replica context only. Copies of other gradients drift apart.
             aggregation_method: how the replicas' contributions are summed, an ``AggregationMethod``.
 
         Raises:
-            ValueError: no pairs, no gradient at all, or an unknown method.
+            ValueError: no pairs, no gradient at all, an unknown method, or ``skip_gradients_aggregation`` in
+                cross-replica context.
+            NotImplementedError: ``skip_gradients_aggregation`` where several processes share one copy.
             RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
         """
         method = AggregationMethod.validate(aggregation_method)
@@ -120,7 +130,14 @@ class TFOptimizer(abc.ABC):
         self._check(strategy, [v for _, v in pairs])
         self._claim([v for _, v in pairs], [g for g, _ in pairs])
         if replica is None or strategy.num_replicas_in_sync == 1:
+            if skip_gradients_aggregation and strategy.num_replicas_in_sync > 1:
+                raise ValueError(
+                    "apply_gradients(skip_gradients_aggregation=True) in cross-replica context: which copy gets which "
+                    "gradient is not defined there. Call it in the function that strategy.run calls."
+                )
             self._apply_in_cross_replica_context(strategy, pairs, method)
+        elif skip_gradients_aggregation:
+            local_updates.apply_own(self, strategy, replica, pairs)
         else:
 
             def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
@@ -214,8 +231,12 @@ class TFOptimizer(abc.ABC):
             if self._push(pairs):
                 return
             self.begin_step()
+            shared = [(g, v) for g, v in pairs if is_shared(v)]
+            if shared:
+                self._shared_rule = self._shared_rule or SharedRule(self, [v for _, v in shared])
+                self._shared_rule.apply(shared, self._slots)
             with torch.no_grad():
-                for grad, variable in pairs:
+                for grad, variable in pairs if not shared else [(g, v) for g, v in pairs if not is_shared(v)]:
                     self._update_one(grad, variable)
 
     def _push(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> bool:
@@ -243,27 +264,36 @@ class TFOptimizer(abc.ABC):
 
     def without_slots(self) -> dict[str, Any]:
         """The settings alone; the slots live beside the variables."""
-        return {**self.__dict__, "_slots": {}}
+        return {**self.__dict__, "_slots": {}, "copy_slots": {}, "_shared_rule": None}
 
     def _update_one(self, grad: torch.Tensor, variable: Any) -> None:
         record = find_record(variable)
+        if record is not None and id(variable) in self.copy_slots:
+            for replica in range(len(record.components)):
+                local_updates.update_copy(self, grad, variable, replica)
+            record.changes += 1
+            return
         target = _value(variable) if record is None else record.components[0]
         target = target.detach()
-        slots = self._slots_of(variable)
-        grad = grad.to(target.device, target.dtype)
         others = [] if record is None or not record.separated else record.components[1:]
         before = target.clone() if others else target
+        self.update_tensor(target, grad, self.slots_of(variable))
+        if record is not None:
+            record.changes += 1
+        for other in others:
+            other.copy_(other + (target - before).to(other.device))
+            local_updates.constrain(variable, other)
+        local_updates.constrain(variable, target)
+        if not others and record is not None and len(record.components) > 1:
+            record.fan_out()
+
+    def update_tensor(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Applies the rule to one copy."""
+        grad = grad.to(target.device, target.dtype)
         if grad.is_sparse and self.row_wise:
             self._update_rows(target, grad.coalesce(), slots)
         else:
             self.update(target, grad.to_dense() if grad.is_sparse else grad, slots)
-        if record is not None:
-            record.changes += 1
-        if others:
-            for other in others:
-                other.copy_(other + (target - before).to(other.device))
-        elif record is not None and len(record.components) > 1:
-            record.fan_out()
 
     def _update_rows(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Applies the rule to the rows that have a gradient, as TF's sparse updates do."""
@@ -283,6 +313,9 @@ class TFOptimizer(abc.ABC):
     row_wise = True
     """Whether a sparse gradient touches its rows alone."""
 
+    updates_copies = True
+    """Whether the rule can be applied to one replica's copy alone."""
+
     def begin_step(self) -> None:
         """Called once before the variables of a step are updated."""
         return
@@ -295,11 +328,31 @@ class TFOptimizer(abc.ABC):
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Changes ``value`` and ``slots`` in place by the rule of this optimizer."""
 
-    def _slots_of(self, variable: Any) -> dict[str, Any]:
+    def slots_of(self, variable: Any) -> dict[str, Any]:
+        """The state of one variable; made at the first call."""
         key = id(variable)
         if key not in self._slots:
             self._slots[key] = (variable, self.make_slots(_value(variable).detach()))
         return self._slots[key][1]
+
+    def common_variables(self) -> dict[str, torch.Tensor]:
+        """State that belongs to no variable, by name, as ``variables`` shows it."""
+        return {}
+
+    def variables(self) -> list[torch.Tensor]:
+        """The optimizer's state, sorted by name: the slots of each variable, and what belongs to none.
+
+        Returns:
+            The slot tensors themselves, empty before the first update; copies of Adam's powers of beta.
+        """
+        named = []
+        for number, (variable, slots) in enumerate(self._slots.values()):
+            record = find_record(variable)
+            name = "Variable" if record is None or not record.local_name else record.local_name
+            named += [(f"{name}/{self._name}", number, place, slot) for place, slot in enumerate(slots.values())]
+        if self._slots:
+            named += [(name, 0, 0, value) for name, value in self.common_variables().items()]
+        return [slot for *_, slot in sorted(named, key=lambda entry: entry[:3])]
 
     def get_slot_names(self) -> list[str]:
         """The names of the state tensors."""
@@ -327,9 +380,10 @@ class TFOptimizer(abc.ABC):
         """
         if len(variables) != len(state["slots"]):
             raise ValueError(f"The state has {len(state['slots'])} variables, but {len(variables)} were given.")
+        self.copy_slots.clear()
         self.load_common_state(state["common"])
         for variable, saved in zip(variables, state["slots"], strict=True):
-            slots = self._slots_of(variable)
+            slots = self.slots_of(variable)
             for name, value in saved.items():
                 if isinstance(value, torch.Tensor) and isinstance(slots.get(name), torch.Tensor):
                     slots[name].copy_(value)
