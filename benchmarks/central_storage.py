@@ -117,8 +117,8 @@ def table(facts: dict[str, Any], summary: dict[str, Any], rounds: list[dict[str,
     lines = [
         f"torch {facts['torch']}, Python {facts['python']}, {platform.machine()}, {facts['cores']} cores",
         "",
-        f"two ranks, Adam, {facts['parameters']:,} parameters in float32, global batch {facts['batch']}; PSS, peak from "
-        f"the building of the model on; {len(rounds)} rounds",
+        f"two ranks, Adam, {facts['parameters']:,} parameters in float32, global batch {facts['batch']}; PSS, peak "
+        f"from the building of the model on; {len(rounds)} rounds",
         "",
         "| round | form | peak of the largest rank, MiB | peak of both, MiB | s a step (median) |",
         "|---|---|---|---|---|",
@@ -130,8 +130,8 @@ def table(facts: dict[str, Any], summary: dict[str, Any], rounds: list[dict[str,
     largest, both, step = summary.values()
     lines += [
         "",
-        f"central over mirrored, median of the rounds' ratios: {largest} (largest rank), {both} (both), {step} (time of a "
-        "step)",
+        f"central over mirrored, median of the rounds' ratios: {largest} (largest rank), {both} (both), {step} (time "
+        "of a step)",
     ]
     return "\n".join(lines) + "\n"
 
