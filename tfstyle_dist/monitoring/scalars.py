@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tfstyle_dist.runtime.clocks import PHASES
 
 if TYPE_CHECKING:
-    from tfstyle_dist.monitoring.monitor import Monitor, StepTimes
+    from tfstyle_dist.monitoring.monitor import Monitor
+    from tfstyle_dist.monitoring.steps import StepTimes
 
 
 class ScalarLog:

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
-from tfstyle_dist.ops import aggregate_columns
+from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
@@ -18,10 +16,10 @@ from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
 from tfstyle_dist.train.shared_rule import SharedRule, is_shared
+from tfstyle_dist.train.sums import reduced, value_of
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
 from tfstyle_dist.variables.record import Placement
-from tfstyle_dist.variables.replicated import Replicated
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -185,42 +183,8 @@ class TFOptimizer(abc.ABC):
                     f"0. Give the same "
                     "list on every replica; a missing gradient is None."
                 )
-        columns = [[_value(p[i][0]) for p in payloads] for i in range(len(variables))]
-        self._update(self._reduced(strategy, variables, columns, method))
-
-    def _reduced(
-        self, strategy: Strategy, variables: list[Any], columns: list[list[torch.Tensor | None]], method: int
-    ) -> list[tuple[torch.Tensor, Any]]:
-        """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
-        group = strategy.worker.group
-        with strategy.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
-            given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
-            sums = aggregate_columns(given, method)
-            if group.size == 1:
-                return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
-            described = [(tuple(v.shape), str(v.dtype)) for v in variables]
-            group.agree(f"{self._name}.apply_gradients of {described}, method {method!r}", "apply_gradients")
-            result: list[tuple[torch.Tensor, Any]] = []
-            places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-            for place, variable in enumerate(variables):
-                places.setdefault((variable.dtype, _value(variable).device), []).append(place)
-            reduced: dict[int, torch.Tensor] = {}
-            for (dtype, device), members in places.items():
-                parts = [_flat(sums[p], variables[p]) for p in members]
-                used_here = [float(sums[p] is not None) for p in members]
-                flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
-                flat = torch.cat([*parts, flags])
-                flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
-                # Workers that trace one program have the same gradients; reading the flags would cut it in two.
-                used = used_here if group.traces else flat[-len(members) :].tolist()
-                offset = 0
-                for k, place in enumerate(members):
-                    count = parts[k].numel()
-                    if used[k]:
-                        reduced[place] = flat[offset : offset + count].view(variables[place].shape)
-                    offset += count
-            result = [(reduced[p], v) for p, v in enumerate(variables) if p in reduced]
-        return result
+        columns = [[value_of(p[i][0]) for p in payloads] for i in range(len(variables))]
+        self._update(reduced(f"{self._name}.apply_gradients", strategy, variables, columns, method))
 
     def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         if not pairs:
@@ -273,7 +237,7 @@ class TFOptimizer(abc.ABC):
                 local_updates.update_copy(self, grad, variable, replica)
             record.changes += 1
             return
-        target = _value(variable) if record is None else record.components[0]
+        target = value_of(variable) if record is None else record.components[0]
         target = target.detach()
         others = [] if record is None or not record.separated else record.components[1:]
         before = target.clone() if others else target
@@ -332,7 +296,7 @@ class TFOptimizer(abc.ABC):
         """The state of one variable; made at the first call."""
         key = id(variable)
         if key not in self._slots:
-            self._slots[key] = (variable, self.make_slots(_value(variable).detach()))
+            self._slots[key] = (variable, self.make_slots(value_of(variable).detach()))
         return self._slots[key][1]
 
     def common_variables(self) -> dict[str, torch.Tensor]:
@@ -436,24 +400,9 @@ def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
     return list({id(v): v for part in lists for v in part}.values())
 
 
-def _value(variable: Any) -> Any:
-    return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
-
-
-def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        return torch.zeros(variable.numel(), dtype=_accumulated(variable.dtype), device=_value(variable).device)
-    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(_accumulated(variable.dtype))
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of ``dtype`` travel."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _advance(step: Any, replica: Any) -> None:
     """Adds one to the step counter, once for all replicas."""
-    one = torch.ones_like(_value(step).detach())
+    one = torch.ones_like(value_of(step).detach())
     if replica is None or replica.num_replicas_in_sync == 1:
         step.assign_add(one)
         return
