@@ -76,7 +76,7 @@ class SharedRule(torch.optim.Optimizer):
             record.changes += 1
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it by the closure
         """Applies the rule to what the runner put into the groups: this worker's parts."""
         owner = self._owner()
         assert owner is not None

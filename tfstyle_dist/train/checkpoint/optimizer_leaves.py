@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.core import nest
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Put
 from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
@@ -102,10 +101,8 @@ class OptimizerLeaf(Leaf):
         states = {name: entry for name, entry in tree["state"].items() if name in numbers}
         parameters, state = list(self.tensors()), {}
         for name, entry in states.items():  # one by one: the whole state of a divided model may not fit
-            like = parameters[numbers[name]]
-            state[numbers[name]] = nest.map_structure(
-                lambda value, like=like: _placed(value, like), codec.decode(entry, all_of(entry, read))
-            )
+            number = numbers[name]
+            state[number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
         get = all_of([tree["param_groups"], tree["others"]], read)
         groups = []
         for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
@@ -113,11 +110,14 @@ class OptimizerLeaf(Leaf):
         self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
 
 
-def _placed(value: Any, like: torch.Tensor) -> Any:
-    """A tensor of an optimizer's state, divided as its parameter."""
-    if mesh.is_divided(like) and isinstance(value, torch.Tensor) and value.shape == like.shape:
-        return mesh.divided_like(value, like)
-    return value
+def _placed(entry: Any, like: torch.Tensor) -> Any:
+    """The state of one parameter; its tensors are divided as the parameter is."""
+    if not mesh.is_divided(like) or not isinstance(entry, dict):
+        return entry
+    return {
+        name: mesh.divided_like(value, like) if isinstance(value, torch.Tensor) and value.shape == like.shape else value
+        for name, value in entry.items()
+    }
 
 
 class TFOptimizerLeaf(Leaf):
