@@ -56,24 +56,27 @@ def measure(form: str, pairs: int) -> dict[str, Any]:
         batches = quickstart.training_batches(strategy, BATCH)
         stream = itertools.chain.from_iterable(itertools.repeat(batches))
 
-        def block(on: bool) -> float:
+        def block(on: bool, steps: int = BLOCK) -> float:
             strategy.monitor.enabled = on
             begin = time.perf_counter()
-            for batch in itertools.islice(stream, BLOCK):
+            for batch in itertools.islice(stream, steps):
                 losses = strategy.run(train_step, args=batch)
                 float(strategy.reduce("MEAN", losses, axis=None))
             return time.perf_counter() - begin
 
-        block(True), block(False)
-        strategy.monitor.reset()
+        for _ in range(100 // BLOCK):  # past the first steps, which are all measured
+            block(True)
+        block(False)
         on, off = [], []
         for pair in range(pairs):
             for wanted in (True, False) if pair % 2 else (False, True):
                 (on if wanted else off).append(block(wanted))
         report = strategy.report(quiet=True)
-        phases = [sum(r.seconds) for r in report.replicas]
-        # The steps' own clock reads aside, the user's own stopwatch must agree with what the monitor counted.
-        by_hand = sum(on) / (len(on) * BLOCK)
+        # A stopwatch around steps that are all measured must agree with what their phases add up to.
+        strategy.monitor.every = 1
+        strategy.monitor.reset()
+        by_hand = block(True, 200) / 200
+        phases = [sum(r.seconds) for r in strategy.report(quiet=True).replicas]
         return {
             "on": [seconds / BLOCK for seconds in on],
             "off": [seconds / BLOCK for seconds in off],

@@ -199,6 +199,31 @@ def test_off_and_on(time_by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (report.steps, report.step_seconds) == (1, 2.0), "the function is known: its next call counts"
 
 
+def test_after_the_first_steps_every_seventh_is_measured(time_by_hand: Any) -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        context = lambda: tfd.get_replica_context().local_replica_id  # type: ignore[union-attr]  # noqa: E731
+
+        def train_step(seconds: float) -> None:
+            if context() == 0:
+                time_by_hand.advance(seconds)
+
+        for number in range(66 + 70):
+            time_by_hand.advance(0.5)
+            strategy.run(train_step, args=(1.0,))
+            if number > 64:
+                assert (strategy.worker.clocks[0] is STOPPED) == ((number - 64) % 7 != 6), number
+        report = strategy.report(quiet=True)
+        assert (report.calls, report.steps, report.step_seconds) == (136, 64 + 10, 1.5)
+        assert [sum(r.seconds) for r in report.replicas] == [1.5, 1.5]
+        for _ in range(3):  # a function that is new meanwhile
+            strategy.run(lambda: time_by_hand.advance(4.0) if context() == 0 else None)
+        assert strategy.report(quiet=True).others[0][1:] == (3, 4.0)
+        strategy.monitor.every = 1
+        for _ in range(20):
+            strategy.run(train_step, args=(1.0,))
+        assert strategy.report(quiet=True).steps >= 74 + 13
+
+
 def test_an_unbalanced_clock_heals(time_by_hand: Any) -> None:
     clock = Clock()
     clock.enter(COMPUTE)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tfstyle_dist.monitoring.scalars import ScalarLog
 
 _MOST_FUNCTIONS = 64
+_ALL_OF_THE_FIRST = 64
+_EVERY = 7
+"""A prime, so that what a loop does every 10 or 16 steps is neither always nor never in a measured step."""
 
 
 class Monitor:
@@ -27,7 +30,8 @@ class Monitor:
 
     A step is a call of ``strategy.run``, or a block in ``step``, with what came before it since the last one: reading
     the batch, and the loop's own code. Steps are counted by the name of their function; its first call, which often
-    compiles or allocates, is kept apart. A step that raises does not count.
+    compiles or allocates, is kept apart. A step that raises does not count. Of each function the first 64 steps are
+    measured, then every seventh.
 
     Args:
         worker: replicas, whose clocks it starts, and group.
@@ -35,6 +39,7 @@ class Monitor:
 
     Attributes:
         running: name of the step under way; empty between steps.
+        every: how many steps there are for each measured one after the first 64; 1 measures all.
 
     Example:
         >>> for batch in batches:
@@ -47,7 +52,11 @@ class Monitor:
         self._functions: dict[str, FunctionTimes] = {}
         self._listeners: list[Callable[[StepTimes], None]] = []
         self.running = ""
+        self.every = _EVERY
         self._outside: list[float] = []
+        self._measures = False
+        self._unmeasured = 0
+        self._live = [Clock() for _ in worker.clocks]
         self._enabled = False
         self.enabled = enabled
 
@@ -65,15 +74,22 @@ class Monitor:
         if value == self._enabled:
             return
         self._enabled = value
+        self._measure(value)
+
+    def _measure(self, value: bool) -> None:
+        """Says whether the step that begins now is measured."""
+        self._measures, self._unmeasured = value, 0
+        for clock in self._live:
+            clock.cut(OTHER)
         # In place: the executor and its runs hold this list.
-        self._worker.clocks[:] = [Clock() if value else STOPPED for _ in self._worker.clocks]
+        self._worker.clocks[:] = self._live if value else [STOPPED] * len(self._live)
 
     def reset(self) -> None:
         """Forgets all steps, e.g. those of a warm-up; the next call of a known function counts."""
         for times in self._functions.values():
             times.clear()
         if self._enabled and not self.running:
-            self._worker.clocks[0].cut(OTHER)
+            self._measure(True)
 
     # ---- what users may mark ----------------------------------------------------------------------------------
 
@@ -136,11 +152,12 @@ class Monitor:
         Returns:
             Whether it counts: not inside another one.
         """
-        clocks = self._worker.clocks
         if self.running or not self._enabled:
             return False
         self.running = function or "step"
-        first, *others = clocks
+        if not self._measures:
+            return True
+        first, *others = self._live
         self._outside = first.cut(WAIT if others else COMPUTE)
         for clock in others:
             clock.cut(WAIT)
@@ -152,12 +169,21 @@ class Monitor:
         Args:
             finished: whether it did not raise.
         """
-        inside = [clock.cut(OTHER) for clock in self._worker.clocks]
         function, self.running = self.running, ""
+        if not self._measures:
+            times = self._times_of(function)
+            times.calls += 1
+            self._unmeasured += 1
+            if self._unmeasured >= self.every - 1 or times.calls < _ALL_OF_THE_FIRST:
+                self._measure(True)
+            return
+        inside = [clock.cut(OTHER) for clock in self._live]
         if not finished:
             return
         times = self._times_of(function)
         times.note(self._outside, inside)
+        if times.calls > _ALL_OF_THE_FIRST and self.every > 1:
+            self._measure(False)
         if self._listeners and (step := times.add_up()) is not None:
             step = replace(step, function=function)
             for listener in tuple(self._listeners):

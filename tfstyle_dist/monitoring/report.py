@@ -47,7 +47,8 @@ class Report:
 
     Attributes:
         function: what ran, e.g. ``"train_step"``; empty when nothing did.
-        steps: how many steps of it are counted, on the first worker.
+        steps: how many steps of it are measured, on the first worker.
+        calls: how many there were.
         step_seconds: mean time of a step there.
         median_seconds: median of the recent ones.
         high_seconds: 95 of 100 recent steps are faster.
@@ -59,6 +60,7 @@ class Report:
 
     function: str = ""
     steps: int = 0
+    calls: int = 0
     step_seconds: float = 0.0
     median_seconds: float = 0.0
     high_seconds: float = 0.0
@@ -111,7 +113,8 @@ class Report:
                 "(strategy.monitor.enabled, TFSTYLE_MONITOR)."
             )
         lines = [
-            f"Where the time of {self.function!r} goes: {self.steps} steps on {len(self.replicas)} replica(s), "
+            f"Where the time of {self.function!r} goes: {self.steps} of {self.calls} steps on {len(self.replicas)} "
+            f"replica(s), "
             f"{_ms(self.step_seconds)} each (median {_ms(self.median_seconds)}, 95 % below {_ms(self.high_seconds)}; "
             f"the first one, {_ms(self.first_seconds)}, is not counted).",
             f"  {'':28} {'mean':>11}  share   {'least (replica)':>20} {'most (replica)':>20}",
@@ -149,7 +152,7 @@ def assembled(summaries: Sequence[dict[str, Any]], function: str | None) -> Repo
         raise ValueError(f"No step of {function!r} was counted; there are {sorted(known) or 'none at all'}.")
     if not known:
         return Report()
-    name = function or max(known, key=lambda n: known[n]["seconds"])
+    name = function or max(known, key=lambda n: known[n]["seconds"] / known[n]["count"] * known[n]["calls"])
     replicas = []
     for summary in summaries:
         times = summary["functions"].get(name)
@@ -163,12 +166,13 @@ def assembled(summaries: Sequence[dict[str, Any]], function: str | None) -> Repo
     return Report(
         function=name,
         steps=main["count"],
+        calls=main["calls"],
         step_seconds=main["seconds"] / main["count"],
         median_seconds=main["median"],
         high_seconds=main["high"],
         first_seconds=main["first"],
         replicas=tuple(replicas),
-        others=tuple((n, f["count"], f["seconds"] / f["count"]) for n, f in known.items() if n != name),
+        others=tuple((n, f["calls"], f["seconds"] / f["count"]) for n, f in known.items() if n != name),
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScalarLog:
-    """Writes one point for every so many steps: ``step_time/<function>/<phase>`` in milliseconds.
+    """Writes one point for every so many measured steps: ``step_time/<function>/<phase>`` in milliseconds.
 
     The phases are means over the local replicas; ``total`` is the whole step, ``overlapped`` the communication behind
     computation. The x axis counts the function's steps.

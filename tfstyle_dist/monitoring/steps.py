@@ -22,7 +22,7 @@ class StepTimes:
 
     Attributes:
         function: name of the function that ran.
-        number: how many calls of the function this monitor has counted, this one included.
+        number: how often the function has been called.
         seconds: from the end of the step before to the end of this one.
         phases: for each local replica the seconds of each of ``clocks.PHASES``; they add up to ``seconds``.
         overlapped: for each local replica the seconds in which a transfer was under way while it did something else.
@@ -39,6 +39,12 @@ class FunctionTimes:
     """What is known of one function.
 
     Steps are noted as they come and added up a few at a time, which is much cheaper.
+
+    Attributes:
+        first: seconds of the first measured step, which is kept apart.
+        calls: how many steps there were, measured or not.
+        count: how many are in the numbers.
+        seconds: their time together.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -48,7 +54,7 @@ class FunctionTimes:
 
     def clear(self) -> None:
         """Forgets the numbers, but not that the first call is over."""
-        self.count, self.seconds = 0, 0.0
+        self.calls, self.count, self.seconds = 0, 0, 0.0
         self._sums = [[0.0] * (len(PHASES) + 1) for _ in range(self._num_replicas)]
         self._noted: list[_Noted] = []
         self._recent: deque[tuple[float, Sequence[float]]] = deque(maxlen=RECENT)
@@ -60,6 +66,7 @@ class FunctionTimes:
             outside: what replica 0's thread did before ``run``.
             inside: what each replica did in it.
         """
+        self.calls += 1
         if self.first is None:
             self.first = sum(outside[: len(PHASES)]) + sum(inside[0][: len(PHASES)])
             return
@@ -84,13 +91,14 @@ class FunctionTimes:
         outside, inside = self._noted[-1]
         self._noted.clear()
         rows = [list(map(add, outside, own)) for own in inside]
-        return StepTimes("", self.count, sum(rows[0][:-1]), [row[:-1] for row in rows], [row[-1] for row in rows])
+        return StepTimes("", self.calls, sum(rows[0][:-1]), [row[:-1] for row in rows], [row[-1] for row in rows])
 
     def summary(self) -> dict[str, Any]:
         """The numbers as plain JSON data."""
         self.add_up()
         recent = sorted(seconds for seconds, _ in self._recent)
         return {
+            "calls": self.calls,
             "count": self.count,
             "first": self.first,
             "seconds": self.seconds,
