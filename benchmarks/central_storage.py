@@ -2,6 +2,7 @@
 
     python benchmarks/central_storage.py
     python benchmarks/central_storage.py --rounds 3 --out benchmarks/results/central_storage.json
+    python benchmarks/central_storage.py --rounds 1 --add --out benchmarks/results/central_storage.json    # one more
 
 Each measurement starts fresh ranks with torchrun; the forms take turns. While the first steps run, this process reads
 each rank's PSS (its private memory, and a share of each page that it maps together with others) from the kernel; the
@@ -111,6 +112,30 @@ def measure(form: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def table(facts: dict[str, Any], summary: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> str:
+    """The rounds for people."""
+    lines = [
+        f"torch {facts['torch']}, Python {facts['python']}, {platform.machine()}, {facts['cores']} cores",
+        "",
+        f"two ranks, Adam, {facts['parameters']:,} parameters in float32, global batch {facts['batch']}; PSS, peak "
+        f"from the building of the model on; {len(rounds)} rounds",
+        "",
+        "| round | form | peak of the largest rank, MiB | peak of both, MiB | s a step (median) |",
+        "|---|---|---|---|---|",
+    ]
+    for number, figures in enumerate(rounds, start=1):
+        for form in FORMS:
+            f = figures[form]
+            lines.append(f"| {number} | {form} | {f['peak_mib']} | {f['peak_mib_of_both']} | {f['step_s']:.2f} |")
+    largest, both, step = summary.values()
+    lines += [
+        "",
+        f"central over mirrored, median of the rounds' ratios: {largest} (largest rank), {both} (both), {step} (time "
+        "of a step)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -121,7 +146,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each start")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clip", action="store_true", help="clip gradients: each rank then has gradients of its own")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the numbers as JSON, and a table as .md beside it")
+    parser.add_argument("--add", action="store_true", help="add the rounds to those that --out has already")
     parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,7 +155,9 @@ def main() -> None:
         rank_main(options)
         return
     rounds: list[dict[str, dict[str, float]]] = []
-    for number in range(options.rounds):
+    if options.add and options.out is not None and options.out.exists():
+        rounds = json.loads(options.out.read_text())["rounds"]
+    for number in range(len(rounds), len(rounds) + options.rounds):
         figures = {form: measure(form, options) for form in (FORMS if number % 2 == 0 else reversed(FORMS))}
         rounds.append(figures)
         print(json.dumps(figures), flush=True)
@@ -151,6 +179,7 @@ def main() -> None:
             "optimizer": "Adam",
         }
         options.out.write_text(json.dumps({"machine": facts, "summary": summary, "rounds": rounds}, indent=2) + "\n")
+        options.out.with_suffix(".md").write_text(table(facts, summary, rounds))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         has_strategy as has_strategy,
         in_cross_replica_context as in_cross_replica_context,
     )
-    from tfstyle_dist.values import DistributedValues as DistributedValues
+    from tfstyle_dist.values import DistributedValues as DistributedValues, IndexedSlices as IndexedSlices
     from tfstyle_dist.variables import Variable as Variable
 
 __version__ = "0.1.0"
@@ -73,6 +73,7 @@ _HOMES = {
     "DistributedIterator": "input",
     "DistributedValues": "values",
     "HierarchicalCopyAllReduce": "cross_device_ops",
+    "IndexedSlices": "values",
     "InputContext": "input",
     "InputOptions": "input",
     "InputReplicationMode": "core.enums",

@@ -26,9 +26,7 @@ def not_applicable(reason: str) -> str:
     return f"n/a:{reason}"
 
 
-CORE = planned("core")
 PARAMETER_SERVER = planned("parameter server")
-TPU = planned("TPU")
 
 GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
 ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
@@ -92,7 +90,7 @@ OPTIMIZER: Final = {
     "get_slot": IN,
     "get_slot_names": IN,
     "minimize": IN,
-    "variables": CORE,
+    "variables": IN,
 }
 
 CLUSTER_COORDINATOR: Final = {
@@ -113,11 +111,11 @@ VARIABLE: Final = {
     "assign": IN,
     "assign_add": IN,
     "assign_sub": IN,
-    "batch_scatter_update": CORE,
-    "constraint": CORE,
+    "batch_scatter_update": IN,
+    "constraint": IN,
     "device": IN,
     "dtype": IN,
-    "gather_nd": CORE,
+    "gather_nd": IN,
     "graph": GRAPH,
     "initial_value": GRAPH,
     "initializer": GRAPH,
@@ -125,16 +123,16 @@ VARIABLE: Final = {
     "op": GRAPH,
     "read_value": IN,
     "ref": not_applicable("PyTorch tensors are hashable"),
-    "scatter_add": not_applicable("torch.Tensor has a method of this name with other arguments"),
-    "scatter_div": CORE,
-    "scatter_max": CORE,
-    "scatter_min": CORE,
-    "scatter_mul": CORE,
-    "scatter_sub": CORE,
-    "scatter_update": CORE,
+    "scatter_add": IN,
+    "scatter_div": IN,
+    "scatter_max": IN,
+    "scatter_min": IN,
+    "scatter_mul": IN,
+    "scatter_sub": IN,
+    "scatter_update": IN,
     "set_shape": GRAPH,
     "shape": IN,
-    "sparse_read": CORE,
+    "sparse_read": IN,
     "synchronization": IN,
     "trainable": IN,
     "value": IN,
@@ -145,7 +143,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.Variable": VARIABLE,
     "tf.VariableAggregation": IN,
     "tf.VariableSynchronization": IN,
-    "tf.compat.v1.train.AdadeltaOptimizer": CORE,
+    "tf.compat.v1.train.AdadeltaOptimizer": OPTIMIZER,
     "tf.compat.v1.train.AdagradOptimizer": OPTIMIZER,
     "tf.compat.v1.train.AdamOptimizer": OPTIMIZER,
     "tf.compat.v1.train.FtrlOptimizer": OPTIMIZER,
@@ -333,12 +331,10 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "caching_device": GRAPH,
         "variable_def": GRAPH,
         "import_scope": GRAPH,
-        "constraint": CORE,
         "shape": GRAPH,
         "experimental_enable_variable_lifting": GRAPH,
     },
-    "tf.compat.v1.train.*.apply_gradients": {"skip_gradients_aggregation": CORE},
-    "tf.gradients": {"gate_gradients": GRAPH, "stop_gradients": CORE},
+    "tf.gradients": {"gate_gradients": GRAPH},
 }
 
 # Where the package keeps what TensorFlow has elsewhere; the first prefix that fits counts.

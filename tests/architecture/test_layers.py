@@ -22,6 +22,7 @@ LAYERS = {
     "gradients": 3,
     "cross_device_ops": 3,
     "input": 3,
+    "monitoring": 3,
     "variables": 3,
     "parameter_server": 3,
     "strategies": 4,

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfstyle_dist.compare_aggregation import plot, report, training, workload
+from tfstyle_dist.compare_aggregation import report, training, workload
 from tfstyle_dist.compare_aggregation.__main__ import main
+from tfstyle_dist.monitoring import figure as pictures
 
 OWN = """
 import torch
@@ -111,7 +112,7 @@ def test_wrong_results_of_a_workload(own: Path) -> None:
 def test_plot_without_matplotlib(
     own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
         main(["--plot", "out.png"])
     assert "matplotlib is not installed: pip install 'tfstyle_dist[plot]'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tfstyle_dist.model_parallel import full_state_dict, num_local_elements
 
 
 @pytest.mark.distributed(workers=2, timeout=120, deadline=40)
-def test_fully_shard_in_a_scope(rank: int) -> None:
+def test_fully_shard_in_a_scope(rank: int, shared_tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
     with tfd.MirroredStrategy() as strategy:
@@ -46,6 +47,15 @@ def test_fully_shard_in_a_scope(rank: int) -> None:
         expected, plain, _ = transformer.plain_training(start, steps)
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(full_state_dict(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+        path = tfd.train.Checkpoint(model=model, optimizer=optimizer).save(str(shared_tmp_path / "sharded"))
+        saved = full_state_dict(optimizer)["state"]
+    with tfd.MirroredStrategy() as strategy:
+        with strategy.scope():
+            model = transformer.Transformer()
+            optimizer = transformer.make_optimizer(model)
+        tfd.train.Checkpoint(model=model, optimizer=optimizer).restore(path).assert_consumed()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.state_dict()["state"], saved)
 
 
 @pytest.mark.distributed(workers=4, timeout=60, deadline=30)

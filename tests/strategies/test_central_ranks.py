@@ -353,27 +353,6 @@ def test_a_killed_rank_is_named_and_the_copy_is_whole(rank: int, ranks: Any) -> 
 
 
 @on_two_ranks
-def test_variables_and_tf_style_optimizers(central: Any, rank: int) -> None:
-    with central.scope():
-        weights = td.Variable(torch.zeros(20, 1, dtype=torch.float64))
-        optimizer = td.train.AdamOptimizer(0.01)
-    plain = td.Variable(torch.zeros(20, 1, dtype=torch.float64))
-    plain_optimizer = td.train.AdamOptimizer(0.01)
-
-    def step(number: int) -> None:
-        x, y = batch(number)
-        part = own_half()
-        loss = td.nn.compute_average_loss((x[part] @ weights - y[part]).pow(2).squeeze(1), global_batch_size=8)
-        optimizer.minimize(loss, var_list=[weights])
-
-    for number in range(4):
-        central.run(step, args=(number,))
-        x, y = batch(number)
-        plain_optimizer.minimize((x @ plain - y).pow(2).mean(), var_list=[plain])
-    torch.testing.assert_close(weights.value(), plain.value(), rtol=1e-10, atol=1e-12)
-
-
-@on_two_ranks
 def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ValueError, match="one host, but WORLD_SIZE=2 and LOCAL_WORLD_SIZE=1"):

@@ -59,12 +59,19 @@ class Pending(Protocol):
             DeadlineExceededError: the deadline passed; the message names the absent workers.
         """
 
+    def moving(self) -> bool:
+        """Whether values are on their way right now, while the caller does something else."""
+
 
 class Done:
     """A ``Pending`` that is already done."""
 
     def wait(self) -> None:
         """Returns at once."""
+
+    def moving(self) -> bool:
+        """Nothing is."""
+        return False
 
 
 SumInto = Callable[[Sequence[torch.Tensor], torch.Tensor, int], None]

@@ -46,6 +46,10 @@ class Stages:
                 self._first.wait()
             self._rest.pop()()
 
+    def moving(self) -> bool:
+        """See ``Pending``."""
+        return self._first is not None and self._first.moving()
+
 
 def sum_gathered(wire: Wire, buffer: torch.Tensor, name: str, add: Add) -> Pending:
     """All contributions to every worker."""

@@ -26,6 +26,7 @@ from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.tracing import region
 
 # What travels through shared memory; other element types are rare and take the sockets.
 _LANE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
@@ -47,13 +48,18 @@ class _Pending:
         if self._work is None:
             return
         try:
-            self._work.wait()
+            with region("wait for", self._operation.name):
+                self._work.wait()
         except RuntimeError as error:
             if str(error).startswith("DataLoader worker"):
                 raise  # torch's signal handler speaks up in whatever runs when a loader process dies
             self._group._fail(self._operation, error)
         self._group._in_flight.discard(self._operation.sequence)
         self._work = None  # it would keep the connections open after the group is closed
+
+    def moving(self) -> bool:
+        """See ``Pending``."""
+        return self._work is not None and not self._work.is_completed()
 
 
 class TorchGroup(WorkerGroup):
@@ -199,7 +205,8 @@ class TorchGroup(WorkerGroup):
         assert self._lane is not None
         text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
         try:
-            same = self._lane.all_reduce(values, comparison.digest_of(text), self._adder(method), between)
+            with region("all_reduce in shared memory", name):
+                same = self._lane.all_reduce(values, comparison.digest_of(text), self._adder(method), between)
         except LaneError as error:
             self._fail(Operation(name, self._sequence, _name_of(values.dtype), values.numel, ""), error)
         self._sequence += 1
@@ -227,8 +234,9 @@ class TorchGroup(WorkerGroup):
         largest = max((t for _, t in (*sends, *receives)), key=torch.Tensor.numel)
         operation = self._next_operation(name, largest)
         try:
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
+            with region("exchange", name):
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()
         except RuntimeError as error:
             self._fail(operation, error)
 
@@ -295,7 +303,8 @@ class TorchGroup(WorkerGroup):
             assert self._lane is not None
             self._raise_if_broken()
             try:
-                same, numbers = self._lane.compare(digest, number)
+                with region("meet for", name):
+                    same, numbers = self._lane.compare(digest, number)
             except LaneError as error:
                 self._fail(Operation(name, self._sequence, "int64", 2, ""), error)
             self._sequence += 1
@@ -372,7 +381,8 @@ class TorchGroup(WorkerGroup):
             self._compare_first(name, buffer)
         operation = self._next_operation(name, buffer)
         try:
-            pending = _Pending(self, operation, begin(), buffer)
+            with region("start", name):
+                pending = _Pending(self, operation, begin(), buffer)
         except RuntimeError as error:
             self._fail(operation, error)
         self._in_flight.add(operation.sequence)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfstyle_dist.compare_aggregation import plot, report, training, workload
+from tfstyle_dist.monitoring import figure as pictures
 
 _EPILOG = """
 A workload of your own is a function without arguments that returns (model, loss, batches): a torch.nn.Module, a
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: give at least 1")
-    if options.plot is not None and (reason := plot.missing()) is not None:
+    if options.plot is not None and (reason := pictures.missing()) is not None:
         parser.error(f"--plot {options.plot}: {reason}")
     with contextlib.ExitStack() as stack:
         try:

@@ -1,29 +1,17 @@
-"""The picture: loss curves over each other, and the time of a step. Needs matplotlib (extra ``plot``)."""
+"""The picture: loss curves over each other, and the time of a step."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from tfstyle_dist.compare_aggregation.report import Findings
-
-
-def missing() -> str | None:
-    """Why no picture can be drawn, or ``None``."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed: pip install 'tfstyle_dist[plot]'"
-    return None
+from tfstyle_dist.monitoring import figure as pictures
 
 
 def draw(found: Sequence[Findings], path: Path) -> None:
     """Writes the picture; the form follows from the file's ending (.png, .svg, .pdf)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot: no window system, no state that stays.
-    figure = Figure(figsize=(12, 1.8 + 0.36 * max(len(found), 8)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(12, 1.8 + 0.36 * max(len(found), 8))
     curves, bars = figure.subplots(1, 2, width_ratios=[1.2, 1])
     styles = ["-", "--", "-.", ":"]
     for index, f in enumerate(found):

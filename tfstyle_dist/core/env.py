@@ -238,3 +238,8 @@ def prefer_torch_backend_of_keras() -> None:
     """Makes torch the backend of a Keras that is imported later, unless the user has chosen one."""
     if "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", "torch")
+
+
+def monitor() -> bool:
+    """``TFSTYLE_MONITOR``: whether strategies count where the time of their steps goes."""
+    return os.environ.get("TFSTYLE_MONITOR", "1") != "0"

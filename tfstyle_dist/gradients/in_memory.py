@@ -17,6 +17,7 @@ from tfstyle_dist.gradients.pieces import GradientPieces
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import Slot
 from tfstyle_dist.gradients.streaming import Lane, StreamingReducer
+from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 
 _MOST_LAYOUTS = 16
 
@@ -61,14 +62,16 @@ class InMemoryReducer(StreamingReducer):
             self._exchange(keep=False)
 
     def _finish(self) -> None:
-        with torch.no_grad():
+        with self.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
             self._exchange(keep=True)
 
     def _exchange(self, keep: bool) -> None:
         self._active = False
         used = bytes([s.ready or s.dirty for s in self._all])
         number = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
-        if len(set(self.worker.group.numbers(number, f"gradients {self._signature}"))) == 1:
+        with self.worker.clocks[0].counting(WAIT):
+            numbers = self.worker.group.numbers(number, f"gradients {self._signature}")
+        if len(set(numbers)) == 1:
             for part in self._layout(used).parts:
                 self._reduce_part(*part, keep=keep)
             sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]

@@ -11,6 +11,7 @@ from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_wo
 from tfstyle_dist.gradients.plan import HALF, Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 from tfstyle_dist.ops import aggregate, aggregate_list
+from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record, raw
@@ -108,6 +109,10 @@ class MeetingReducer(GradientReducer):
 
     def _finish(self, replica: int, run: ThreadedRun, task: int) -> None:
         touched = self._touched[replica].pop(task)
+        with self.worker.clocks[replica].counting(COMMUNICATION):
+            self._meet(replica, run, touched)
+
+    def _meet(self, replica: int, run: ThreadedRun, touched: dict[int, Record]) -> None:
         count = self.worker.num_local_replicas
 
         def share_out(all_touched: list[dict[int, Record]]) -> Sequence[list[Record] | None]:
@@ -135,7 +140,7 @@ class MeetingReducer(GradientReducer):
             return
         with torch.no_grad():
             self._reduce_share(share)
-        run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads)
+        run.meet(replica, "end of gradient reduction", None, lambda payloads: payloads, COMMUNICATION)
 
     def _drop_base_gradients(self, records: Iterable[Record]) -> None:
         """See ``_move_base_gradient``; all replicas wait, so nobody adds to them."""

@@ -19,6 +19,7 @@ from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.plan import Bucket, ReductionPlan
 from tfstyle_dist.gradients.reducer import Slot
 from tfstyle_dist.ops import aggregate
+from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 from tfstyle_dist.variables.shared_home import dense_strides
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -130,6 +131,10 @@ class SharedReducer(PassReducer):
             self._next += 1
 
     def _send(self, lane: _Lane, abandoned: bool = False) -> None:
+        with self.worker.clocks[0].counting(COMMUNICATION):
+            self._send_whole(lane, abandoned)
+
+    def _send_whole(self, lane: _Lane, abandoned: bool) -> None:
         ready = [(s.ready or s.dirty) and s.record.tensor is not None and not abandoned for s in lane.slots]
         try:
             with torch.no_grad():
@@ -180,7 +185,9 @@ class SharedReducer(PassReducer):
                 target.copy_(flat[piece.start - offset : piece.stop - offset])
         flags[group.rank, : len(ready)] = torch.tensor(ready, dtype=torch.uint8)
         number = int(not all(ready))
-        if any(group.numbers(number, f"gradients[{bucket.index}] ({bucket.numel} x {bucket.dtype})")):
+        with self.worker.clocks[0].counting(WAIT):
+            numbers = group.numbers(number, f"gradients[{bucket.index}] ({bucket.numel} x {bucket.dtype})")
+        if any(numbers):
             lane.used = [bool(u) for u in flags[:, : len(ready)].any(0).tolist()]
         else:
             lane.used = [True] * len(ready)
@@ -203,11 +210,16 @@ class SharedReducer(PassReducer):
         for lane in self._lanes[self._next :]:
             self._send(lane, abandoned)
         self._next = len(self._lanes)
-        self.worker.group.numbers(0, "end of gradients")
+        with self.worker.clocks[0].counting(WAIT):
+            self.worker.group.numbers(0, "end of gradients")
         self._active = False
 
     def _finish(self) -> None:
         self._finish_sending()
+        with self.worker.clocks[0].counting(COMMUNICATION):
+            self._take_results()
+
+    def _take_results(self) -> None:
         elsewhere = []
         with torch.no_grad():
             for lane in self._lanes:

@@ -176,7 +176,7 @@ class SharedUpdateRunner(UpdateRunner):
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer, key: tuple[int, ...]) -> None:
         parameters = _parameters(optimizer)
-        elementwise = type(optimizer) in ELEMENTWISE
+        elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
         shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
         sizes = [p.numel() if s and p.requires_grad else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from time import perf_counter
 
 import torch
 
@@ -12,6 +14,7 @@ from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.plan import Bucket
 from tfstyle_dist.gradients.reducer import Slot
+from tfstyle_dist.runtime.clocks import COMMUNICATION
 
 
 class Lane:
@@ -48,6 +51,9 @@ class StreamingReducer(PassReducer):
     whose control flow differs still meet.
     """
 
+    _travelling: Sequence[Pending] = ()
+    _looked = 0.0
+
     def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
         """Copies the gradient into its bucket; sends what is complete."""
         if not self.enter(slot):
@@ -62,11 +68,21 @@ class StreamingReducer(PassReducer):
                 f"after it was "
                 "sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
-        with torch.no_grad():
-            self._fill(lane, place, slot)
-        lane.missing -= 1
-        if lane.missing == 0:
-            self._send_complete()
+        self._look()
+        with self.worker.clocks[0].counting(COMMUNICATION):
+            with torch.no_grad():
+                self._fill(lane, place, slot)
+            lane.missing -= 1
+            if lane.missing == 0:
+                self._send_complete()
+
+    def _look(self) -> None:
+        """Counts the time in which buckets travelled while backward went on; looks again with every gradient."""
+        if not self._travelling:
+            return
+        clock, now = self.worker.clocks[0], perf_counter()
+        clock.overlapped(now - self._looked)
+        self._travelling, self._looked = [p for p in self._travelling if p.moving()], now
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
@@ -78,6 +94,7 @@ class StreamingReducer(PassReducer):
             for slot in lane.slots:
                 slot.ready = False
         self._next = 0
+        self._travelling = ()
 
     def _build(self) -> None:
         plan = self.plan()
@@ -104,6 +121,9 @@ class StreamingReducer(PassReducer):
                 self._unagreed = False
             name = f"gradients[{lane.bucket.index}]"
             lane.pending = group.all_reduce_async(lane.buffer, name, agreed=True, method=self.method)
+            if self.worker.clocks[0].on and lane.pending.moving():
+                self._looked = self._looked if self._travelling else perf_counter()
+                self._travelling = (*self._travelling, lane.pending)
         except CollectiveMismatchError:
             self._active = False  # all workers know, and nobody goes on with this pass
             raise
@@ -118,6 +138,8 @@ class StreamingReducer(PassReducer):
         self._finish_sending()
 
     def _finish_sending(self) -> None:
+        self._look()
+        self._travelling = ()
         with torch.no_grad():
             for lane in self._lanes[self._next :]:
                 for place, slot in enumerate(lane.slots):
@@ -133,6 +155,10 @@ class StreamingReducer(PassReducer):
         self._active = False
 
     def _finish(self) -> None:
+        with self.worker.clocks[0].counting(COMMUNICATION):
+            self._finish_all()
+
+    def _finish_all(self) -> None:
         self._finish_sending()
         with torch.no_grad():
             unused = [s.record for lane in self._lanes for s in self._take(lane)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import Frame, current_frame, pop, push
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import find_record
@@ -99,25 +100,56 @@ class UpdateRunner:
         pop(frame)
         if frame.component is not None:
             strategy.parameter_store.after_update(records)
-        frame.replica.meet(f"end of {type(optimizer).__name__}.step", None, lambda payloads: payloads)
+        frame.replica.meet(f"end of {type(optimizer).__name__}.step", None, lambda payloads: payloads, UPDATE)
 
 
 def _closure_outside(own: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A closure is the replica's own code: the update frame does not hold while it runs."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return None
 
-    def outside() -> Any:
+    def outside(closure: Callable[[], Any]) -> Any:
         pop(own)
         try:
             return closure()
         finally:
             push(own)
 
+    return _closure_in(outside, args, kwargs)
+
+
+def _closure_in(
+    around: Callable[[Callable[[], Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a step with ``around(closure)`` in the place of its closure; ``None`` when it has none."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+
+    def inside() -> Any:
+        return around(closure)
+
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": outside}
-    return (args[0], outside, *args[2:]), kwargs
+        return args, {**kwargs, "closure": inside}
+    return (args[0], inside, *args[2:]), kwargs
+
+
+def _clock(strategy: Any) -> Clock:
+    """That of the replica that calls."""
+    frame = current_frame()
+    replica = frame.replica if frame is not None and frame.strategy is strategy else None
+    clock: Clock = strategy.worker.clocks[0 if replica is None else replica.local_replica_id]
+    return clock
+
+
+def _closure_counted(clock: Clock, args: Any, kwargs: Any) -> Any:
+    """A closure computes; it is no part of the update."""
+    if not clock.on or not (kwargs or len(args) > 1):
+        return None
+
+    def counted(closure: Callable[[], Any]) -> Any:
+        with clock.counting(COMPUTE):
+            return closure()
+
+    return _closure_in(counted, args, kwargs)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -155,14 +187,25 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             f"{owner.strategies[0]!r} but steps inside the run of {frame.strategy!r}."
         )
     runner: UpdateRunner | None = owner.strategies[0].update_runner
-    return None if runner is None else runner.before_step(optimizer, owner.records, args, kwargs)
+    if runner is None:
+        return None
+    clock = _clock(owner.strategies[0])
+    clock.enter(UPDATE)
+    try:
+        changed = runner.before_step(optimizer, owner.records, args, kwargs)
+        return _closure_counted(clock, *(changed or (args, kwargs))) or changed
+    except BaseException:
+        clock.leave()
+        raise
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # As it was found before the step: the groups may hold parts of the parameters until the runner puts them back.
     owner = _ownership.get(optimizer) or _owner(optimizer)
     if owner.records and owner.strategies[0].update_runner is not None:
+        clock = _clock(owner.strategies[0])
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
+        clock.leave()
 
 
 def install() -> None:

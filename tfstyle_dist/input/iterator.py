@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
+from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
 from tfstyle_dist.input.pipeline import Position, Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.split import empty_like, group, map_leaves
+from tfstyle_dist.runtime.clocks import INPUT, WAIT
 from tfstyle_dist.values import mark_uneven
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ class DistributedIterator:
         if self._ended:
             raise StopIteration
         try:
-            step = self._next_step()
+            with self._worker.clocks[0].counting(INPUT), region("input"):
+                step = self._next_step()
         except Exception as error:
             self._ended = True
             self._fail(error)
@@ -216,7 +219,10 @@ class DistributedIterator:
         if step is not None and self._template is None:
             self._template = _copied_empty(step.parts[0])
         whole = None if step is None else step.whole
-        more, template = any_has_more(self._worker, step is not None, self._template, self._pipeline.compares, whole)
+        with self._worker.clocks[0].counting(WAIT):
+            more, template = any_has_more(
+                self._worker, step is not None, self._template, self._pipeline.compares, whole
+            )
         if not more or step is not None:
             return step
         self._template = template

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server.partitioners import split_rows
 from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers, Shard, is_placeholder, placeholder
 from tfstyle_dist.parameter_server.rows import lookup, row_numbers
@@ -22,6 +21,8 @@ from tfstyle_dist.variables.component import VariableComponent, checked
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.replicated import Replicated, dispatch
+from tfstyle_dist.variables.rows import RowMethods
+from tfstyle_dist.variables.scatter import rows_of
 from tfstyle_dist.variables.store import ParameterStore, find_record
 from tfstyle_dist.variables.variable import Variable
 
@@ -32,7 +33,7 @@ _OPERATIONS = {"assign": Op.ASSIGN, "assign_add": Op.ADD, "assign_sub": Op.SUB}
 Partition = Callable[..., Sequence[int]]
 
 
-class _OnServers(Replicated):
+class _OnServers(RowMethods, Replicated):
     """Mixin: reading pulls."""
 
     _tfstyle_record: RemoteRecord
@@ -54,28 +55,17 @@ class _OnServers(Replicated):
             return lookup(picked[0]._tfstyle_record, picked[1])
         return dispatch(func, args, kwargs)
 
-    def scatter_sub(self, sparse_delta: torch.Tensor, use_locking: bool = False, name: str | None = None) -> Any:
-        """Subtracts from some rows; a row that is named twice gets both.
-
-        Args:
-            sparse_delta: a sparse COO tensor of the variable's shape, sparse in its first dimension.
-            use_locking: accepted for TF's signature; it is atomic for each shard.
-            name: accepted for TF's signature.
-
-        Returns:
-            The variable.
-        """
+    def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> Any:
+        """Adds to or subtracts from some rows, atomically on each shard; a row that is named twice gets both."""
         record = self._tfstyle_record
-        local = record.components[0]
-        delta = sparse_delta.detach()
-        if not delta.is_sparse or delta.sparse_dim() != 1 or delta.shape != local.shape or delta.dtype != local.dtype:
-            raise InvalidArgumentError(
-                f"scatter_sub of {record.describe()!r} takes a sparse {local.dtype} tensor of shape "
-                f"{tuple(local.shape)}, sparse in its first dimension: "
-                "torch.sparse_coo_tensor(rows[None], values, shape)."
+        if op not in ("scatter_add", "scatter_sub"):
+            raise NotImplementedError(
+                f"{op} of {record.describe()!r}, which lives on parameter servers: they add and subtract rows. Use "
+                "scatter_add, scatter_sub or assign."
             )
+        values, rows = rows_of(op, sparse_delta, record.components[0], record.describe())
         store: Any = record.store
-        store.servers.add_rows(record, delta._indices()[0], -delta._values())
+        store.servers.add_rows(record, rows, values if op == "scatter_add" else -values)
         return self
 
 
@@ -197,6 +187,11 @@ class RemoteStore(ParameterStore):
         description |= {
             "trainable": spec.is_trainable(), "synchronization": spec.synchronization, "aggregation": spec.aggregation
         }  # fmt: skip
+        if spec.constraint is not None:
+            raise NotImplementedError(
+                f"Variable {spec.name!r} has a constraint, which parameter servers do not call: they apply the update. "
+                "Constrain the value where it is used, or use assign."
+            )
         variable = self._build(description, tensor)
         self.servers.create([variable._tfstyle_record])
         for part in getattr(variable, "_tfstyle_parts", ()):
@@ -270,6 +265,7 @@ class RemoteStore(ParameterStore):
         variable._tfstyle_record = component._tfstyle_record = record  # type: ignore[attr-defined]
         variable._tfstyle_trainable = description["trainable"]
         variable._tfstyle_synchronization = description["synchronization"]
+        variable._tfstyle_constraint = None
         self._add(record, None, name)
         if kind == "sharded":
             parts = []

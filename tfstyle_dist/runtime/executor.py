@@ -18,6 +18,7 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 
 _INTERRUPT_GRACE = timedelta(seconds=5)
@@ -93,12 +94,20 @@ class ReplicaExecutor:
         timeout: limit of each wait; ``None`` waits for ever.
         mode: ``"threads"``, or ``"serial"``: one replica at a time in replica order, which makes random numbers
             reproducible.
+        clocks: one for each replica; what its waiting is counted by.
     """
 
-    def __init__(self, devices: Sequence[ReplicaDevice], timeout: timedelta | None, mode: str = "threads") -> None:
+    def __init__(
+        self,
+        devices: Sequence[ReplicaDevice],
+        timeout: timedelta | None,
+        mode: str = "threads",
+        clocks: Sequence[Clock] | None = None,
+    ) -> None:
         if mode not in ("threads", "serial"):
             raise ValueError(f"run_replicas must be 'threads' or 'serial', got {mode!r}.")
         self._devices, self._timeout, self._mode = tuple(devices), timeout, mode
+        self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self._teams: list[_Team] = []
         self._runs: list[ThreadedRun] = []
         self._lock = threading.Lock()
@@ -126,7 +135,8 @@ class ReplicaExecutor:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
         count = len(functions)
         team = self._acquire_team(count)
-        run = ThreadedRun(count, self._timeout, self._mode == "serial", self.rng if self._mode == "serial" else None)
+        serial = self._mode == "serial"
+        run = ThreadedRun(count, self._timeout, serial, self.rng if serial else None, self._clocks)
         outcomes: list[Any] = [None] * count
         ambient = _Ambient()
         threads_before = torch.get_num_threads()

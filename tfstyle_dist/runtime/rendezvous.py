@@ -19,6 +19,8 @@ import torch
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.tracing import region
+from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
 
 Action = Callable[[list[Any]], Sequence[Any]]
 
@@ -26,7 +28,7 @@ Action = Callable[[list[Any]], Sequence[Any]]
 class ReplicaRun(Protocol):
     """One call of ``strategy.run`` as its replicas see it."""
 
-    def meet(self, replica: int, kind: str, payload: Any, action: Action) -> Any:
+    def meet(self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT) -> Any:
         """Waits for all local replicas, then gives each its part of what ``action`` returns.
 
         Args:
@@ -34,6 +36,7 @@ class ReplicaRun(Protocol):
             kind: what the call is, e.g. ``"merge_call"``; must be the same on all replicas.
             payload: the caller's contribution.
             action: called once, with all payloads in replica order; returns one result for each replica.
+            phase: what waiting for the others counts as, see ``clocks``.
 
         Raises:
             ReplicaAborted: another replica failed, or the replicas made different calls.
@@ -45,7 +48,7 @@ class InlineRun:
 
     __slots__ = ()
 
-    def meet(self, replica: int, kind: str, payload: Any, action: Action) -> Any:
+    def meet(self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT) -> Any:
         """Does the joint work at once."""
         return action([payload])[0]
 
@@ -74,10 +77,16 @@ class ThreadedRun:
         timeout: limit of each wait.
         serial: only one replica runs at a time, in replica order.
         rng: in serial mode, one RNG state for each replica, swapped in when its turn comes.
+        clocks: one for each replica.
     """
 
     def __init__(
-        self, count: int, timeout: timedelta | None, serial: bool = False, rng: list[torch.Tensor] | None = None
+        self,
+        count: int,
+        timeout: timedelta | None,
+        serial: bool = False,
+        rng: list[torch.Tensor] | None = None,
+        clocks: Sequence[Clock] | None = None,
     ) -> None:
         self.count, self._timeout = count, timeout
         self._condition = threading.Condition()
@@ -85,16 +94,20 @@ class ThreadedRun:
         self._arrived = self._finished = self._generation = 0
         self._done = [False] * count
         self._results: Sequence[Any] = ()
+        self._clocks = [STOPPED] * count if clocks is None else clocks
+        self._joint: Sequence[float] = ()
+        self._released = self._together = 0.0
         self._error: BaseException | None = None
         self._serial, self._turn, self._rng = serial, 0, rng
         self.threads: list[int | None] = [None] * count
 
     # ---- what replicas call -----------------------------------------------------------------------------------
 
-    def meet(self, replica: int, kind: str, payload: Any, action: Action) -> Any:
+    def meet(self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT) -> Any:
         """See ``ReplicaRun``."""
-        call = _Call(kind, payload, sys._getframe(1))
-        with self._condition:
+        clock, call = self._clocks[replica], _Call(kind, payload, sys._getframe(1))
+        clock.enter(phase)  # an exception ends the run, and with it what the clock counts
+        with region("meet for", kind), self._condition:
             self._raise_if_aborted()
             self._calls[replica] = call
             self._arrived += 1
@@ -107,18 +120,29 @@ class ThreadedRun:
                 self._wait(lambda: self._generation != generation, call)
                 result = self._results[replica]
                 self._take_turn(replica)
+                if self._joint and not self._serial:
+                    clock.leave(self._released)
+                    clock.share(self._joint, phase)
+                else:  # what the first replica does for all of them counts as what this one does here
+                    clock.leave(None if self._serial else self._together)
                 return result
             self._wait(lambda: self._arrived == self.count, call)
             payloads = [c.payload for c in self._calls if c is not None]
+        clock.leave()
+        begin, before = clock.last, clock.seconds()
         try:
-            results = action(payloads)
+            with region("joint", kind):
+                results = action(payloads)
         except BaseException as error:
             error.add_note(f"[tfstyle_dist] raised in {call.describe()}, which runs once for all {self.count} replicas")
             self.abort(error)
             raise ReplicaAborted from error
         with self._condition:
             self._raise_if_aborted()
-            self._results = results
+            self._results, self._together = results, begin
+            # Only work that went through other phases has to be shared out by phase.
+            self._joint = () if clock.last == begin else clock.since(before)
+            self._released = clock.last
             self._calls = [None] * self.count
             self._arrived, self._turn = 0, 0
             self._generation += 1

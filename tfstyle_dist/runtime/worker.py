@@ -9,6 +9,7 @@ import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 
 
@@ -24,6 +25,7 @@ class Worker:
     Attributes:
         num_local_replicas: L.
         num_replicas: replicas of all workers, W * L.
+        clocks: one for each local replica; stopped unless a monitor starts them.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class Worker:
         self.devices, self.group, self.timeout = tuple(devices), group, timeout
         self.num_local_replicas = max(len(self.devices), 1)
         self.num_replicas = group.size * self.num_local_replicas
-        self.executor = ReplicaExecutor(self.devices, timeout, run_replicas)
+        self.clocks: list[Clock] = [STOPPED] * self.num_local_replicas
+        self.executor = ReplicaExecutor(self.devices, timeout, run_replicas, self.clocks)
 
     def replica_id(self, local_replica_id: int) -> int:
         """Number among all replicas of local replica ``local_replica_id``."""

@@ -3,6 +3,8 @@
 The names are loaded on first use: a script that trains with one strategy does not wait for the others' modules.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

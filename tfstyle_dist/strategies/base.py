@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
-from tfstyle_dist.core import nest
+from tfstyle_dist.core import env, nest
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients import update_runner as update_hooks
@@ -23,6 +24,9 @@ from tfstyle_dist.gradients.meeting import MeetingReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.monitoring import Monitor, Report
+from tfstyle_dist.monitoring.monitor import name_of
+from tfstyle_dist.runtime.clocks import COMMUNICATION, COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.rendezvous import ThreadedRun
 from tfstyle_dist.strategies import reductions
@@ -68,6 +72,7 @@ class Strategy(InputMethods, TrainingMethods):
 
     Attributes:
         worker: local replicas and the group of workers.
+        monitor: counts where the time of the steps goes; see ``report``.
         parameter_store: the parameters, buffers and variables it owns.
         first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
     """
@@ -83,6 +88,7 @@ class Strategy(InputMethods, TrainingMethods):
     ) -> None:
         self._extended = extended
         self.worker = extended.worker
+        self.monitor = Monitor(self.worker, env.monitor() and bool(self.worker.devices))
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
         self.worker.group.use_summation(sum_into)
@@ -218,8 +224,19 @@ class Strategy(InputMethods, TrainingMethods):
                 )
         arguments, keywords = self._run_arguments(fn, args, kwargs)
         self.parameter_store.ensure_equal()
+        counts, finished = self.monitor.begin(name_of(fn)), False
+        try:
+            result = self._run_replicas(fn, arguments, keywords)
+            finished = True
+            return result
+        finally:
+            if counts:
+                self.monitor.end(finished)
+
+    def _run_replicas(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         if self.worker.num_local_replicas == 1:
-            return self._run_alone(fn, arguments, keywords)
+            with region("run", self.monitor.running):
+                return self._run_alone(fn, arguments, keywords)
         functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
         try:
             return regroup(self.worker.executor.run(functions))
@@ -260,8 +277,12 @@ class Strategy(InputMethods, TrainingMethods):
     ) -> Callable[[ThreadedRun], Any]:
         def call(run: ThreadedRun) -> Any:
             context = ReplicaContext(self, self.worker.replica_id(replica), local_replica_id=replica, run=run)
-            with entered(Frame(self, context)):
-                return fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
+            clock = self.worker.clocks[replica]
+            clock.enter(COMPUTE)
+            with region("run", self.monitor.running), entered(Frame(self, context)):
+                result = fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
+            clock.leave()
+            return result
 
         return call
 
@@ -304,7 +325,8 @@ class Strategy(InputMethods, TrainingMethods):
         """
         self.require_cross_replica_context("Strategy.reduce", "merge_call, or ReplicaContext.all_reduce")
         op = ReduceOp.from_any(reduce_op)
-        return nest.map_structure(lambda leaf: reductions.reduce_value(self, op, leaf, axis), value)
+        with self.worker.clocks[0].counting(COMMUNICATION), region("reduce"):
+            return nest.map_structure(lambda leaf: reductions.reduce_value(self, op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates per-replica tensors of all workers along ``axis`` in replica order.
@@ -319,7 +341,8 @@ class Strategy(InputMethods, TrainingMethods):
             InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
         """
         self.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
-        return nest.map_structure(lambda leaf: reductions.gather_value(self, leaf, axis), value)
+        with self.worker.clocks[0].counting(COMMUNICATION), region("gather"):
+            return nest.map_structure(lambda leaf: reductions.gather_value(self, leaf, axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
@@ -357,6 +380,35 @@ class Strategy(InputMethods, TrainingMethods):
     def create_variable(self, spec: VariableSpec) -> Variable:
         """Makes the variable that ``Variable(...)`` asks for under this strategy."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it makes variables")
+
+    # ---- monitoring -------------------------------------------------------------------------------------------
+
+    def report(self, function: str | None = None, *, quiet: bool = False) -> Report:
+        """Says where the time of a training step goes, and what keeps it from scaling.
+
+        Collective over the workers: all call it at the same place, in cross-replica context; the chief prints.
+
+        Args:
+            function: of which function that ``run`` was given; default: the one that took the most time.
+            quiet: whether nothing is printed.
+
+        Returns:
+            The numbers of all replicas, the same on all workers; ``report.plot("steps.png")`` draws them.
+
+        Raises:
+            RuntimeError: called in replica context.
+            ValueError: a function that was not run twice.
+
+        Example:
+            >>> for batch in batches:
+            ...     strategy.run(train_step, args=batch)
+            >>> report = strategy.report()
+        """
+        self.require_cross_replica_context("Strategy.report", "it after strategy.run")
+        report = self.monitor.report(function)
+        if not quiet:
+            self.print(report)
+        return report
 
     # ---- life -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.tracing import region
+from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.rendezvous import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import reductions
@@ -74,9 +76,12 @@ class ReplicaContext:
         """Where this replica's tensors live."""
         return self._strategy.worker.torch_device(self.local_replica_id)
 
-    def meet(self, kind: str, payload: Any, action: Action) -> Any:
+    def meet(self, kind: str, payload: Any, action: Action, phase: int = WAIT) -> Any:
         """Joint work of the local replicas; see ``ReplicaRun.meet``."""
-        return self._run.meet(self.local_replica_id, kind, payload, action)
+        return self._run.meet(self.local_replica_id, kind, payload, action, phase)
+
+    def _communicating(self) -> Phase:
+        return self._strategy.worker.clocks[self.local_replica_id].counting(COMMUNICATION)
 
     # ---- collective calls -------------------------------------------------------------------------------------
 
@@ -142,7 +147,8 @@ class ReplicaContext:
                 raise ValueError("all_reduce of None: None values have no type; pass a tensor.")
             return value
         tensors = [reductions.as_reducible(leaf, "all_reduce") for leaf in leaves]
-        return nest.unflatten(reductions.all_reduce(self, op, tensors), spec)
+        with self._communicating(), region("all_reduce in replica context"):
+            return nest.unflatten(reductions.all_reduce(self, op, tensors), spec)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates ``value`` of all replicas along ``axis`` in replica order; every replica gets the result.
@@ -163,7 +169,8 @@ class ReplicaContext:
             return value
         leaves, spec = nest.flatten(value)
         tensors = [reductions.as_reducible(leaf, "all_gather") for leaf in leaves]
-        return nest.unflatten([reductions.all_gather(self, t, axis) for t in tensors], spec)
+        with self._communicating(), region("all_gather in replica context"):
+            return nest.unflatten([reductions.all_gather(self, t, axis) for t in tensors], spec)
 
     def generator(self, seed: int) -> torch.Generator:
         """A random generator of this replica's own, on its device.

@@ -16,6 +16,7 @@ from tfstyle_dist.train.checkpoint import (
 from tfstyle_dist.train.gradients import UnconnectedGradients, gradients
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.optimizers import (
+    AdadeltaOptimizer,
     AdagradOptimizer,
     AdamOptimizer,
     FtrlOptimizer,
@@ -27,6 +28,7 @@ from tfstyle_dist.train.random_state import RandomState
 from tfstyle_dist.train.torch_optimizer import Optimizer
 
 __all__ = [
+    "AdadeltaOptimizer",
     "AdagradOptimizer",
     "AdamOptimizer",
     "Checkpoint",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def gradients(
     grad_ys: Any = None,
     name: str = "gradients",
     aggregation_method: int | None = None,
+    stop_gradients: Any = None,
     unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
 ) -> list[torch.Tensor | None]:
     """The derivatives of ``sum(ys)`` with respect to each of ``xs``, local to the calling replica.
@@ -38,6 +40,9 @@ def gradients(
         grad_ys: weights of the entries of ``ys``, of their shapes; ``None`` means ones.
         name: accepted for TF's signature.
         aggregation_method: how the parts that come from several ``ys`` are summed, an ``AggregationMethod``.
+        stop_gradients: a tensor or list of tensors not to differentiate through: they count as constants, all of them
+            at once, while the derivatives with respect to them are still found. Unlike ``detach()`` this leaves the
+            graph as it is.
         unconnected_gradients: ``"none"`` gives ``None`` where ``ys`` do not depend on an ``x``, ``"zero"`` zeros.
 
     Returns:
@@ -45,6 +50,7 @@ def gradients(
 
     Raises:
         ValueError: ``grad_ys`` has another length than ``ys``, or an unknown method.
+        TypeError: ``xs`` or ``stop_gradients`` hold something else than tensors.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -66,14 +72,40 @@ def gradients(
         torch.ones_like(y) if w is None else torch.as_tensor(w, dtype=y.dtype)
         for y, w in zip(outputs, weights, strict=True)
     ]
-    if len(outputs) > 1 and method != AggregationMethod.DEFAULT:
-        parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, seeds, strict=True)]
-        found = aggregate_columns([[p[i] for p in parts] for i in range(len(inputs))], method)
-    else:
-        found = _grad(outputs, inputs, seeds, keep=True)
+    with _stopped([] if stop_gradients is None else _as_list(stop_gradients)):
+        if len(outputs) > 1 and method != AggregationMethod.DEFAULT:
+            parts = [_grad([y], inputs, [w], keep=True) for y, w in zip(outputs, seeds, strict=True)]
+            found = aggregate_columns([[p[i] for p in parts] for i in range(len(inputs))], method)
+        else:
+            found = _grad(outputs, inputs, seeds, keep=True)
     if unconnected is UnconnectedGradients.ZERO:
         return [torch.zeros_like(_leaf(x)[0]) if g is None else g for g, x in zip(found, inputs, strict=True)]
     return found
+
+
+@contextmanager
+def _stopped(tensors: Sequence[Any]) -> Iterator[None]:
+    """Inside, what arrives at these tensors is found, and goes no further.
+
+    A hook of the operation that made a tensor runs after the engine has noted what arrived. Leaves have nothing behind
+    them.
+    """
+    places: dict[Any, set[int]] = {}
+    for tensor in tensors:
+        for leaf in _leaf(tensor):
+            with raw():
+                if leaf.grad_fn is not None:
+                    places.setdefault(leaf.grad_fn, set()).add(leaf.output_nr)
+    handles = [node.register_prehook(_dropping(stopped)) for node, stopped in places.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _dropping(stopped: set[int]) -> Callable[[Any], Any]:
+    return lambda grads: tuple(None if place in stopped else grad for place, grad in enumerate(grads))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -86,7 +118,7 @@ def _leaf(x: Any) -> list[torch.Tensor]:
         value = x._tfstyle_leaf()
         return [value, x] if isinstance(x, MirroredParameter) else [value]
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"gradients with respect to a {type(x).__name__}: xs must be tensors, parameters or variables.")
+        raise TypeError(f"gradients: xs and stop_gradients must be tensors or variables, got a {type(x).__name__}.")
     return [x]
 
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
-from tfstyle_dist.ops import aggregate_columns
+from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
+from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
+from tfstyle_dist.train.shared_rule import SharedRule, is_shared
+from tfstyle_dist.train.sums import reduced, value_of
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
 from tfstyle_dist.variables.record import Placement
-from tfstyle_dist.variables.replicated import Replicated
 
 GradsAndVars = Sequence[tuple[Any, Any]]
 
@@ -39,6 +40,9 @@ class TFOptimizer(abc.ABC):
     def __init__(self, name: str) -> None:
         self._name = name
         self._slots: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        # For variables that were updated without aggregation: the slots of the copies of replicas 1, 2, ...
+        self.copy_slots: dict[int, dict[int, dict[str, Any]]] = {}
+        self._shared_rule: SharedRule | None = None
 
     def get_name(self) -> str:
         """The name given at construction."""
@@ -94,6 +98,7 @@ class TFOptimizer(abc.ABC):
         grads_and_vars: GradsAndVars,
         global_step: Any = None,
         name: str | None = None,
+        skip_gradients_aggregation: bool = False,
         *,
         aggregation_method: int | None = None,
     ) -> None:
@@ -103,10 +108,14 @@ class TFOptimizer(abc.ABC):
             grads_and_vars: pairs as ``compute_gradients`` gives them; every replica must list the same variables.
             global_step: a variable that is increased by one, if given.
             name: accepted for TF's signature.
+            skip_gradients_aggregation: each replica applies its own gradients to its own copy, for those who have
+                reduced them with ``all_reduce``; in replica context only. Copies of other gradients drift apart.
             aggregation_method: how the replicas' contributions are summed, an ``AggregationMethod``.
 
         Raises:
-            ValueError: no pairs, no gradient at all, or an unknown method.
+            ValueError: no pairs, no gradient at all, an unknown method, or ``skip_gradients_aggregation`` in
+                cross-replica context.
+            NotImplementedError: ``skip_gradients_aggregation`` where several processes share one copy.
             RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
         """
         method = AggregationMethod.validate(aggregation_method)
@@ -119,7 +128,14 @@ class TFOptimizer(abc.ABC):
         self._check(strategy, [v for _, v in pairs])
         self._claim([v for _, v in pairs], [g for g, _ in pairs])
         if replica is None or strategy.num_replicas_in_sync == 1:
+            if skip_gradients_aggregation and strategy.num_replicas_in_sync > 1:
+                raise ValueError(
+                    "apply_gradients(skip_gradients_aggregation=True) in cross-replica context: which copy gets which "
+                    "gradient is not defined there. Call it in the function that strategy.run calls."
+                )
             self._apply_in_cross_replica_context(strategy, pairs, method)
+        elif skip_gradients_aggregation:
+            local_updates.apply_own(self, strategy, replica, pairs)
         else:
 
             def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
@@ -167,54 +183,25 @@ class TFOptimizer(abc.ABC):
                     f"0. Give the same "
                     "list on every replica; a missing gradient is None."
                 )
-        columns = [[_value(p[i][0]) for p in payloads] for i in range(len(variables))]
-        self._update(self._reduced(strategy, variables, columns, method))
-
-    def _reduced(
-        self, strategy: Strategy, variables: list[Any], columns: list[list[torch.Tensor | None]], method: int
-    ) -> list[tuple[torch.Tensor, Any]]:
-        """The summed gradients; over several workers in one message per dtype, with a flag for each variable."""
-        group = strategy.worker.group
-        with torch.no_grad():
-            given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
-            sums = aggregate_columns(given, method)
-            if group.size == 1:
-                return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
-            described = [(tuple(v.shape), str(v.dtype)) for v in variables]
-            group.agree(f"{self._name}.apply_gradients of {described}, method {method!r}", "apply_gradients")
-            result: list[tuple[torch.Tensor, Any]] = []
-            places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-            for place, variable in enumerate(variables):
-                places.setdefault((variable.dtype, _value(variable).device), []).append(place)
-            reduced: dict[int, torch.Tensor] = {}
-            for (dtype, device), members in places.items():
-                parts = [_flat(sums[p], variables[p]) for p in members]
-                used_here = [float(sums[p] is not None) for p in members]
-                flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
-                flat = torch.cat([*parts, flags])
-                flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
-                # Workers that trace one program have the same gradients; reading the flags would cut it in two.
-                used = used_here if group.traces else flat[-len(members) :].tolist()
-                offset = 0
-                for k, place in enumerate(members):
-                    count = parts[k].numel()
-                    if used[k]:
-                        reduced[place] = flat[offset : offset + count].view(variables[place].shape)
-                    offset += count
-            result = [(reduced[p], v) for p, v in enumerate(variables) if p in reduced]
-        return result
+        columns = [[value_of(p[i][0]) for p in payloads] for i in range(len(variables))]
+        self._update(reduced(f"{self._name}.apply_gradients", strategy, variables, columns, method))
 
     def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         if not pairs:
             raise ValueError(
                 "No gradients provided for any variable: all are None. Does the loss depend on the variables?"
             )
-        if self._push(pairs):
-            return
-        self.begin_step()
-        with torch.no_grad():
-            for grad, variable in pairs:
-                self._update_one(grad, variable)
+        with get_strategy().worker.clocks[0].counting(UPDATE):
+            if self._push(pairs):
+                return
+            self.begin_step()
+            shared = [(g, v) for g, v in pairs if is_shared(v)]
+            if shared:
+                self._shared_rule = self._shared_rule or SharedRule(self, [v for _, v in shared])
+                self._shared_rule.apply(shared, self._slots)
+            with torch.no_grad():
+                for grad, variable in pairs if not shared else [(g, v) for g, v in pairs if not is_shared(v)]:
+                    self._update_one(grad, variable)
 
     def _push(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> bool:
         """Gives the gradients to the parameter servers, if that is where the variables live."""
@@ -227,7 +214,9 @@ class TFOptimizer(abc.ABC):
                 f"{self._name}.apply_gradients mixes {len(remote)} variables on parameter servers with "
                 f"{len(pairs) - len(remote)} others. Use one optimizer for each."
             )
-        remote[0].store.strategy.push_gradients(self, list(zip(remote, [g for g, _ in pairs], strict=True)))
+        strategy = remote[0].store.strategy
+        with strategy.worker.clocks[0].counting(COMMUNICATION):
+            strategy.push_gradients(self, list(zip(remote, [g for g, _ in pairs], strict=True)))
         return True
 
     def update_parameters(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
@@ -239,27 +228,36 @@ class TFOptimizer(abc.ABC):
 
     def without_slots(self) -> dict[str, Any]:
         """The settings alone; the slots live beside the variables."""
-        return {**self.__dict__, "_slots": {}}
+        return {**self.__dict__, "_slots": {}, "copy_slots": {}, "_shared_rule": None}
 
     def _update_one(self, grad: torch.Tensor, variable: Any) -> None:
         record = find_record(variable)
-        target = _value(variable) if record is None else record.components[0]
+        if record is not None and id(variable) in self.copy_slots:
+            for replica in range(len(record.components)):
+                local_updates.update_copy(self, grad, variable, replica)
+            record.changes += 1
+            return
+        target = value_of(variable) if record is None else record.components[0]
         target = target.detach()
-        slots = self._slots_of(variable)
-        grad = grad.to(target.device, target.dtype)
         others = [] if record is None or not record.separated else record.components[1:]
         before = target.clone() if others else target
+        self.update_tensor(target, grad, self.slots_of(variable))
+        if record is not None:
+            record.changes += 1
+        for other in others:
+            other.copy_(other + (target - before).to(other.device))
+            local_updates.constrain(variable, other)
+        local_updates.constrain(variable, target)
+        if not others and record is not None and len(record.components) > 1:
+            record.fan_out()
+
+    def update_tensor(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """Applies the rule to one copy."""
+        grad = grad.to(target.device, target.dtype)
         if grad.is_sparse and self.row_wise:
             self._update_rows(target, grad.coalesce(), slots)
         else:
             self.update(target, grad.to_dense() if grad.is_sparse else grad, slots)
-        if record is not None:
-            record.changes += 1
-        if others:
-            for other in others:
-                other.copy_(other + (target - before).to(other.device))
-        elif record is not None and len(record.components) > 1:
-            record.fan_out()
 
     def _update_rows(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Applies the rule to the rows that have a gradient, as TF's sparse updates do."""
@@ -279,6 +277,9 @@ class TFOptimizer(abc.ABC):
     row_wise = True
     """Whether a sparse gradient touches its rows alone."""
 
+    updates_copies = True
+    """Whether the rule can be applied to one replica's copy alone."""
+
     def begin_step(self) -> None:
         """Called once before the variables of a step are updated."""
         return
@@ -291,11 +292,31 @@ class TFOptimizer(abc.ABC):
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Changes ``value`` and ``slots`` in place by the rule of this optimizer."""
 
-    def _slots_of(self, variable: Any) -> dict[str, Any]:
+    def slots_of(self, variable: Any) -> dict[str, Any]:
+        """The state of one variable; made at the first call."""
         key = id(variable)
         if key not in self._slots:
-            self._slots[key] = (variable, self.make_slots(_value(variable).detach()))
+            self._slots[key] = (variable, self.make_slots(value_of(variable).detach()))
         return self._slots[key][1]
+
+    def common_variables(self) -> dict[str, torch.Tensor]:
+        """State that belongs to no variable, by name, as ``variables`` shows it."""
+        return {}
+
+    def variables(self) -> list[torch.Tensor]:
+        """The optimizer's state, sorted by name: the slots of each variable, and what belongs to none.
+
+        Returns:
+            The slot tensors themselves, empty before the first update; copies of Adam's powers of beta.
+        """
+        named = []
+        for number, (variable, slots) in enumerate(self._slots.values()):
+            record = find_record(variable)
+            name = "Variable" if record is None or not record.local_name else record.local_name
+            named += [(f"{name}/{self._name}", number, place, slot) for place, slot in enumerate(slots.values())]
+        if self._slots:
+            named += [(name, 0, 0, value) for name, value in self.common_variables().items()]
+        return [slot for *_, slot in sorted(named, key=lambda entry: entry[:3])]
 
     def get_slot_names(self) -> list[str]:
         """The names of the state tensors."""
@@ -323,9 +344,10 @@ class TFOptimizer(abc.ABC):
         """
         if len(variables) != len(state["slots"]):
             raise ValueError(f"The state has {len(state['slots'])} variables, but {len(variables)} were given.")
+        self.copy_slots.clear()
         self.load_common_state(state["common"])
         for variable, saved in zip(variables, state["slots"], strict=True):
-            slots = self._slots_of(variable)
+            slots = self.slots_of(variable)
             for name, value in saved.items():
                 if isinstance(value, torch.Tensor) and isinstance(slots.get(name), torch.Tensor):
                     slots[name].copy_(value)
@@ -378,24 +400,9 @@ def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
     return list({id(v): v for part in lists for v in part}.values())
 
 
-def _value(variable: Any) -> Any:
-    return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
-
-
-def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        return torch.zeros(variable.numel(), dtype=_accumulated(variable.dtype), device=_value(variable).device)
-    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(_accumulated(variable.dtype))
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of ``dtype`` travel."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _advance(step: Any, replica: Any) -> None:
     """Adds one to the step counter, once for all replicas."""
-    one = torch.ones_like(_value(step).detach())
+    one = torch.ones_like(value_of(step).detach())
     if replica is None or replica.num_replicas_in_sync == 1:
         step.assign_add(one)
         return

@@ -116,6 +116,11 @@ class AdamOptimizer(TFOptimizer):
         v.add_((grad * grad - v) * (1 - b2))
         value.sub_(m * rate / (v.sqrt() + _number(self.epsilon)))
 
+    def common_variables(self) -> dict[str, torch.Tensor]:
+        """``beta1_power`` and ``beta2_power``: the powers for the next step."""
+        betas = {"beta1_power": _number(self.beta1), "beta2_power": _number(self.beta2)}
+        return {name: torch.tensor(beta ** (self._steps + 1)) for name, beta in betas.items()}
+
     def common_state(self) -> dict[str, Any]:
         """The number of steps."""
         return {"steps": self._steps}
@@ -123,6 +128,47 @@ class AdamOptimizer(TFOptimizer):
     def load_common_state(self, state: dict[str, Any]) -> None:
         """The number of steps."""
         self._steps = state["steps"]
+
+
+class AdadeltaOptimizer(TFOptimizer):
+    """Adadelta: steps in the units of the variable (``tf.compat.v1.train.AdadeltaOptimizer``).
+
+    ``a = rho * a + (1 - rho) * grad^2; step = sqrt(u + epsilon) / sqrt(a + epsilon) * grad;
+    u = rho * u + (1 - rho) * step^2; value -= learning_rate * step``
+
+    Args:
+        learning_rate: a number, tensor, or function returning a number; 1 is the paper's.
+        rho: decay of both means.
+        epsilon: added under both roots.
+        use_locking: accepted for TF's signature.
+        name: for messages.
+
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method".
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 0.001,
+        rho: Rate = 0.95,
+        epsilon: Rate = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adadelta",
+    ) -> None:
+        super().__init__(name)
+        self.learning_rate, self.rho, self.epsilon = learning_rate, rho, epsilon
+
+    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
+        """``accum`` and ``accum_update``, zeros."""
+        return {"accum": torch.zeros_like(value), "accum_update": torch.zeros_like(value)}
+
+    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
+        """See the class."""
+        rho, epsilon = _number(self.rho), _number(self.epsilon)
+        accum, steps = slots["accum"], slots["accum_update"]
+        accum.mul_(rho).add_(grad * grad * (1 - rho))
+        step = (steps + epsilon).sqrt() * (accum + epsilon).rsqrt() * grad
+        steps.mul_(rho).add_(step * step * (1 - rho))
+        value.sub_(step * _number(self.learning_rate))
 
 
 class AdagradOptimizer(TFOptimizer):
@@ -190,9 +236,10 @@ class RMSPropOptimizer(TFOptimizer):
 
     def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
         """``rms`` (ones), ``momentum``, and ``mg`` when centered."""
-        slots = {"rms": torch.ones_like(value), "momentum": torch.zeros_like(value)}
+        slots = {"rms": torch.ones_like(value)}
         if self.centered:
             slots["mg"] = torch.zeros_like(value)
+        slots["momentum"] = torch.zeros_like(value)
         return slots
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:

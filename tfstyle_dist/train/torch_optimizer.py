@@ -54,6 +54,14 @@ class Optimizer(TFOptimizer):
         for parameter, grad in kept:
             parameter.grad = grad
 
+    updates_copies = False
+
+    def variables(self) -> list[torch.Tensor]:
+        """The tensors of the torch optimizer's state, in the order of its parameters."""
+        optimizer = self.torch_optimizer
+        states = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
     def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
         """The torch optimizer keeps the state."""
         return {}

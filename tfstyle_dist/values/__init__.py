@@ -11,10 +11,12 @@ from tfstyle_dist.values.distributed_values import (
     select_arguments,
     select_replica,
 )
+from tfstyle_dist.values.indexed_slices import IndexedSlices
 from tfstyle_dist.values.shares import is_uneven, mark_uneven
 
 __all__ = [
     "DistributedValues",
+    "IndexedSlices",
     "Mirrored",
     "PerReplica",
     "ValueContext",

@@ -14,8 +14,9 @@ from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_work
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.rows import RowMethods
 
-_write_lock = threading.Lock()
+write_lock = threading.Lock()
 
 _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "assign": lambda old, value: value,
@@ -24,7 +25,7 @@ _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class VariableComponent(torch.nn.Parameter):
+class VariableComponent(RowMethods, torch.nn.Parameter):  # type: ignore[misc]  # scatter_add takes TF's arguments too
     """One replica's copy of a variable: what ``experimental_local_results`` gives and ``extended.update`` passes."""
 
     _tfstyle_name: str
@@ -61,6 +62,12 @@ class VariableComponent(torch.nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
         """The replica's device as the user counts it (a logical CPU keeps its index)."""
         return self._tfstyle_device
+
+    def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> VariableComponent:
+        from tfstyle_dist.variables.scatter import apply_rows, rows_of
+
+        apply_rows(self, op, rows_of(op, sparse_delta, self, self._tfstyle_name))
+        return self
 
     def _write(self, op: str, value: Any) -> VariableComponent:
         write_component(self, op, checked(value, self, self._tfstyle_name))
@@ -105,7 +112,7 @@ def per_component(value: Any, count: int) -> list[Any]:
 
 def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
     """Applies one write to one copy; replica threads that write the same copy take turns."""
-    with _write_lock, torch.no_grad():
+    with write_lock, torch.no_grad():
         component.copy_(_APPLY[op](component, value))
 
 

@@ -45,7 +45,9 @@ class VariableSpec:
         dtype: torch.dtype | None,
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
+        constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        self.constraint = constraint
         self.initial_value, self.trainable, self.name, self.dtype = initial_value, trainable, name, dtype
         self.synchronization, self.aggregation = synchronization, aggregation
 
@@ -109,6 +111,7 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     variable._tfstyle_record = record
     variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
     variable._tfstyle_synchronization = shown  # type: ignore[attr-defined]
+    variable._tfstyle_constraint = spec.constraint  # type: ignore[attr-defined]
     store.add_variable(record)
     return variable
 

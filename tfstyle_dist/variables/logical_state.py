@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
 from tfstyle_dist.variables.record import Record, raw
@@ -95,6 +96,9 @@ def write_logical(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """
     if isinstance(tensor, Variable):
         tensor.assign(value)
+        return
+    if mesh.is_divided(tensor):
+        mesh.write_whole(tensor, value)
         return
     with torch.no_grad():
         tensor.copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from tfstyle_dist.variables.component import (
 from tfstyle_dist.variables.creation import VariableSpec, default_creator
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.rows import RowMethods
+from tfstyle_dist.variables.scatter import read_places, read_rows, scatter
 
 
-class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
+class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
     """A tensor that a strategy keeps on its replicas (``tf.Variable``).
 
     Built inside ``strategy.scope()`` it has one copy on each replica; outside every scope it is an ordinary
@@ -36,6 +39,8 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         name: for messages and checkpoints; copies are called ``name``, ``name/replica_1``, ...
         dtype: element type; default: the tensor's own, float32 for Python floats. Ignored when ``initial_value`` is a
             tensor of another type: that raises.
+        constraint: called with the value after a ``train`` optimizer has updated it, returns the value to keep, e.g. of
+            a norm of at most 1; ``assign`` and plain ``torch.optim`` optimizers do not call it.
         synchronization: when the copies are made equal.
         aggregation: how values written by the replicas combine.
 
@@ -58,6 +63,7 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         trainable: bool | None = None,
         name: str | None = None,
         dtype: torch.dtype | None = None,
+        constraint: Callable[[torch.Tensor], torch.Tensor] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Variable:
@@ -66,8 +72,10 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
             raise ValueError(f"synchronization must be a VariableSynchronization, got {synchronization!r}.")
         if not isinstance(aggregation, VariableAggregation):
             raise ValueError(f"aggregation must be a VariableAggregation, got {aggregation!r}.")
+        if constraint is not None and not callable(constraint):
+            raise ValueError(f"Argument `constraint` must be None or a callable, got {constraint!r}.")
         frame = current_frame()
-        spec = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation)
+        spec = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation, constraint)
         if frame is None or frame.component is not None:
             return default_creator(spec)
         return frame.strategy.create_variable(spec)  # type: ignore[no-any-return]
@@ -115,6 +123,38 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
         """How written values combine."""
         return self._tfstyle_record.aggregation
 
+    @property
+    def constraint(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What optimizers make the value satisfy; ``None`` for nothing."""
+        return self._tfstyle_constraint  # type: ignore[attr-defined,no-any-return]
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> torch.Tensor:
+        """``value[indices]``: rows by number, differentiable; TensorFlow's mirrored variables lack it.
+
+        Args:
+            indices: int row numbers of any shape.
+            name: accepted for TF's signature.
+
+        Returns:
+            A tensor of shape ``(*indices.shape, *row shape)``.
+
+        Raises:
+            InvalidArgumentError: a row that does not exist.
+        """
+        return read_rows(self._tfstyle_value(), indices, self.name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> torch.Tensor:
+        """``value[indices[..., 0], indices[..., 1], ...]``, differentiable; TensorFlow's mirrored variables lack it.
+
+        Args:
+            indices: int places; the last dimension holds the numbers of one place, or of one row.
+            name: accepted for TF's signature.
+
+        Raises:
+            InvalidArgumentError: a place that does not exist.
+        """
+        return read_places(self._tfstyle_value(), indices, self.name)
+
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -150,6 +190,9 @@ class Variable(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr_
     ) -> Any:
         """Subtracts ``delta``. See ``assign``."""
         return self._assign("assign_sub", delta)
+
+    def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> Any:
+        return scatter(self, op, sparse_delta)
 
     def _assign(self, op: str, value: Any) -> Any:
         try:

@@ -12,7 +12,7 @@ from tfstyle_dist.train.checkpoint.listing import CheckpointState, write_state
 from tfstyle_dist.train.checkpoint.restoring import restore
 from tfstyle_dist.train.checkpoint.saving import Save, Then
 from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
-from tfstyle_dist.train.checkpoint.tracking import find_leaves, worker_of
+from tfstyle_dist.train.checkpoint.tracking import find_leaves, group_of, worker_of
 
 _COUNTER = "save_counter"
 
@@ -180,7 +180,7 @@ class Checkpoint:
         before, self._counters[_COUNTER] = self.save_counter, counter
         try:
             leaves = self._leaves()
-            save = Save(worker_of(leaves, "Checkpoint.save").group, path, leaves, on_commit, on_finish)
+            save = Save(group_of(leaves, "Checkpoint.save"), path, leaves, on_commit, on_finish)
             if asynchronous:
                 self._save = save
                 save.later()
@@ -225,7 +225,7 @@ class Checkpoint:
         if save_path is None:
             return CheckpointLoadStatus(None, (), (), 0)
         leaves = self._leaves()
-        group = worker_of(leaves, "Checkpoint.restore").group
+        group = group_of(leaves, "Checkpoint.restore")
         return restore(group, os.fspath(save_path), leaves, optional=self._counters.keys())
 
     def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:

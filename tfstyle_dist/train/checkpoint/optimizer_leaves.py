@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Put
 from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
@@ -98,12 +99,25 @@ class OptimizerLeaf(Leaf):
         """See ``Leaf``: as a state_dict with the numbers that the parameters have here."""
         numbers = {name: i for i, name in enumerate(self._named())}
         states = {name: entry for name, entry in tree["state"].items() if name in numbers}
-        get = all_of([states, tree["param_groups"], tree["others"]], read)
+        parameters, state = list(self.tensors()), {}
+        for name, entry in states.items():  # one by one: the whole state of a divided model may not fit
+            number = numbers[name]
+            state[number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
+        get = all_of([tree["param_groups"], tree["others"]], read)
         groups = []
         for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
             groups.append({**codec.decode(saved, get), "params": here["params"]})
-        state = {numbers[name]: codec.decode(entry, get) for name, entry in states.items()}
         self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
+
+
+def _placed(entry: Any, like: torch.Tensor) -> Any:
+    """The state of one parameter; its tensors are divided as the parameter is."""
+    if not mesh.is_divided(like) or not isinstance(entry, dict):
+        return entry
+    return {
+        name: mesh.divided_like(value, like) if isinstance(value, torch.Tensor) and value.shape == like.shape else value
+        for name, value in entry.items()
+    }
 
 
 class TFOptimizerLeaf(Leaf):

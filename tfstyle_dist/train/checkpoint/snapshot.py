@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import mesh
 from tfstyle_dist.train.checkpoint.leaves import Leaf
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.logical_state import read_logical
@@ -88,6 +89,11 @@ class Snapshot:
         Raises:
             ValueError: an ``ON_READ`` variable of aggregation NONE.
         """
+        for item in self._items.values():
+            if mesh.is_divided(item.tensor):
+                record = find_record(item.tensor)
+                item.tensor, item.owner, item.logical = item.tensor.detach(), None, False
+                item.facts = {"kind": "tensor" if record is None else record.kind}
         logical = [item for item in self._items.values() if item.logical]
         for item, found in zip(logical, read_logical([item.tensor for item in logical]), strict=True):
             item.tensor, item.facts = found.value, found.facts
@@ -99,7 +105,9 @@ class Snapshot:
     def share(self, worker: int, workers: int) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
         """The tensors that one worker writes, with what the index file says of them.
 
-        What all workers have alike is divided so that each writes about the same number of bytes.
+        What all workers have alike is shared out so that each writes about the same number of bytes. Of a tensor that
+        is divided over workers the whole is put together, one tensor at a time, and its writer keeps it; collective
+        over them.
         """
         load = [0] * workers
         for item in self._items.values():
@@ -112,7 +120,14 @@ class Snapshot:
             load[writer] += _bytes(tensor)
             if writer == worker:
                 chosen.add(name)
-        mine = {name: item.tensor for name, item in self._items.items() if name in chosen}
+        mine = {}
+        for name, item in self._items.items():
+            tensor = item.tensor
+            if mesh.is_divided(tensor):
+                tensor = mesh.whole(tensor)
+                item.tensor = tensor.to("meta")
+            if name in chosen:
+                mine[name] = tensor
         facts = {
             name: {
                 "shape": list(tensor.shape),

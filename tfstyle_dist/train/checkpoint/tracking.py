@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import mesh
+from tfstyle_dist.comm.data_axis import DataAxis
+from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import env
-from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy
@@ -109,7 +109,6 @@ def worker_of(leaves: Sequence[Leaf], what: str) -> Worker:
         what: the call, for messages.
 
     Raises:
-        InvalidArgumentError: the model is divided over several workers.
         RuntimeError: called in replica context, or one of several workers has no strategy to go by.
     """
     frame = current_frame()
@@ -117,13 +116,6 @@ def worker_of(leaves: Sequence[Leaf], what: str) -> Worker:
         raise RuntimeError(
             f"{what} must be called in cross-replica context, on all workers, not in replica context (inside "
             "strategy.run). Call it after run."
-        )
-    divided = any(mesh.is_divided(tensor) for leaf in leaves for tensor in leaf.tensors())
-    if divided or (has_strategy() and get_strategy().parameter_store.model_mesh is not None):
-        raise InvalidArgumentError(
-            f"{what} cannot hold a model that is divided over several workers (logical_devices_per_replica, "
-            "fully_shard): the workers of a replica would write the same files. Save "
-            "model_parallel.full_state_dict(model), an ordinary state dict, with torch.save on the chief."
         )
     if has_strategy():
         return get_strategy().worker
@@ -138,3 +130,12 @@ def worker_of(leaves: Sequence[Leaf], what: str) -> Worker:
             "and none is in force, so all workers would write the same files. Call it inside strategy.scope()."
         )
     return get_strategy().worker
+
+
+def group_of(leaves: Sequence[Leaf], what: str) -> WorkerGroup:
+    """The workers that save or restore together: all of them, also where several hold one replica.
+
+    Arguments and errors as for ``worker_of``.
+    """
+    group = worker_of(leaves, what).group
+    return group.world if isinstance(group, DataAxis) else group

@@ -1,0 +1,129 @@
+"""Why the replicas do not scale: a reading of the table of phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from tfstyle_dist.runtime.clocks import COMMUNICATION, COMPUTE, INPUT, OTHER, PHASES, UPDATE, WAIT
+
+if TYPE_CHECKING:
+    from tfstyle_dist.monitoring.report import ReplicaTimes
+
+# Shares of a step above which something is said.
+INPUT_LIMIT, COMMUNICATION_LIMIT, STRAGGLER_LIMIT, UPDATE_LIMIT, OTHER_LIMIT = 0.1, 0.2, 0.1, 0.3, 0.2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason why a step takes longer than its computation.
+
+    Attributes:
+        kind: ``"input"``, ``"communication"``, ``"straggler"``, ``"update"`` or ``"other"``.
+        share: of the step, 0 to 1.
+        text: a sentence for people.
+        replica: the straggler's number.
+    """
+
+    kind: str
+    share: float
+    text: str
+    replica: int | None = None
+
+
+def own_time(times: ReplicaTimes) -> float:
+    """Seconds of a step in which a replica neither waits for others nor exchanges values with them."""
+    return sum(times.seconds) - times.seconds[WAIT] - times.seconds[COMMUNICATION]
+
+
+def diagnose(replicas: Sequence[ReplicaTimes]) -> list[Finding]:
+    """What keeps these replicas from doing nothing but compute, the largest first.
+
+    All replicas leave a collective together, so the time that they spend in it differs by when they came. What the last
+    one to come spends is the price of communication; what the others spend more is waiting for it.
+
+    Args:
+        replicas: of one function.
+    """
+    step = fmean(sum(r.seconds) for r in replicas)
+    if step <= 0:
+        return []
+    found = [_input(replicas, step), _update(replicas, step), _other(replicas, step)]
+    if len(replicas) > 1:
+        found += [_communication(replicas, step), _straggler(replicas, step)]
+    return sorted((f for f in found if f is not None), key=lambda f: -f.share)
+
+
+def _usual(replicas: Sequence[ReplicaTimes], phase: int) -> float:
+    return median(r.seconds[phase] for r in replicas)
+
+
+def _input(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
+    share = _usual(replicas, INPUT) / step
+    if share <= INPUT_LIMIT:
+        return None
+    return Finding(
+        "input",
+        share,
+        f"Input-bound: {share:.0%} of a step is spent reading batches. Give the DataLoader num_workers, decode and "
+        "augment less, or keep the data nearer (docs/input.md).",
+    )
+
+
+def _update(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
+    share = _usual(replicas, UPDATE) / step
+    if share <= UPDATE_LIMIT:
+        return None
+    return Finding(
+        "update",
+        share,
+        f"The optimizer takes {share:.0%} of a step, whatever the number of replicas. Use its fused or foreach form, "
+        "or a larger batch for each update.",
+    )
+
+
+def _other(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
+    share = _usual(replicas, OTHER) / step
+    if share <= OTHER_LIMIT:
+        return None
+    return Finding(
+        "other",
+        share,
+        f"{share:.0%} of a step passes outside of strategy.run and of the distributed dataset: the loop's own code, "
+        "e.g. logging, float(loss), or batches from elsewhere (mark those with monitor.phase('input')).",
+    )
+
+
+def _communication(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
+    share = min(r.seconds[COMMUNICATION] + r.seconds[WAIT] for r in replicas) / step
+    if share <= COMMUNICATION_LIMIT:
+        return None
+    return Finding(
+        "communication",
+        share,
+        f"Communication-bound: even the last replica to come spends {share:.0%} of a step exchanging values. Use a "
+        "larger batch for each replica, strategy.accumulate() over several batches, or a faster connection "
+        "(docs/aggregation.md).",
+    )
+
+
+def _straggler(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
+    own = [own_time(r) for r in replicas]
+    slowest = replicas[own.index(max(own))]
+    share = (max(own) - fmean(own)) / step
+    if share <= STRAGGLER_LIMIT:
+        return None
+    others = [r for r in replicas if r is not slowest]
+    usual = [median(r.seconds[phase] for r in others) for phase in range(len(PHASES))]
+    phase = max((INPUT, COMPUTE, UPDATE, OTHER), key=lambda p: slowest.seconds[p] - usual[p])
+    return Finding(
+        "straggler",
+        share,
+        f"Straggler: replica {slowest.replica} (worker {slowest.worker}, {slowest.device}) holds up the others, who "
+        f"lose {share:.0%} of a step on average. Its {PHASES[phase]} takes {slowest.seconds[phase] * 1e3:.2f} ms a "
+        f"step, that of the others {usual[phase] * 1e3:.2f} ms. Uneven batches, a slower or shared device, or other "
+        "work on that machine.",
+        slowest.replica,
+    )

@@ -1,0 +1,28 @@
+"""A trace of ``torch.profiler`` of all threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def record(path: Path) -> Iterator[Any]:
+    """Profiles the block and writes a Chrome trace.
+
+    Args:
+        path: of the file; its folder is made.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # Otherwise only the calling thread is seen: replicas 1, 2, ... have threads of their own.
+    everything = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=activities, experimental_config=everything) as profiler:
+        yield profiler
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))

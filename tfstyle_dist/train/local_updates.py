@@ -1,0 +1,104 @@
+"""``apply_gradients(skip_gradients_aggregation=True)``: each replica updates its own copy with its own gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.cross_device_ops.collective import true_device
+from tfstyle_dist.runtime.clocks import UPDATE
+from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.record import Placement, Record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.train.optimizer import TFOptimizer
+
+
+def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: list[tuple[Any, Any]]) -> None:
+    """Applies the calling replica's gradients to its copies.
+
+    Args:
+        optimizer: whose rule.
+        strategy: in force, with several replicas.
+        replica: the ReplicaContext.
+        pairs: gradient or ``None``, and variable.
+
+    Raises:
+        NotImplementedError: the copies are one, in memory that several processes share; or the rule is that of a
+            wrapped ``torch.optim`` optimizer, which knows one copy in each process.
+        RuntimeError: the replicas list different variables.
+    """
+    central = strategy.parameter_store.placement is Placement.CENTRAL
+    if central and strategy.worker.group.size > 1:
+        raise NotImplementedError(
+            "skip_gradients_aggregation=True under CentralStorageStrategy with several processes: there is one copy of "
+            "the variables, and no replica has one of its own. Leave it out, or use MirroredStrategy."
+        )
+    if strategy.worker.num_local_replicas == 1:
+        optimizer._update([(g, v) for g, v in pairs if g is not None])
+        return
+    if not optimizer.updates_copies:
+        raise NotImplementedError(
+            f"skip_gradients_aggregation=True of {type(optimizer).__name__}, which wraps a torch.optim optimizer, with "
+            "several replicas in one process: it has the state of one copy. Start one process for each replica, or use "
+            "one of the optimizers of the train module."
+        )
+
+    def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
+        order = [id(v) for _, v in payloads[0]]
+        for number, other in enumerate(payloads):
+            if [id(v) for _, v in other] != order:
+                raise RuntimeError(
+                    f"apply_gradients: replica {number} lists other variables, or another order, than replica 0. Give "
+                    "the same list on every replica; a missing gradient is None."
+                )
+        with entered(Frame(strategy)), strategy.worker.clocks[0].counting(UPDATE), torch.no_grad():
+            if not central:
+                optimizer.begin_step()
+            for number, own in enumerate(payloads):
+                if central:  # one copy takes the updates of all replicas, one after the other
+                    optimizer.begin_step()
+                for grad, variable in own:
+                    if grad is not None:
+                        update_copy(optimizer, grad, variable, 0 if central else number)
+        return [None] * len(payloads)
+
+    replica.meet(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
+
+
+def update_copy(optimizer: TFOptimizer, grad: torch.Tensor, variable: Any, replica: int) -> None:
+    """Applies the rule to one replica's copy, with slots of its own."""
+    record = find_record(variable)
+    slots = optimizer.slots_of(variable)
+    if record is None:  # belongs to no strategy: updated once for each replica
+        target = variable.detach()
+    else:
+        if record.placement is not Placement.CENTRAL:
+            record.separate()
+            slots = _slots_of_copies(optimizer, variable, record, slots)[replica]
+        target = record.components[replica].detach()
+        record.changes += 1
+    optimizer.update_tensor(target, grad, slots)
+    constrain(variable, target)
+
+
+def constrain(variable: Any, component: torch.Tensor) -> None:
+    """Applies the variable's own constraint to one copy."""
+    constraint = getattr(variable, "_tfstyle_constraint", None)
+    if constraint is not None:
+        component.copy_(constraint(component.detach().clone()))
+
+
+def _slots_of_copies(
+    optimizer: TFOptimizer, variable: Any, record: Record, shared: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The first replica's slots are the shared ones; those of the others begin as copies of them."""
+    copies = optimizer.copy_slots.get(id(variable))
+    if copies is None:
+        places = [true_device(component) for component in record.components]
+        copies = {r: {k: v.to(places[r], copy=True) for k, v in shared.items()} for r in range(1, len(places))}
+        optimizer.copy_slots[id(variable)] = copies
+    return {0: shared, **copies}

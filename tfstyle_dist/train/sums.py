@@ -1,0 +1,74 @@
+"""Sums of gradients over all replicas for ``apply_gradients``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
+from tfstyle_dist.ops import aggregate_columns
+from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.variables.replicated import Replicated
+
+
+def reduced(
+    caller: str, strategy: Strategy, variables: list[Any], columns: list[list[torch.Tensor | None]], method: int
+) -> list[tuple[torch.Tensor, Any]]:
+    """The summed gradients; over several workers in one message per dtype, with a flag for each variable.
+
+    Args:
+        caller: the call, for messages.
+        strategy: whose replicas.
+        variables: in the order of all replicas.
+        columns: for each variable the local replicas' gradients.
+        method: an ``AggregationMethod``.
+
+    Returns:
+        Sum and variable, where any replica has a gradient.
+    """
+    group = strategy.worker.group
+    with strategy.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
+        given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
+        sums = aggregate_columns(given, method)
+        if group.size == 1:
+            return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
+        described = [(tuple(v.shape), str(v.dtype)) for v in variables]
+        group.agree(f"{caller} of {described}, method {method!r}", "apply_gradients")
+        places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for place, variable in enumerate(variables):
+            places.setdefault((variable.dtype, value_of(variable).device), []).append(place)
+        totals: dict[int, torch.Tensor] = {}
+        for (dtype, device), members in places.items():
+            parts = [_flat(sums[p], variables[p]) for p in members]
+            used_here = [float(sums[p] is not None) for p in members]
+            flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
+            flat = torch.cat([*parts, flags])
+            flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
+            # Workers that trace one program have the same gradients; reading the flags would cut it in two.
+            used = used_here if group.traces else flat[-len(members) :].tolist()
+            offset = 0
+            for k, place in enumerate(members):
+                count = parts[k].numel()
+                if used[k]:
+                    totals[place] = flat[offset : offset + count].view(variables[place].shape)
+                offset += count
+        return [(totals[p], v) for p, v in enumerate(variables) if p in totals]
+
+
+def value_of(variable: Any) -> Any:
+    """The tensor that a variable, or a plain tensor, means in the calling context."""
+    return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
+
+
+def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
+    if total is None:
+        return torch.zeros(variable.numel(), dtype=_accumulated(variable.dtype), device=value_of(variable).device)
+    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(_accumulated(variable.dtype))
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of ``dtype`` travel."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,244 @@
+"""Writes to some rows of a variable, and reads of some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_device
+from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.values.indexed_slices import as_slices
+from tfstyle_dist.variables.component import write_lock
+from tfstyle_dist.variables.record import Placement, Record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.variable import Variable
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Values, and the numbers of their rows."""
+
+
+def _divided(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return old / value if old.is_floating_point() or old.is_complex() else torch.div(old, value, rounding_mode="trunc")
+
+
+_APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "scatter_add": torch.add,
+    "scatter_sub": torch.sub,
+    "scatter_mul": torch.mul,
+    "scatter_div": _divided,
+    "scatter_min": torch.minimum,
+    "scatter_max": torch.maximum,
+    "scatter_update": lambda old, value: value,
+    "batch_scatter_update": lambda old, value: value,
+}
+_NOT_COMBINED = ("scatter_min", "scatter_max", "scatter_update")
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(op: str, sparse_delta: Any, like: torch.Tensor, name: str) -> Rows:
+    """The rows to write, in one dimension, on the variable's device.
+
+    Raises:
+        TypeError: not ``IndexedSlices``, nor a sparse tensor.
+        InvalidArgumentError: wrong dtype or shape, or a row that does not exist.
+    """
+    slices = as_slices(sparse_delta)
+    values, indices = slices.values.detach(), slices.indices.detach().to(true_device(like), torch.int64)
+    values = values.to(true_device(like))
+    if values.dtype != like.dtype:
+        raise InvalidArgumentError(
+            f"{op}: variable {name!r} has dtype {like.dtype}, but the slices have {values.dtype}; write "
+            f"values.to({like.dtype})."
+        )
+    if like.dim() == 0:
+        raise InvalidArgumentError(f"{op}: variable {name!r} is a scalar and has no rows; use assign.")
+    if op == "batch_scatter_update":
+        return _rows_of_batches(values, indices, like, name)
+    row = tuple(like.shape[1:])
+    if values.dim() > 0 and tuple(values.shape) != (*indices.shape, *row):
+        raise InvalidArgumentError(
+            f"{op}: slices of variable {name!r} must have values.shape = indices.shape + {row}, or one number, got "
+            f"values.shape {tuple(values.shape)} and indices.shape {tuple(indices.shape)}."
+        )
+    _check_range(op, indices, like.shape[0], name)
+    return values.expand((*indices.shape, *row)).reshape(-1, *row), indices.reshape(-1)
+
+
+def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Tensor, name: str) -> Rows:
+    """``variable[b1, ..., indices[b1, ..., j]] = values[b1, ..., j]``: the last dimension of the indices counts."""
+    depth = indices.dim()
+    rest = tuple(like.shape[depth:])
+    batches = tuple(indices.shape[:-1])
+    fits = depth >= 1 and depth <= like.dim() and tuple(values.shape) == (*indices.shape, *rest)
+    if not fits or any(b > n for b, n in zip(batches, like.shape, strict=False)):
+        raise InvalidArgumentError(
+            f"batch_scatter_update: slices of variable {name!r} of shape {tuple(like.shape)} must have values.shape = "
+            f"indices.shape + shape[{depth}:], got values.shape {tuple(values.shape)}, indices.shape "
+            f"{tuple(indices.shape)}."
+        )
+    _check_range("batch_scatter_update", indices, like.shape[depth - 1], name)
+    number = torch.zeros_like(indices)
+    for axis, size in enumerate(batches):
+        place = torch.arange(size, device=indices.device).view([-1 if d == axis else 1 for d in range(depth)])
+        number = number * like.shape[axis] + place
+    number = number * like.shape[depth - 1] + indices
+    return values.reshape(-1, *rest), number.reshape(-1)
+
+
+def _check_range(op: str, indices: torch.Tensor, size: int, name: str) -> None:
+    wrong = ((indices < 0) | (indices >= size)).nonzero()
+    if len(wrong):
+        place = wrong[0].tolist()
+        raise InvalidArgumentError(
+            f"{op} of variable {name!r}: indices{place} = {int(indices[tuple(place)])} is not in [0, {size})."
+        )
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def apply_rows(component: torch.Tensor, op: str, rows: Rows) -> None:
+    """Writes rows to one copy, those that are named several times in the order given."""
+    values, numbers = rows
+    apply = _APPLY[op]
+    with write_lock, torch.no_grad():
+        whole = component.detach()
+        flat = whole.reshape(-1, *values.shape[1:])  # a batch scatter counts its rows over several dimensions
+        for places in _rounds(numbers):
+            chosen = numbers[places]
+            flat[chosen] = apply(flat[chosen], values[places])
+        if flat.data_ptr() != whole.data_ptr():  # reshape had to copy
+            whole.copy_(flat.view(whole.shape))
+
+
+def _rounds(numbers: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Places of the rows such that no row comes twice in a round: first all first occurrences, then the second ones."""
+    if len(numbers) < 2:
+        yield torch.arange(len(numbers), device=numbers.device)
+        return
+    order = torch.argsort(numbers, stable=True)
+    ordered = numbers[order]
+    place = torch.arange(len(numbers), device=numbers.device)
+    starts = torch.where(torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]]), place, 0)
+    occurrence = torch.empty_like(place)
+    occurrence[order] = place - torch.cummax(starts, 0).values
+    for number in range(int(occurrence.max()) + 1):
+        yield (occurrence == number).nonzero().flatten()
+
+
+def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
+    """One scatter write of a variable, in the calling context."""
+    record = variable._tfstyle_record
+    record.store.ensure_equal()
+    strategy, frame = record.store.strategy, current_frame()
+    plain = variable._tfstyle_plain()
+    if frame is not None and frame.strategy is not strategy and not plain:
+        raise mixing_error(strategy, frame.strategy, f"{op} of variable {variable.name!r}")
+    rows = rows_of(op, sparse_delta, record.components[0], variable.name)
+    index, central = record.index(), record.placement is Placement.CENTRAL
+    try:
+        if plain or (frame is not None and frame.component is not None):
+            apply_rows(record.components[0 if plain else index or 0], op, rows)
+            return variable
+        if not central:
+            _check_supported(variable, op)
+        if index is None:
+            _apply_to_all(record, op, rows)
+        elif not central and record.aggregation is VariableAggregation.NONE:
+            record.separate()
+            apply_rows(record.components[index], op, rows)
+        else:
+            assert frame is not None
+
+            def write(payloads: list[Rows]) -> list[None]:
+                _apply_to_all(record, op, _combined(record, payloads, central))
+                return [None] * len(payloads)
+
+            frame.replica.meet(f"{op} of variable {variable.name!r}", rows, write)
+        return variable
+    finally:
+        record.changes += 1
+
+
+def _check_supported(variable: Variable, op: str) -> None:
+    """As in TensorFlow, whatever the context."""
+    if variable._tfstyle_record.synchronization is VariableSynchronization.ON_READ:
+        raise NotImplementedError(f"Variables with `synchronization=ON_READ` doesn't support `{op}`: use assign.")
+    if op == "batch_scatter_update":
+        raise NotImplementedError(
+            f"batch_scatter_update of variable {variable.name!r}, which has copies on several replicas: TensorFlow "
+            "does not define it. Use scatter_update, or assign."
+        )
+    sums = variable.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+    if op in _NOT_COMBINED and sums:
+        raise NotImplementedError(
+            f"{op} is only supported for mirrored variable (variable created within certain `tf.distribute.Strategy` "
+            f"scope) with NONE or `ONLY_FIRST_REPLICA` aggregation, got: {variable.aggregation}."
+        )
+
+
+def _apply_to_all(record: Record, op: str, rows: Rows) -> None:
+    """Writes to every copy, once to those that share their storage."""
+    seen: set[int] = set()
+    for component in record.components:
+        if component.data_ptr() not in seen:
+            seen.add(component.data_ptr())
+            device = true_device(component)
+            apply_rows(component, op, (rows[0].to(device), rows[1].to(device)))
+
+
+def _combined(record: Record, payloads: list[Rows], central: bool) -> Rows:
+    """What the replicas of all workers write together.
+
+    The rows of a sum are those of all replicas one after the other, and each is applied; those of a mean are divided by
+    the number of replicas. One central copy takes every replica's write, whatever the aggregation.
+    """
+    worker, first = record.store.worker, record.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not central
+    device = payloads[0][0].device
+    local = payloads[:1] if first else payloads
+    values = torch.cat([v.to(device) for v, _ in local])
+    numbers = torch.cat([n.to(device) for _, n in local])
+    if worker.group.size > 1 and not (first and not record.store.strategy.first_replica_is_global):
+        name = f"rows of variable {record.local_name!r}"
+        counts = worker.group.numbers(len(numbers), f"{name} (counts)")
+        values = gather_over_workers(worker, [values], 0, name)
+        numbers = gather_over_workers(worker, [numbers], 0, f"{name} (numbers)")
+        if first:
+            values, numbers = values[: counts[0]], numbers[: counts[0]]
+    if record.aggregation is VariableAggregation.MEAN and not central:
+        values = values / worker.num_replicas
+    return values.to(record.components[0].dtype), numbers
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_rows(value: torch.Tensor, indices: Any, name: str) -> torch.Tensor:
+    """``value[indices]`` for row numbers of any shape; differentiable."""
+    numbers = torch.as_tensor(indices, device=true_device(value)).to(torch.int64)
+    if value.dim() == 0:
+        raise InvalidArgumentError(f"sparse_read of variable {name!r}: it is a scalar and has no rows.")
+    _check_range("sparse_read", numbers, value.shape[0], name)
+    return value[numbers]
+
+
+def read_places(value: torch.Tensor, indices: Any, name: str) -> torch.Tensor:
+    """``value[indices[..., 0], indices[..., 1], ...]``; differentiable."""
+    places = torch.as_tensor(indices, device=true_device(value)).to(torch.int64)
+    if places.dim() == 0 or places.shape[-1] > value.dim():
+        raise InvalidArgumentError(
+            f"gather_nd of variable {name!r} of shape {tuple(value.shape)}: the last dimension of indices must be at "
+            f"most {value.dim()}, got indices.shape {tuple(places.shape)}."
+        )
+    for axis in range(places.shape[-1]):
+        _check_range("gather_nd", places[..., axis], value.shape[axis], name)
+    if places.shape[-1] == 0:
+        return value.expand(*places.shape[:-1], *value.shape)
+    return value[tuple(places.unbind(-1))]
