@@ -1,8 +1,8 @@
 """Runs test scripts of accelerate's own wheel with another class in the place of ``Accelerator``; under torchrun.
 
-    torchrun --nproc-per-node 2 accelerate_scripts.py ADD_N scripts.test_sync scripts.external_deps.test_metrics ...
+    torchrun --nproc-per-node 2 accelerate_scripts.py ADD_N,TREE scripts.test_sync scripts.test_ops ...
 
-The first argument is the aggregation method, or ``stock`` for accelerate's own class: that with one script at a time,
+The first argument is the aggregation methods, or ``stock`` for accelerate's own class: that with one script at a time,
 because its process group does not survive being made anew. Rank 0 prints a line for each script.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import sys
 import time
@@ -58,6 +59,7 @@ def _count_sums(group: Any) -> None:
 
 
 def put_in_place(method: str) -> None:
+    """Before the scripts are imported."""
     if method != "stock":
         Hooked.method = METHODS[method]
         accelerate.Accelerator = Hooked
@@ -83,10 +85,10 @@ def run(name: str, arguments: list[str]) -> str:
 
 
 def main() -> int:
-    method, *names = sys.argv[1:]
-    put_in_place(method)
+    methods, *names = sys.argv[1:]
     failed = 0
-    for entry in names:
+    for method, entry in itertools.product(methods.split(","), names):
+        put_in_place(method)
         name, *arguments = entry.split()
         start, before = time.perf_counter(), Hooked.sums
         said = io.StringIO()
@@ -94,7 +96,8 @@ def main() -> int:
             error = run(name, arguments)
         result = "fail" if error else "pass"
         failed += bool(error)
-        line = f"{result} {name.rpartition('.')[2]} {time.perf_counter() - start:.1f} s, {Hooked.sums - before} sums\n"
+        seconds, sums = time.perf_counter() - start, Hooked.sums - before
+        line = f"{method} {result} {name.rpartition('.')[2]} {seconds:.1f} s, {sums} sums\n"
         if error or os.environ["RANK"] == "0":
             sys.stdout.write(f"{line}{said.getvalue() if error else ''}{error}")
             sys.stdout.flush()

@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate_state import no_accelerate_state  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

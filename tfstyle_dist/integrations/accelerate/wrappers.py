@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
 
 
-class Wrapped(torch.nn.DataParallel):
+class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
     """Calls the model, and shows its state under the model's own names.
 
     Args:

@@ -1,4 +1,4 @@
-"""accelerate keeps its state in its classes: each test starts without any."""
+"""accelerate keeps its state in its classes: each test of a module that imports the fixture starts without any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfstyle_dist.integrations.accelerate import choice
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerate_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_accelerate_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else accelerate warns that it chooses itself
     yield
     for state in (PartialState, AcceleratorState, GradientState):
