@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
+import safetensors.torch
 import torch
 from accelerate_state import no_accelerate_state  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.integrations.accelerate import StrategyAccelerator, attach, from_accelerator
 from tfstyle_dist.integrations.accelerate.gradients import StrategyDDPHandler
 
@@ -26,9 +32,9 @@ METHODS = {
 }
 
 
-def mirrored(method: str = "ADD_N") -> tfd.MirroredStrategy:
+def mirrored(method: str = "ADD_N", replicas: int = 1) -> tfd.MirroredStrategy:
     ops = tfd.ReductionToOneDevice(aggregation_method=METHODS[method])
-    return tfd.MirroredStrategy(["cpu:0"], cross_device_ops=ops)
+    return tfd.MirroredStrategy([f"cpu:{number}" for number in range(replicas)], cross_device_ops=ops)
 
 
 def data(count: int = 48) -> TensorDataset:
@@ -87,9 +93,9 @@ def assert_same(ours: tuple[nn.Module, list[float]], steps: int) -> None:
         torch.testing.assert_close(tensor.detach().clone(), theirs[0].state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_training_equals_one_device(method: str) -> None:
-    with mirrored(method) as strategy:
+@pytest.mark.parametrize(("method", "replicas"), [("ADD_N", 1), ("TREE", 1), ("DEFAULT", 1), ("TREE", 2)])
+def test_training_equals_one_device(method: str, replicas: int) -> None:
+    with mirrored(method, replicas) as strategy:
         config = accelerate.DataLoaderConfiguration(split_batches=True)
         accelerator = StrategyAccelerator(
             strategy=strategy, dataloader_config=config, gradient_accumulation_steps=2, cpu=True
@@ -138,11 +144,14 @@ def test_no_sync_and_the_hook_of_the_script(rank: int, monkeypatch: pytest.Monke
         assert other.unwrap_model(hooked).weight.grad.item() == 1.5
 
 
-def test_bf16_autocast_and_state(shared_tmp_path: Path) -> None:
-    with mirrored() as strategy:
+@pytest.mark.parametrize("kind", ["plain", "in the scope", "central", "two replicas"])
+def test_bf16_autocast_and_state(kind: str, shared_tmp_path: Path) -> None:
+    strategy = tfd.experimental.CentralStorageStrategy() if kind == "central" else None
+    with strategy or mirrored(replicas=2 if kind == "two replicas" else 1) as strategy:
         accelerator = StrategyAccelerator(strategy=strategy, mixed_precision="bf16")
         seen = []
-        model = make_model()
+        with strategy.scope() if kind == "in the scope" else contextlib.nullcontext():
+            model = make_model()
         model[0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -156,9 +165,13 @@ def test_bf16_autocast_and_state(shared_tmp_path: Path) -> None:
             return loss.detach()
 
         step()
-        assert seen == [torch.bfloat16]
+        assert set(seen) == {torch.bfloat16}
         accelerator.save_state(str(shared_tmp_path / "state"))
+        accelerator.save_model(model, str(shared_tmp_path / "model"))
         accelerator.wait_for_everyone()
+        saved = safetensors.torch.load_file(shared_tmp_path / "model" / "model.safetensors")
+        torch.testing.assert_close(saved, dict(accelerator.get_state_dict(model)), rtol=0, atol=0)
+        assert sorted(saved) == ["0.bias", "0.weight", "2.bias", "2.weight"]
         after = [step() for _ in range(3)]
         accelerator.load_state(str(shared_tmp_path / "state"))
         assert torch.equal(torch.stack(after), torch.stack([step() for _ in range(3)]))
@@ -254,6 +267,28 @@ def test_a_model_of_the_strategy_keeps_its_own_gradients(central: bool) -> None:
         result = train(accelerator, model)
         assert result[0] is model
         assert_same(result, steps=2)
+        joined = accelerator.join_uneven_inputs([accelerator.prepare(model)])
+        with pytest.raises(ValueError, match="join_uneven_inputs needs models"), joined:
+            pass
+
+
+@pytest.mark.distributed(
+    workers=2, env=dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TFSTYLE_RENDEZVOUS_FILE"])
+)
+def test_workers_of_tf_config(rank: int, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = shared_tmp_path / "ports"
+    if rank == 0:
+        place.with_suffix(".new").write_text(json.dumps(free_ports(2)))
+        place.with_suffix(".new").rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in json.loads(place.read_text())]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}}))
+    accelerator = StrategyAccelerator(auto_shard_policy=tfd.AutoShardPolicy.DATA, cpu=True)
+    assert type(accelerator.strategy) is tfd.MultiWorkerMirroredStrategy
+    assert (accelerator.process_index, accelerator.num_processes) == (rank, 2)
+    assert "RANK" not in os.environ  # it was only lent to accelerate
+    assert_same(train(accelerator, make_model()), steps=1)
 
 
 def test_a_pickle_has_no_strategy_in_it() -> None:

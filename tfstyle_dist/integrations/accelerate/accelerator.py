@@ -14,6 +14,7 @@ from tfstyle_dist.input import AutoShardPolicy
 from tfstyle_dist.integrations.accelerate import checks, choice, loaders, models
 from tfstyle_dist.integrations.accelerate.gradients import StrategyDDPHandler
 from tfstyle_dist.integrations.accelerate.library import Accelerator, DistributedType, map_tensors
+from tfstyle_dist.integrations.accelerate.wrappers import Adopted
 from tfstyle_dist.strategies import Strategy
 
 
@@ -67,6 +68,10 @@ class StrategyMethods:
         with loaders.sharded_by(self.auto_shard_policy, me):
             return super().prepare_data_loader(data_loader, *args, **kwargs)  # type: ignore[misc]
 
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        """See ``Accelerator.get_state_dict``."""
+        return super().get_state_dict(model, unwrap and not isinstance(model, Adopted))  # type: ignore[misc]
+
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """See ``Accelerator.prepare_scheduler``; under an ``auto_shard_policy`` a step counts once."""
         with loaders.stepping_once(self.auto_shard_policy, self):
@@ -99,8 +104,13 @@ class StrategyMethods:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[Any]:
-        """See ``Accelerator.join_uneven_inputs``; works on CPUs too, where accelerate's own only warns."""
+        """See ``Accelerator.join_uneven_inputs``; works on CPUs too, where accelerate's own only warns.
+
+        Raises:
+            ValueError: a model that belongs to the strategy.
+        """
         me: Any = self
+        models.check_joins(joinables)
         joined = super().join_uneven_inputs(joinables, even_batches)  # type: ignore[misc]
         # Whether processes are joined is asked once, on the way in.
         self._tfstyle_joins = me.distributed_type == DistributedType.MULTI_CPU and me.num_processes > 1

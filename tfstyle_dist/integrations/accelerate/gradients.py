@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.comm.bootstrap import default_process_group
 from tfstyle_dist.cross_device_ops.collective import widened_type
 from tfstyle_dist.integrations.accelerate.library import DistributedDataParallelKwargs
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
+
+_PATIENCE = 0.05  # seconds; the threads need microseconds, once they are let
 
 
 def mean_of_bucket(strategy: Strategy, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -78,3 +84,19 @@ class StrategyDDPHandler:
             self.own.register_comm_hook(model)
         else:
             model.register_comm_hook(self.strategy, mean_of_bucket)
+        watch = weakref.finalize(model, _let_threads_finish, weakref.ref(default_process_group()))
+        watch.atexit = False
+
+
+def _let_threads_finish(known: Callable[[], Any]) -> None:
+    """Called when a model is about to be freed; waits a moment if it holds the last reference to its process group.
+
+    torch frees the group while it holds Python's global lock. A thread of Gloo that at that moment wants the lock, to
+    let go of the tensors of the last call, would never get it, and both would wait for ever.
+
+    Args:
+        known: gives the default group of the time when the model was prepared, if it is still there.
+    """
+    group = known()
+    if group is None or group is not default_process_group():
+        time.sleep(_PATIENCE)

@@ -96,3 +96,14 @@ def plan(strategy: Strategy, model: torch.nn.Module, device_placement: bool | No
 def _is_owned(strategy: Strategy, model: torch.nn.Module) -> bool:
     records = [find_record(parameter) for parameter in model.parameters()]
     return any(record is not None and record.store is strategy.parameter_store for record in records)
+
+
+def check_joins(models: Any) -> None:
+    """Raises ValueError for models of the strategy: nothing stands in for a process that has no more batches."""
+    for model in models:
+        if isinstance(model, Adopted) and model.strategy.worker.group.size > 1:
+            raise ValueError(
+                f"join_uneven_inputs needs models of DistributedDataParallel, but a {type(model.module).__name__} "
+                f"belongs to {model.strategy!r}. Build it outside of strategy.scope() under a MirroredStrategy, or "
+                "give every process as many batches (even_batches=True)."
+            )

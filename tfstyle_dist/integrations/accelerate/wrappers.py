@@ -53,6 +53,19 @@ class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
 class Adopted(Wrapped):
     """A model whose parameters belong to the strategy, which makes the gradients equal by the end of ``backward()``."""
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, each tensor in memory of its own.
+
+        The one copy of central storage lies in one piece, and who saves it would take its tensors for one and the same.
+        """
+        state = super().state_dict(*args, **kwargs)
+        copies: dict[Any, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                key = tensor.data_ptr(), tensor.shape, tensor.stride()  # tied parameters stay tied
+                state[name] = copies.setdefault(key, tensor.detach().clone())
+        return state
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, ``backward()`` keeps gradients local; ``Accelerator.accumulate`` and ``no_sync`` enter it."""
         return self.strategy.accumulate()
