@@ -291,6 +291,17 @@ def test_workers_of_tf_config(rank: int, shared_tmp_path: Path, monkeypatch: pyt
     assert_same(train(accelerator, make_model()), steps=1)
 
 
+def test_a_model_that_outlives_its_group_is_freed() -> None:
+    for _ in range(8):
+        with mirrored() as strategy:
+            accelerator = StrategyAccelerator(strategy=strategy)
+            model = accelerator.prepare(nn.Linear(1, 1))
+            accelerator.gather([torch.ones(1) for _ in range(20)])
+        for state in (accelerate.state.PartialState, accelerate.state.AcceleratorState):
+            state._shared_state.clear()
+        del accelerator, model  # torch's own way to free it could wait for ever here
+
+
 def test_a_pickle_has_no_strategy_in_it() -> None:
     with mirrored() as strategy:
         accelerator = StrategyAccelerator(strategy=strategy)

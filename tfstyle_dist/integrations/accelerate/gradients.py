@@ -16,7 +16,7 @@ from tfstyle_dist.integrations.accelerate.library import DistributedDataParallel
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
 
-_PATIENCE = 0.05  # seconds; the threads need microseconds, once they are let
+_PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
 
 
 def mean_of_bucket(strategy: Strategy, bucket: Any) -> torch.futures.Future[torch.Tensor]:
