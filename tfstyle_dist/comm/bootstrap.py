@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -195,6 +196,13 @@ def make_group(
     return group
 
 
+def default_process_group() -> Any:
+    """The default group of ``torch.distributed``; ``None`` when it is not initialised."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def _check_same_shape(group: WorkerGroup, device: torch.device, num_local_replicas: int) -> None:
     """All workers must hold as many replicas, on the same kind of device."""
     shapes = group.gather_objects([num_local_replicas, device.type], "replicas of each worker")
@@ -218,7 +226,8 @@ def _leave(group: Any) -> None:
 
     stacks.stop()
     if dist.is_initialized():
-        dist.destroy_process_group(group)
+        with suppress(ValueError):  # gone already: who made the default group has destroyed it, and all others with it
+            dist.destroy_process_group(group)
 
 
 def _leave_default() -> None:

@@ -200,6 +200,10 @@ class WorkerGroup(abc.ABC):
     def members(self) -> Sequence[str]:
         """What is known of each worker, by rank."""
 
+    def neighbours(self) -> Sequence[int]:
+        """The ranks of this worker's host, in order; this worker's own is among them."""
+        return (self.rank,)
+
     @abc.abstractmethod
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
         """The subgroup of ``ranks`` that holds this worker; all members call it with the same lists."""

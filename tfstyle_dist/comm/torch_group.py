@@ -342,6 +342,10 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``."""
         return [f"worker {p.rank}: pid {p.pid} on {p.host}, {p.state()}" for p in self._peers]
 
+    def neighbours(self) -> Sequence[int]:
+        """See ``WorkerGroup``."""
+        return self.topology.neighbours(self.rank)
+
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
         """See ``WorkerGroup``."""
         mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self.timeout)

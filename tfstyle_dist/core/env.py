@@ -99,6 +99,51 @@ def launcher_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def accelerate_modes() -> list[str]:
+    """Those of ``ACCELERATE_USE_FSDP`` and its relatives that are true: ways to train set by ``accelerate launch``."""
+    kinds = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    names = [f"ACCELERATE_USE_{kind}" for kind in kinds]
+    return [name for name in names if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")]
+
+
+def accelerate_started_one_of_several() -> bool:
+    """Whether ``accelerate launch`` was asked for several processes but started this one alone.
+
+    Its simple launcher, the one for CPUs, sets a meeting place for several processes and no ranks.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "ACCELERATE_DYNAMO_BACKEND" in os.environ
+    alone = not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
+    return launched and alone and master_address() is not None
+
+
+@contextmanager
+def launcher_variables_set(launch: Launch, address: tuple[str, int]) -> Iterator[None]:
+    """Sets torchrun's variables for a while, for a library that learns of the workers in no other way.
+
+    Variables that are there already stay as they are; those that were not are removed at the end.
+
+    Args:
+        launch: the ranks.
+        address: host and port for ``MASTER_ADDR`` and ``MASTER_PORT``; nobody needs to listen there.
+    """
+    wanted = {
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": launch.local_rank,
+        "LOCAL_WORLD_SIZE": launch.local_world_size,
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": address[1],
+    }
+    added = [name for name in wanted if name not in os.environ]
+    for name in added:
+        os.environ[name] = str(wanted[name])
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
 def slurm_job_id() -> int:
     """``SLURM_JOB_ID``; 0 outside a job."""
     return _int("SLURM_JOB_ID", 0)

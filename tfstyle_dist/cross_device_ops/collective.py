@@ -34,6 +34,11 @@ def sum_into(parts: Sequence[torch.Tensor], out: torch.Tensor, method: int) -> N
         aggregate(parts, method, out=out)
 
 
+def widened_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of ``dtype`` are summed between workers: float32 for half precision."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
 def widened(worker: Worker, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The local replicas' values as they are summed: partial sums of half precision stay in float32.
 

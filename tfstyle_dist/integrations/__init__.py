@@ -1,1 +1,1 @@
-"""Layer 6: this package inside other frameworks; each module needs the framework of its name."""
+"""Layer 6: strategies inside other libraries; each sub-package needs its library."""

@@ -263,6 +263,8 @@ class PushRunner(UpdateRunner):
                 "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
             )
         pairs = [(r, r.components[0].grad) for r in records if r.components[0].grad is not None]
+        if strategy.cluster_resolver is not None:  # on the coordinator, where a scheduler may have changed them
+            strategy.send_hyperparameters()
         if pairs:
             strategy.push_gradients(optimizer, pairs)
         self._kept[id(optimizer)] = pairs

@@ -1,0 +1,46 @@
+"""``StrategyTrainerMixin``: ``transformers.Trainer`` under a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfstyle_dist.integrations.accelerate.accelerator import attach
+from tfstyle_dist.strategies import Strategy
+
+
+class StrategyTrainerMixin:
+    """Put it before ``Trainer``: gradients are summed by a strategy, everything else is the trainer's.
+
+    The trainer is made with the argument ``strategy`` more: as for ``StrategyAccelerator``. Under torchrun on CPUs
+    ``TrainingArguments(use_cpu=True)`` joins the processes.
+
+    Args:
+        *args: those of ``transformers.Trainer``.
+        strategy: as for ``StrategyAccelerator``.
+        **kwargs: those of ``transformers.Trainer``.
+
+    Raises:
+        ValueError: as for ``StrategyAccelerator``.
+
+    Example:
+        >>> class StrategyTrainer(StrategyTrainerMixin, Trainer):
+        ...     pass
+        >>> trainer = StrategyTrainer(model, TrainingArguments(use_cpu=True), train_dataset=texts, strategy=strategy)
+    """
+
+    def __init__(self, *args: Any, strategy: Strategy | None = None, **kwargs: Any) -> None:
+        self._tfstyle_given = strategy
+        super().__init__(*args, **kwargs)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that sums the gradients."""
+        me: Any = self
+        strategy: Strategy = me.accelerator.strategy
+        return strategy
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """See ``Trainer``; the accelerator it makes gets the strategy."""
+        me: Any = self
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        attach(me.accelerator, self._tfstyle_given)

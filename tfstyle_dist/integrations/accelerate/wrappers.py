@@ -1,0 +1,163 @@
+"""What stands around a model in the place of ``DistributedDataParallel``, or inside it.
+
+accelerate and transformers take off a subclass of ``torch.nn.DataParallel`` when they want the model itself, and leave
+any other wrapper on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.integrations.accelerate.library import find_batch_size, map_tensors
+from tfstyle_dist.ops import aggregate
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies import Strategy
+
+
+class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
+    """Calls the model, and shows its state under the model's own names.
+
+    Args:
+        module: the model.
+        strategy: what it trains under.
+    """
+
+    def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
+        torch.nn.Module.__init__(self)
+        self.module, self._strategy = module, [strategy]  # a list, so that no state_dict looks into it
+
+    @property
+    def strategy(self) -> Strategy:
+        """What the model trains under."""
+        return self._strategy[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own: no ``module.`` before the names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the names of ``state_dict``."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class Adopted(Wrapped):
+    """A model whose parameters belong to the strategy, which makes the gradients equal by the end of ``backward()``."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, each tensor in memory of its own.
+
+        The one copy of central storage lies in one piece, and who saves it would take its tensors for one and the same.
+        """
+        state = super().state_dict(*args, **kwargs)
+        copies: dict[Any, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                key = tensor.data_ptr(), tensor.shape, tensor.stride()  # tied parameters stay tied
+                state[name] = copies.setdefault(key, tensor.detach().clone())
+        return state
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, ``backward()`` keeps gradients local; ``Accelerator.accumulate`` and ``no_sync`` enter it."""
+        return self.strategy.accumulate()
+
+
+class LocalReplicas(Wrapped):
+    """Each call divides the batch over the strategy's local replicas; their gradients are summed by the strategy.
+
+    The parameters stay where they are. A replica computes with copies on its device (on the same device: with the
+    parameters' own memory) and its gradients come back by autograd, added in the order of the aggregation method. The
+    replicas run one after the other. Buffers: those of the first replica are kept, as ``DataParallel`` does.
+
+    Args:
+        module: the model.
+        strategy: gives devices and aggregation method.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the shares, put together along dimension 0 on the first replica's device.
+
+        Raises:
+            TypeError: an output that cannot be put together.
+        """
+        worker = self.strategy.worker
+        count = find_batch_size((args, kwargs)) or 0
+        cuts = [count * place // worker.num_local_replicas for place in range(worker.num_local_replicas + 1)]
+        shares = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start] or [(0, count)]
+        devices = [worker.torch_device(place) for place in range(len(shares))]
+        names, parameters = zip(*self.module.named_parameters(), strict=True)
+        method = self.strategy.cross_device_ops.aggregation_method
+        copies = _Spread.apply(tuple(devices), method, *parameters)  # type: ignore[no-untyped-call]
+        outputs = []
+        for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
+            own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True))
+            if place > 0 or any(b.device != device for b in self.module.buffers()):
+                own |= {name: b.detach().to(device, copy=True) for name, b in self.module.named_buffers()}
+            mine, named = map_tensors(_Cut(share, count, device), (args, kwargs))
+            outputs.append(torch.func.functional_call(self.module, own, mine, named))
+        weights = [(stop - start) / max(count, 1) for start, stop in shares]
+        return outputs[0] if len(outputs) == 1 else _together(outputs, weights, devices[0])
+
+
+class _Cut:
+    """Takes a replica's share of a tensor that has one entry for each example of the batch."""
+
+    def __init__(self, share: tuple[int, int], count: int, device: torch.device) -> None:
+        self._share, self._count, self._device = share, count, device
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor.dim() == 0 or tensor.shape[0] != self._count
+        return (tensor if whole else tensor[slice(*self._share)]).to(self._device)
+
+
+class _Spread(torch.autograd.Function):
+    """A copy of every parameter for each replica; backward sums the replicas' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: tuple[torch.device, ...], method: int, *parameters: torch.Tensor) -> Any:
+        ctx.replicas, ctx.method = len(devices), method
+        ctx.homes = [p.device for p in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(p.detach().to(device) for device in devices for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        count = len(ctx.homes)
+        sums: list[torch.Tensor | None] = []
+        for place, home in enumerate(ctx.homes):
+            parts = [gradients[replica * count + place] for replica in range(ctx.replicas)]
+            there = [part.to(home) for part in parts if part is not None]
+            sums.append(there[0] if len(there) == 1 else aggregate(there, ctx.method) if there else None)
+        return (None, None, *sums)
+
+
+def _together(outputs: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
+    """One output from those of the shares: tensors one after the other, single numbers as the mean over examples."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        moved = [o.to(device) for o in outputs]
+        if first.dim() > 0:
+            return torch.cat(moved)
+        return torch.stack([o * weight for o, weight in zip(moved, weights, strict=True)]).sum()
+    if isinstance(first, Mapping):
+        merged = {key: _together([o[key] for o in outputs], weights, device) for key in first}
+        return type(first)(**merged) if hasattr(first, "to_tuple") else type(first)(merged)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        entries = [_together(list(column), weights, device) for column in zip(*outputs, strict=True)]
+        return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+    if first is None or isinstance(first, bool | int | float | str):
+        return first
+    raise TypeError(
+        f"The model returned a {type(first).__name__}, which cannot be put together from {len(outputs)} local "
+        "replicas. Return tensors, or lists, tuples and dicts of them (a transformers model: config.use_cache=False), "
+        "or use one replica for each process."
+    )
