@@ -38,11 +38,48 @@ class Closure:
         self.attempt, self.finished = 0, False
 
 
-class ClosureQueue:
-    """All scheduled calls of one coordinator; thread-safe."""
+class Staleness:
+    """Decides whether one more call may start, so that few others end during any call.
 
-    def __init__(self) -> None:
+    A call reads parameters when it starts and has sent its update when it ends. While it is at work at most ``bound``
+    others end: those that have ended since it started, and all that are at work beside it now.
+
+    Args:
+        bound: the most; ``None``: any number.
+    """
+
+    def __init__(self, bound: int | None) -> None:
+        self._bound = bound
+        self._ended: dict[int, int] = {}  # by call at work: how many others have ended since it started
+
+    def may_start(self) -> bool:
+        """Whether a call may start now."""
+        if self._bound is None:
+            return True
+        return len(self._ended) + max(self._ended.values(), default=0) <= self._bound
+
+    def start(self, number: int) -> None:
+        """A call starts."""
+        if self._bound is not None:
+            self._ended[number] = 0
+
+    def end(self, number: int) -> None:
+        """A call has ended, or was lost: it may have made some of its updates."""
+        if self._ended.pop(number, None) is not None:
+            for other in self._ended:
+                self._ended[other] += 1
+
+
+class ClosureQueue:
+    """All scheduled calls of one coordinator; thread-safe.
+
+    Args:
+        max_staleness: how many other calls may end between the start and the end of one; ``None``: any number.
+    """
+
+    def __init__(self, max_staleness: int | None = None) -> None:
         self.changed = threading.Condition()
+        self._staleness = Staleness(max_staleness)
         self._number = 0
         self._waiting: deque[Closure] = deque()
         self._pinned: dict[int, deque[Closure]] = {}
@@ -131,9 +168,10 @@ class ClosureQueue:
         """The next call for a worker; ``None`` when there is none."""
         with self.changed:
             queue = self._pinned.get(worker) or self._waiting
-            if not queue:
+            if not queue or not self._staleness.may_start():
                 return None
             closure = queue.popleft()
+            self._staleness.start(closure.number)
             closure.attempt += 1
             self._running += 1
             self.dispatched += 1
@@ -144,6 +182,7 @@ class ClosureQueue:
         with self.changed:
             for closure in sorted(closures, key=lambda c: -c.number):
                 self._running -= 1
+                self._staleness.end(closure.number)
                 if self._error is not None:
                     self._cancel(closure)
                 else:
@@ -191,6 +230,7 @@ class ClosureQueue:
         closure.finished = True
         closure.parts = ()
         self._running -= 1
+        self._staleness.end(closure.number)
         self.changed.notify_all()
 
     def low_water(self) -> int:

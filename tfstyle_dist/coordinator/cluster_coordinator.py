@@ -62,7 +62,7 @@ class ClusterCoordinator:
         if hasattr(self, "_strategy"):
             return
         self._strategy = strategy
-        self._queue = ClosureQueue()
+        self._queue = ClosureQueue(strategy.max_staleness)
         self._functions: dict[int, list[bytes]] = {}
         self._by_function: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._by_content: dict[bytes, int] = {}
@@ -70,7 +70,10 @@ class ClusterCoordinator:
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
         self._no_arguments = [bytes(p) for p in pickling.dumps(((), {}))]
-        hello = {"role": "coordinator", "session": strategy.session, "cluster": strategy.cluster}
+        hello = {
+            "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
+            "snapshots": strategy.snapshots,
+        }  # fmt: skip
         try:
             strategy.servers.call_all(
                 {"method": "statistics"}

@@ -68,6 +68,7 @@ class WorkerPool:
         functions: Mapping[int, Sequence[Any]],
         resources: Mapping[int, Sequence[Any]],
     ) -> None:
+        self._snapshots: dict[str, Any] | None = hello.get("snapshots")
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
@@ -180,7 +181,10 @@ class WorkerPool:
 
     def _lose(self, link: _Link) -> None:
         """A task is gone, or its connection is: what it had is given to others."""
-        if link.ready:
+        if link.ready and link in self._servers:
+            waits = "functions that need it wait until it is started again" if self._snapshots else "functions fail"
+            get_logger().warning("%s at %s is lost; %s", link.name, link.address, waits)
+        elif link.ready:
             get_logger().warning(
                 "%s at %s is lost; %d functions go elsewhere", link.name, link.address, len(link.running)
             )
@@ -206,6 +210,9 @@ class WorkerPool:
             closure = link.running.pop(header.closure, None)
             if closure is None or closure.attempt != header.attempt:
                 continue
+            if header.flags & wire.FLAG_AGAIN:
+                self._queue.put_back([closure])
+                continue
             try:
                 value = pickling.loads(wire.join(messages.numbers(meta), parts[1:]))
             except Exception as error:
@@ -220,14 +227,28 @@ class WorkerPool:
         if header.kind is Kind.ERROR:
             get_logger().warning("%s does not work for this program: %s", link.name, wire.unpack_error(meta, link.name))
             return
-        incarnation = str(wire.unpack_json(meta).get("incarnation"))
+        told = wire.unpack_json(meta)
+        incarnation = str(told.get("incarnation"))
         if incarnation != link.incarnation:
             if link.ever:
                 get_logger().warning("%s at %s is back", link.name, link.address)
+            if link.ever and link in self._servers and not told.get("restored"):
+                self._queue.fail_all(self._empty_server(link))
             link.incarnation = incarnation
             link.functions.clear()
             link.resources.clear()
         link.ready = link.ever = True
+
+    def _empty_server(self, link: _Link) -> UnavailableError:
+        if self._snapshots:
+            folder = self._snapshots["folder"]
+            why = f"it found no snapshot of this program in {folder}. Is that folder on a disk it sees?"
+        else:
+            why = (
+                "nothing had been kept. Start the program again from a checkpoint; under ParameterServerStrategy(..., "
+                "snapshot_folder=FOLDER) a server that is started again goes on from its snapshots."
+            )
+        return UnavailableError(f"{link.name} at {link.address} was started again without its variables: {why}")
 
     def _dispatch(self) -> None:
         """Gives each free worker a call, until all are busy or nothing waits."""

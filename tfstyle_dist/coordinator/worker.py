@@ -41,9 +41,10 @@ class _Function:
 class _Session:
     """The work for one coordinator."""
 
-    def __init__(self, name: str, cluster: dict[str, list[str]], task: str, index: int) -> None:
-        self.name, self.index = name, index
-        self.strategy = ParameterServerStrategy.on_worker(cluster, name, task)
+    def __init__(self, meta: dict[str, Any], task: str, index: int) -> None:
+        self.name, self.index = str(meta["session"]), index
+        cluster = as_addresses(meta["cluster"])
+        self.strategy = ParameterServerStrategy.on_worker(cluster, self.name, task, meta.get("snapshots"))
         self.functions: dict[int, _Function] = {}
         self.factories: dict[int, Sequence[Any]] = {}
         self._resources: dict[int, Any] = {}
@@ -158,7 +159,7 @@ class WorkerTask:
             if self._session is not None:
                 self._session.close()
             self._coordinators.clear()
-            self._session = _Session(name, as_addresses(meta["cluster"]), self._name, self._index)
+            self._session = _Session(meta, self._name, self._index)
         self._coordinators.add(identity)
         self._heard = time.monotonic()
         self._send(identity, [messages.plain(Kind.OK, {"incarnation": self._incarnation, "task": self._name})])
@@ -185,7 +186,9 @@ class WorkerTask:
             parts = pickling.dumps(run_function(session, function, work, arguments))
         except BaseException as error:
             failed, parts = True, _error_parts(error, self._name)
-        self._send(identity, messages.result(header.closure, header.attempt, failed, parts))
+        # Even if the function did not notice: what it had written to that server may be lost.
+        flags = wire.FLAG_AGAIN if session.strategy.servers.may_return else 0
+        self._send(identity, messages.result(header.closure, header.attempt, failed, parts, flags))
 
 
 def run_function(session: _Session, function: _Function, work: Work, arguments: Sequence[Any]) -> Any:
