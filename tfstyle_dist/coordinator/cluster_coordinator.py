@@ -109,7 +109,8 @@ class ClusterCoordinator:
 
         Args:
             fn: the function.
-            args: positional arguments; a per-worker iterator or ``PerWorkerValues`` arrives as the worker's own one.
+            args: positional arguments; a per-worker iterator or ``PerWorkerValues`` arrives as the worker's own one, a
+                ``RemoteValue`` of this coordinator as its value, for which the function waits.
             kwargs: keyword arguments.
             worker: number of the only worker that may run it; ``None``: any.
 
@@ -118,8 +119,9 @@ class ClusterCoordinator:
 
         Raises:
             TypeError: ``fn`` cannot be called, or something cannot be sent to another process.
-            ValueError: a ``RemoteValue`` among the arguments, or a worker that does not exist.
-            Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet.
+            ValueError: a ``RemoteValue`` of another coordinator or inside ``fn``, or a worker that does not exist.
+            Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet, or of the function
+                whose ``RemoteValue`` is among the arguments.
         """
         if not callable(fn):
             raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
@@ -127,11 +129,18 @@ class ClusterCoordinator:
             raise ValueError(f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}.")
         number = self._function_number(fn)
         parts = self._no_arguments
+        values: list[RemoteValue] = []
         if args or kwargs:
             with self._lock:
-                parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+                self._outgoing.values = values
+                try:
+                    parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+                finally:
+                    self._outgoing.values = None
+            if any(not value.belongs_to(self._queue.changed) for value in values):
+                raise ValueError("A RemoteValue among the arguments belongs to another coordinator; fetch() it first.")
         self._strategy.send_hyperparameters()
-        result = self._queue.put(number, parts, worker)
+        result = self._queue.put(number, parts, worker, values)
         self._pool.wake()
         return result
 

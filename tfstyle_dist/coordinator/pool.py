@@ -33,6 +33,7 @@ class _Link:
         self.incarnation = ""
         self.functions: set[int] = set()
         self.resources: set[int] = set()
+        self.values: set[int] = set()  # results that the task should have
         self.running: dict[int, Closure] = {}
 
     def open(self) -> None:
@@ -210,9 +211,13 @@ class WorkerPool:
             closure = link.running.pop(header.closure, None)
             if closure is None or closure.attempt != header.attempt:
                 continue
-            if header.flags & wire.FLAG_AGAIN:
+            if header.flags & wire.FLAG_NO_VALUE:
+                link.values.difference_update(v.number for v in closure.values)
+            if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
                 self._queue.put_back([closure])
                 continue
+            if header.flags & wire.FLAG_KEEP:
+                link.values.add(closure.number)
             try:
                 value = pickling.loads(wire.join(messages.numbers(meta), parts[1:]))
             except Exception as error:
@@ -237,6 +242,7 @@ class WorkerPool:
             link.incarnation = incarnation
             link.functions.clear()
             link.resources.clear()
+            link.values.clear()
         link.ready = link.ever = True
 
     def _empty_server(self, link: _Link) -> UnavailableError:
@@ -270,8 +276,14 @@ class WorkerPool:
             parts = self._functions[closure.function]
             link.socket.send_multipart(messages.call({"method": "function", "number": closure.function}, parts))
             link.functions.add(closure.function)
+        for value in closure.values:
+            if value.number not in link.values:
+                parts = pickling.dumps(value.get())
+                link.socket.send_multipart(messages.call({"method": "value", "number": value.number}, parts))
+                link.values.add(value.number)
         link.running[closure.number] = closure
         low_water = self._queue.low_water()
+        flags = wire.FLAG_KEEP if self._queue.is_wanted(closure) else 0
         link.socket.send_multipart(
-            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts)
+            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags)
         )
