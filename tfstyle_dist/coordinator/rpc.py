@@ -1,4 +1,4 @@
-"""``tf.distribute.experimental.rpc``: functions of one process that others call, over the links of parameter servers."""
+"""``tf.distribute.experimental.rpc``: functions of one process that others call, over parameter servers' links."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class StatusOrResult:
         return self._wait()[0] == _OK
 
     def get_error(self) -> tuple[int, str]:
-        """gRPC's code of the error and its message; ``(0, "")`` if there is none."""
+        """The code that gRPC has for the error, and its message; ``(0, "")`` if there is none."""
         code, value = self._wait()
         return (code, "" if code == _OK else value)
 

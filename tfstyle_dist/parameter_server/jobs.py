@@ -45,11 +45,11 @@ class Jobs:
 
     def close(self) -> None:
         """Waits for the threads; jobs are not carried on."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
         for steps, _ in self._active.values():
             steps.close()  # type: ignore[attr-defined]
         self._active.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
 
     def _advance(self, number: int) -> None:
         steps, future = self._active[number]

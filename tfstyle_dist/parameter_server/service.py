@@ -174,7 +174,7 @@ class ParameterServer:
         elif header.kind is Kind.GOODBYE:
             _drop_segment(client)
             self._clients.pop(identity, None)
-            self._ended = client.role == "coordinator"
+            self._ended = self._ended or client.role == "coordinator"
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
