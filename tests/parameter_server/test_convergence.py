@@ -15,7 +15,8 @@ import tfstyle_dist as td
 
 pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-STEPS, BATCH, TEST = 700, 64, 700
+STEPS, BATCH, TEST = 200, 64, 700
+RATES = (0.3, 0.1, 0.03)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
 
 def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -50,26 +51,30 @@ def accuracy(net: Any) -> float:
         return float((net(images[:TEST]).argmax(1) == labels[:TEST]).float().mean())
 
 
+def sgd(net: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=RATES[0], momentum=0.5, weight_decay=1e-3)
+
+
 def synchronous() -> float:
-    strategy = td.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-    stream = batches(0)
-    for _ in range(STEPS):
-        images, labels = next(stream)
-        halves = list(zip(images.chunk(2), labels.chunk(2), strict=True))
-        values = strategy.experimental_distribute_values_from_function(
-            lambda context, halves=halves: halves[context.replica_id_in_sync_group]
-        )
-        strategy.run(lambda pair: train(net, optimizer, *pair), args=(values,))
-    return accuracy(net)
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            net = model()
+        optimizer, stream = sgd(net), batches(0)
+        for step in range(STEPS * len(RATES)):
+            optimizer.param_groups[0]["lr"] = RATES[step // STEPS]
+            images, labels = next(stream)
+            halves = list(zip(images.chunk(2), labels.chunk(2), strict=True))
+            values = strategy.experimental_distribute_values_from_function(
+                lambda context, halves=halves: halves[context.replica_id_in_sync_group]
+            )
+            strategy.run(lambda pair: train(net, optimizer, *pair), args=(values,))
+        return accuracy(net)
 
 
 def asynchronous(c: Any) -> float:
     with c.strategy.scope():
         net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+    optimizer = sgd(net)
     iterator = iter(
         c.coordinator.create_per_worker_dataset(lambda: batches(td.coordinator.experimental_get_current_worker_index()))
     )
@@ -77,9 +82,11 @@ def asynchronous(c: Any) -> float:
     def step(iterator: Any) -> None:
         train(net, optimizer, *next(iterator))
 
-    for _ in range(STEPS):
-        c.coordinator.schedule(step, args=(iterator,))
-    c.coordinator.join(timeout=100)
+    for rate in RATES:
+        optimizer.param_groups[0]["lr"] = rate
+        for _ in range(STEPS):
+            c.coordinator.schedule(step, args=(iterator,))
+        c.coordinator.join(timeout=100)
     return accuracy(net)
 
 

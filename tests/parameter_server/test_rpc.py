@@ -56,7 +56,7 @@ def address(no_leaks: None) -> Iterator[str]:
 
 
 @pytest.fixture
-def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def key_file(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cluster.key"
     assert keys.main([str(path)]) == 0
     monkeypatch.setenv("TFSTYLE_PS_KEYS", str(path))

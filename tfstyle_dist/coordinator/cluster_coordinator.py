@@ -13,7 +13,7 @@ from typing import Any
 
 from tfstyle_dist.coordinator.closures import ClosureQueue
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
-from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.coordinator.pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.core import nest
@@ -84,6 +84,8 @@ class ClusterCoordinator:
         self._pool = WorkerPool(
             strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
             self._functions, self._resources,
+            # A call that waits at its worker counts as one at work.
+            IN_FLIGHT if strategy.max_staleness is None else 1,
         )  # fmt: skip
         atexit.register(_close_at_exit, weakref.ref(strategy))
 

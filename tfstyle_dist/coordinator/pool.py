@@ -57,6 +57,7 @@ class WorkerPool:
         queue: the calls.
         functions: pickled functions by number.
         resources: pickled factories of per-worker resources by number.
+        in_flight: how many calls a worker has at a time, the one it runs included.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class WorkerPool:
         queue: ClosureQueue,
         functions: Mapping[int, Sequence[Any]],
         resources: Mapping[int, Sequence[Any]],
+        in_flight: int = IN_FLIGHT,
     ) -> None:
+        self._in_flight = in_flight
         self._snapshots: dict[str, Any] | None = hello.get("snapshots")
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
@@ -262,7 +265,7 @@ class WorkerPool:
         while given:
             given = False
             for index, link in enumerate(self._workers):
-                if link.ready and len(link.running) < IN_FLIGHT:
+                if link.ready and len(link.running) < self._in_flight:
                     closure = self._queue.take(index)
                     if closure is not None:
                         self._give(link, closure)

@@ -256,7 +256,7 @@ class Client:
         self._outcomes: dict[int, tuple[int, Any]] = {}
         self._socket, self._monitor = self._context.connect(address, b"r" + uuid.uuid4().bytes)
         self._poller = zmq_link.poller(self._socket, self._monitor)
-        self._failures = 0
+        self._failures, self._up = 0, False
         self._finalizer = weakref.finalize(self, _close, self._context, self._socket, self._monitor)
 
     @staticmethod
@@ -363,7 +363,7 @@ class Client:
                 self._receive(100 if left is None else min(left * 1000, 100))
 
     def _receive(self, milliseconds: float) -> None:
-        ready = dict(self._poller.poll(milliseconds))
+        ready = dict(self._poller.poll(int(milliseconds)))
         if self._monitor in ready:
             self._news(zmq_link.news(self._monitor))
         if self._socket not in ready:
@@ -387,8 +387,9 @@ class Client:
 
     def _news(self, event: str | None) -> None:
         if event == "up":
-            self._failures = 0
-        elif event == "down":
+            self._failures, self._up = 0, True
+        elif event == "down" and self._up:
+            self._up = False
             self._fail_all(f"The rpc server at {self._address} closed the connection or is gone.")
         elif event is not None:
             self._failures += 1

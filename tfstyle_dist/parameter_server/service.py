@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -311,6 +312,7 @@ class ParameterServer:
         if method == "segment":
             _drop_segment(client)
             client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
+            Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
             return {}
         if method == "fence":
             self.table.fence(int(meta["closure"]), int(meta["attempt"]))
