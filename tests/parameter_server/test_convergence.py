@@ -15,7 +15,7 @@ import tfstyle_dist as td
 
 pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-STEPS, BATCH, TEST = 200, 64, 700
+STEPS, BATCH, TEST = 200, 128, 700
 RATES = (0.3, 0.1, 0.03)
 
 
@@ -52,7 +52,7 @@ def accuracy(net: Any) -> float:
 
 
 def sgd(net: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(net.parameters(), lr=RATES[0], momentum=0.5, weight_decay=1e-3)
+    return torch.optim.SGD(net.parameters(), lr=RATES[0], momentum=0.5, weight_decay=3e-3)
 
 
 def synchronous() -> float:

@@ -39,6 +39,10 @@ class Jobs:
         for number in list(self._active):
             self._advance(number)
 
+    def is_active(self, number: int) -> bool:
+        """Whether a job is under way."""
+        return number in self._active
+
     def outcome(self, number: int) -> tuple[bool, BaseException | None]:
         """Whether a job has ended, and its error; an outcome is told once."""
         return (True, self._outcomes.pop(number)) if number in self._outcomes else (False, None)

@@ -12,7 +12,7 @@ import torch
 
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server import pickling, wire, zmq_link
 from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
@@ -326,10 +326,27 @@ class ParameterServer:
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
         parts = wire.join([int(n) for n in meta.get("sizes", ())], frames)
+        if method in ("apply", "job", "outcome"):
+            return self._apply(method, meta, parts)
         self._change(meta, parts)
         if self._keeper is not None:
             self._keeper.note_call(meta, parts)
         return {}
+
+    def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+        """Functions of the coordinator on the table, e.g. those of checkpoints."""
+        if method == "outcome":
+            ended, error = self.jobs.outcome(int(meta["number"]))
+            if ended and self._keeper is not None and self._keeper.unsaved:
+                self._keeper.soon()
+            if error is not None:
+                raise error
+            return {"ended": ended, "known": ended or self.jobs.is_active(int(meta["number"]))}
+        function, args = pickling.loads(parts)
+        if method == "job":
+            return {"number": self.jobs.start(function(self.table, *args))}
+        result: dict[str, Any] = function(self.table, *args)
+        return result
 
     def _change(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
         """Calls that change what the table holds; a journal may repeat them."""

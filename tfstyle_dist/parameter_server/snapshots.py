@@ -203,6 +203,10 @@ class SnapshotKeeper:
         if self.unsaved and time.monotonic() - self._started >= self.seconds:
             self.begin()
 
+    def soon(self) -> None:
+        """Something came that no journal has: a snapshot is made as soon as possible."""
+        self._started = time.monotonic() - self.seconds
+
     @property
     def unsaved(self) -> bool:
         """Whether something has changed since the last complete snapshot began."""

@@ -208,6 +208,10 @@ class ParameterServerStrategy(Strategy):
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         return number
 
+    def known_optimizer_number(self, optimizer: Any) -> int | None:
+        """The number under which the servers know an optimizer; ``None``: they have not heard of it."""
+        return self._optimizers.get(optimizer)
+
     def know_optimizer(self, number: int, make: Callable[[], Any]) -> Any:
         """On a worker: the local object of an optimizer of the coordinator's program."""
         if number not in self._known_optimizers:
