@@ -173,7 +173,7 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
         for name, about in metadata.state_dict_metadata.items():
             known = everything.setdefault(name, about)
             if known is not about:
-                known.chunks.extend(about.chunks)  # other rows of the same tensor
+                known.chunks.extend(getattr(about, "chunks", ()))  # other rows of the same tensor
         for index, info in metadata.storage_data.items():
             moved = dataclasses.replace(info, relative_path=f"{part}/{info.relative_path}")
             results.append(WriteResult(index=index, size_in_bytes=info.length, storage_data=moved))
