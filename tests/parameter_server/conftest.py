@@ -57,6 +57,7 @@ class Cluster:
         memory: dict[str, int] | None = None,
         start: bool = True,
         coordinator: bool = True,
+        **options: Any,
     ) -> None:
         self._zygote, self._log, self._env, self._memory = zygote, log, env or {}, memory or {}
         addresses = [f"127.0.0.1:{port}" for port in free_ports(workers + ps + 1)]
@@ -68,11 +69,11 @@ class Cluster:
                     self.start(job, index)
         self.strategy: Any = None
         if coordinator:
-            self.make_coordinator(partitioner)
+            self.make_coordinator(partitioner, **options)
 
-    def make_coordinator(self, partitioner: Any = None) -> None:
+    def make_coordinator(self, partitioner: Any = None, **options: Any) -> None:
         resolver = td.cluster_resolver.SimpleClusterResolver(td.cluster_resolver.ClusterSpec(self.spec), "", "chief", 0)
-        self.strategy = td.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+        self.strategy = td.ParameterServerStrategy(resolver, variable_partitioner=partitioner, **options)
         self.coordinator = td.coordinator.ClusterCoordinator(self.strategy)
 
     def start(self, job: str, index: int) -> None:

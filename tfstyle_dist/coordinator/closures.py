@@ -27,25 +27,66 @@ class Closure:
         attempt: how often it was given to a worker.
         result: what the caller of ``schedule`` holds.
         worker: the only worker that may run it; ``None``: any.
+        values: results of other calls among its arguments.
+        missing: how many of them are not there yet.
     """
 
-    __slots__ = ("attempt", "finished", "function", "number", "parts", "result", "worker")
+    __slots__ = ("attempt", "finished", "function", "missing", "number", "parts", "result", "values", "worker")
 
     def __init__(
         self, number: int, function: int, parts: Sequence[Any], result: RemoteValue, worker: int | None
     ) -> None:
         self.number, self.function, self.parts, self.result, self.worker = number, function, parts, result, worker
-        self.attempt, self.finished = 0, False
+        self.attempt, self.finished, self.missing = 0, False, 0
+        self.values: tuple[RemoteValue, ...] = ()
+
+
+class Staleness:
+    """Decides whether one more call may start, so that few others end during any call.
+
+    A call reads parameters when it starts and has sent its update when it ends. While it is at work at most ``bound``
+    others end: those that have ended since it started, and all that are at work beside it now.
+
+    Args:
+        bound: the most; ``None``: any number.
+    """
+
+    def __init__(self, bound: int | None) -> None:
+        self._bound = bound
+        self._ended: dict[int, int] = {}  # by call at work: how many others have ended since it started
+
+    def may_start(self) -> bool:
+        """Whether a call may start now."""
+        if self._bound is None:
+            return True
+        return len(self._ended) + max(self._ended.values(), default=0) <= self._bound
+
+    def start(self, number: int) -> None:
+        """A call starts."""
+        if self._bound is not None:
+            self._ended[number] = 0
+
+    def end(self, number: int) -> None:
+        """A call has ended, or was lost: it may have made some of its updates."""
+        if self._ended.pop(number, None) is not None:
+            for other in self._ended:
+                self._ended[other] += 1
 
 
 class ClosureQueue:
-    """All scheduled calls of one coordinator; thread-safe."""
+    """All scheduled calls of one coordinator; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        max_staleness: how many other calls may end between the start and the end of one; ``None``: any number.
+    """
+
+    def __init__(self, max_staleness: int | None = None) -> None:
         self.changed = threading.Condition()
+        self._staleness = Staleness(max_staleness)
         self._number = 0
         self._waiting: deque[Closure] = deque()
         self._pinned: dict[int, deque[Closure]] = {}
+        self._dependents: dict[int, list[Closure]] = {}  # by number of the call whose result they wait for
         self._order: deque[Closure] = deque()
         self._running = 0
         self._error: BaseException | None = None
@@ -53,19 +94,41 @@ class ClosureQueue:
 
     # ---- the program's side -----------------------------------------------------------------------------------
 
-    def put(self, function: int, parts: Sequence[Any], worker: int | None) -> RemoteValue:
+    def put(
+        self, function: int, parts: Sequence[Any], worker: int | None, values: Sequence[RemoteValue] = ()
+    ) -> RemoteValue:
         """Adds a call.
 
+        Args:
+            function: number of the function.
+            parts: its pickled arguments.
+            worker: the only worker that may run it; ``None``: any.
+            values: results among the arguments: the call waits for them.
+
         Raises:
-            Exception: the error of an earlier function that nobody has seen yet.
+            Exception: the error of an earlier function that nobody has seen yet, or that of a function whose result is
+                among the arguments.
         """
         with self.changed:
             self._raise_error(None)
+            missing = {v.number for v in values if not v.is_ready()}
             self._number += 1
-            closure = Closure(self._number, function, parts, RemoteValue(self.changed), worker)
+            closure = Closure(self._number, function, parts, RemoteValue(self.changed, self._number), worker)
             self._order.append(closure)
-            (self._waiting if worker is None else self._pinned.setdefault(worker, deque())).append(closure)
+            closure.values, closure.missing = tuple(values), len(missing)
+            for number in missing:
+                self._dependents.setdefault(number, []).append(closure)
+            if not missing:
+                self._enqueue(closure)
             return closure.result
+
+    def _enqueue(self, closure: Closure) -> None:
+        own = closure.worker
+        (self._waiting if own is None else self._pinned.setdefault(own, deque())).append(closure)
+
+    def is_wanted(self, closure: Closure) -> bool:
+        """Whether another call waits for the result."""
+        return closure.number in self._dependents
 
     def wait(self, deadline: Deadline, who_is_absent: Callable[[], str]) -> None:
         """Waits until everything is finished.
@@ -117,10 +180,11 @@ class ClosureQueue:
             raise error
 
     def _any_waiting(self) -> bool:
-        return bool(self._waiting) or any(self._pinned.values())
+        return bool(self._waiting or self._dependents) or any(self._pinned.values())
 
     def _count_waiting(self) -> int:
-        return len(self._waiting) + sum(len(q) for q in self._pinned.values())
+        blocked = {c.number for dependents in self._dependents.values() for c in dependents}
+        return len(self._waiting) + sum(len(q) for q in self._pinned.values()) + len(blocked)
 
     def _pending(self) -> int:
         return self._running + self._count_waiting()
@@ -131,9 +195,10 @@ class ClosureQueue:
         """The next call for a worker; ``None`` when there is none."""
         with self.changed:
             queue = self._pinned.get(worker) or self._waiting
-            if not queue:
+            if not queue or not self._staleness.may_start():
                 return None
             closure = queue.popleft()
+            self._staleness.start(closure.number)
             closure.attempt += 1
             self._running += 1
             self.dispatched += 1
@@ -144,6 +209,7 @@ class ClosureQueue:
         with self.changed:
             for closure in sorted(closures, key=lambda c: -c.number):
                 self._running -= 1
+                self._staleness.end(closure.number)
                 if self._error is not None:
                     self._cancel(closure)
                 else:
@@ -156,6 +222,10 @@ class ClosureQueue:
         with self.changed:
             closure.result.set_value(value)
             self._end(closure)
+            for dependent in self._dependents.pop(closure.number, ()):
+                dependent.missing -= 1
+                if dependent.missing == 0:
+                    self._enqueue(dependent)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """A call has raised: what waits is cancelled."""
@@ -177,6 +247,11 @@ class ClosureQueue:
         for queue in (self._waiting, *self._pinned.values()):
             while queue:
                 self._cancel(queue.popleft())
+        for dependents in self._dependents.values():
+            for closure in dependents:
+                if not closure.finished:
+                    self._cancel(closure)
+        self._dependents.clear()
 
     def _cancel(self, closure: Closure) -> None:
         closure.result.set_error(
@@ -185,12 +260,13 @@ class ClosureQueue:
             )
         )
         closure.finished = True
-        closure.parts = ()
+        closure.parts, closure.values = (), ()
 
     def _end(self, closure: Closure) -> None:
         closure.finished = True
-        closure.parts = ()
+        closure.parts, closure.values = (), ()
         self._running -= 1
+        self._staleness.end(closure.number)
         self.changed.notify_all()
 
     def low_water(self) -> int:

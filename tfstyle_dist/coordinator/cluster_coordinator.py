@@ -13,7 +13,7 @@ from typing import Any
 
 from tfstyle_dist.coordinator.closures import ClosureQueue
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
-from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.coordinator.pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.core import nest
@@ -62,7 +62,7 @@ class ClusterCoordinator:
         if hasattr(self, "_strategy"):
             return
         self._strategy = strategy
-        self._queue = ClosureQueue()
+        self._queue = ClosureQueue(strategy.max_staleness)
         self._functions: dict[int, list[bytes]] = {}
         self._by_function: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._by_content: dict[bytes, int] = {}
@@ -70,7 +70,10 @@ class ClusterCoordinator:
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
         self._no_arguments = [bytes(p) for p in pickling.dumps(((), {}))]
-        hello = {"role": "coordinator", "session": strategy.session, "cluster": strategy.cluster}
+        hello = {
+            "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
+            "snapshots": strategy.snapshots,
+        }  # fmt: skip
         try:
             strategy.servers.call_all(
                 {"method": "statistics"}
@@ -81,6 +84,8 @@ class ClusterCoordinator:
         self._pool = WorkerPool(
             strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
             self._functions, self._resources,
+            # A call that waits at its worker counts as one at work.
+            IN_FLIGHT if strategy.max_staleness is None else 1,
         )  # fmt: skip
         atexit.register(_close_at_exit, weakref.ref(strategy))
 
@@ -106,7 +111,8 @@ class ClusterCoordinator:
 
         Args:
             fn: the function.
-            args: positional arguments; a per-worker iterator or ``PerWorkerValues`` arrives as the worker's own one.
+            args: positional arguments; a per-worker iterator or ``PerWorkerValues`` arrives as the worker's own one, a
+                ``RemoteValue`` of this coordinator as its value, for which the function waits.
             kwargs: keyword arguments.
             worker: number of the only worker that may run it; ``None``: any.
 
@@ -115,8 +121,9 @@ class ClusterCoordinator:
 
         Raises:
             TypeError: ``fn`` cannot be called, or something cannot be sent to another process.
-            ValueError: a ``RemoteValue`` among the arguments, or a worker that does not exist.
-            Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet.
+            ValueError: a ``RemoteValue`` of another coordinator or inside ``fn``, or a worker that does not exist.
+            Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet, or of the function
+                whose ``RemoteValue`` is among the arguments.
         """
         if not callable(fn):
             raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
@@ -124,11 +131,18 @@ class ClusterCoordinator:
             raise ValueError(f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}.")
         number = self._function_number(fn)
         parts = self._no_arguments
+        values: list[RemoteValue] = []
         if args or kwargs:
             with self._lock:
-                parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+                self._outgoing.values = values
+                try:
+                    parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+                finally:
+                    self._outgoing.values = None
+            if any(not value.belongs_to(self._queue.changed) for value in values):
+                raise ValueError("A RemoteValue among the arguments belongs to another coordinator; fetch() it first.")
         self._strategy.send_hyperparameters()
-        result = self._queue.put(number, parts, worker)
+        result = self._queue.put(number, parts, worker, values)
         self._pool.wake()
         return result
 

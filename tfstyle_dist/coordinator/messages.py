@@ -12,11 +12,11 @@ from tfstyle_dist.parameter_server.wire import Header, Kind
 _NUMBER = struct.Struct("<Q")
 
 
-def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequence[Any]) -> list[Any]:
+def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that starts a function."""
     sizes, frames = wire.split(parts)
     meta = struct.pack(f"<{len(sizes) + 1}Q", function, *sizes)
-    return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta)), meta), *frames]
+    return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta), 0, flags), meta), *frames]
 
 
 def numbers(meta: Any) -> list[int]:
@@ -30,12 +30,12 @@ def numbers(meta: Any) -> list[int]:
     return list(struct.unpack(f"<{len(meta) // _NUMBER.size}Q", meta))
 
 
-def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any]) -> list[Any]:
+def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that ends a function: its pickled value or exception."""
     sizes, frames = wire.split(parts)
     meta = struct.pack(f"<{len(sizes)}Q", *sizes)
     kind = Kind.ERROR if failed else Kind.OK
-    return [wire.message(Header(kind, closure, closure, 0, attempt, len(meta)), meta), *frames]
+    return [wire.message(Header(kind, closure, closure, 0, attempt, len(meta), 0, flags), meta), *frames]
 
 
 def call(meta: dict[str, Any], parts: Sequence[Any]) -> list[Any]:

@@ -33,6 +33,7 @@ class _Link:
         self.incarnation = ""
         self.functions: set[int] = set()
         self.resources: set[int] = set()
+        self.values: set[int] = set()  # results that the task should have
         self.running: dict[int, Closure] = {}
 
     def open(self) -> None:
@@ -56,6 +57,7 @@ class WorkerPool:
         queue: the calls.
         functions: pickled functions by number.
         resources: pickled factories of per-worker resources by number.
+        in_flight: how many calls a worker has at a time, the one it runs included.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class WorkerPool:
         queue: ClosureQueue,
         functions: Mapping[int, Sequence[Any]],
         resources: Mapping[int, Sequence[Any]],
+        in_flight: int = IN_FLIGHT,
     ) -> None:
+        self._in_flight = in_flight
+        self._snapshots: dict[str, Any] | None = hello.get("snapshots")
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
@@ -180,7 +185,10 @@ class WorkerPool:
 
     def _lose(self, link: _Link) -> None:
         """A task is gone, or its connection is: what it had is given to others."""
-        if link.ready:
+        if link.ready and link in self._servers:
+            waits = "functions that need it wait until it is started again" if self._snapshots else "functions fail"
+            get_logger().warning("%s at %s is lost; %s", link.name, link.address, waits)
+        elif link.ready:
             get_logger().warning(
                 "%s at %s is lost; %d functions go elsewhere", link.name, link.address, len(link.running)
             )
@@ -206,6 +214,13 @@ class WorkerPool:
             closure = link.running.pop(header.closure, None)
             if closure is None or closure.attempt != header.attempt:
                 continue
+            if header.flags & wire.FLAG_NO_VALUE:
+                link.values.difference_update(v.number for v in closure.values)
+            if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
+                self._queue.put_back([closure])
+                continue
+            if header.flags & wire.FLAG_KEEP:
+                link.values.add(closure.number)
             try:
                 value = pickling.loads(wire.join(messages.numbers(meta), parts[1:]))
             except Exception as error:
@@ -220,14 +235,29 @@ class WorkerPool:
         if header.kind is Kind.ERROR:
             get_logger().warning("%s does not work for this program: %s", link.name, wire.unpack_error(meta, link.name))
             return
-        incarnation = str(wire.unpack_json(meta).get("incarnation"))
+        told = wire.unpack_json(meta)
+        incarnation = str(told.get("incarnation"))
         if incarnation != link.incarnation:
             if link.ever:
                 get_logger().warning("%s at %s is back", link.name, link.address)
+            if link.ever and link in self._servers and not told.get("restored"):
+                self._queue.fail_all(self._empty_server(link))
             link.incarnation = incarnation
             link.functions.clear()
             link.resources.clear()
+            link.values.clear()
         link.ready = link.ever = True
+
+    def _empty_server(self, link: _Link) -> UnavailableError:
+        if self._snapshots:
+            folder = self._snapshots["folder"]
+            why = f"it found no snapshot of this program in {folder}. Is that folder on a disk it sees?"
+        else:
+            why = (
+                "nothing had been kept. Start the program again from a checkpoint; under ParameterServerStrategy(..., "
+                "snapshot_folder=FOLDER) a server that is started again goes on from its snapshots."
+            )
+        return UnavailableError(f"{link.name} at {link.address} was started again without its variables: {why}")
 
     def _dispatch(self) -> None:
         """Gives each free worker a call, until all are busy or nothing waits."""
@@ -235,7 +265,7 @@ class WorkerPool:
         while given:
             given = False
             for index, link in enumerate(self._workers):
-                if link.ready and len(link.running) < IN_FLIGHT:
+                if link.ready and len(link.running) < self._in_flight:
                     closure = self._queue.take(index)
                     if closure is not None:
                         self._give(link, closure)
@@ -249,8 +279,14 @@ class WorkerPool:
             parts = self._functions[closure.function]
             link.socket.send_multipart(messages.call({"method": "function", "number": closure.function}, parts))
             link.functions.add(closure.function)
+        for value in closure.values:
+            if value.number not in link.values:
+                parts = pickling.dumps(value.get())
+                link.socket.send_multipart(messages.call({"method": "value", "number": value.number}, parts))
+                link.values.add(value.number)
         link.running[closure.number] = closure
         low_water = self._queue.low_water()
+        flags = wire.FLAG_KEEP if self._queue.is_wanted(closure) else 0
         link.socket.send_multipart(
-            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts)
+            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags)
         )

@@ -25,16 +25,20 @@ class Outgoing:
     Args:
         strategy: its strategy.
         on_resource: told of each per-worker resource that is referred to.
+
+    Attributes:
+        values: collects the ``RemoteValue`` arguments; ``None`` where none is allowed.
     """
 
     def __init__(self, strategy: ParameterServerStrategy, on_resource: Callable[[PerWorkerResource], None]) -> None:
         self._strategy, self._on_resource = strategy, on_resource
+        self.values: list[RemoteValue] | None = None
 
     def __call__(self, value: Any) -> Any:
         """The reference for ``value``, or ``None`` if it travels itself.
 
         Raises:
-            ValueError: a ``RemoteValue``.
+            ValueError: a ``RemoteValue`` elsewhere than among arguments.
             TypeError: something that belongs to this process alone.
         """
         if type(value) in _PLAIN:
@@ -51,9 +55,13 @@ class Outgoing:
         if isinstance(value, PerWorkerValues):
             return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value._values]
         if isinstance(value, RemoteValue):
-            raise ValueError(
-                "A RemoteValue used as an input of a scheduled function is not yet supported; fetch() it first."
-            )
+            if self.values is None:
+                raise ValueError(
+                    "A scheduled function has a RemoteValue inside it. Give it as an argument: "
+                    "schedule(fn, args=(remote_value,)), or fetch() it first."
+                )
+            self.values.append(value)
+            return "value", value.number
         if getattr(type(value), "_tfstyle_stays_here", False):
             return "stays", type(value).__name__
         return self._optimizer(value)
@@ -84,10 +92,17 @@ class Incoming:
         strategy: the worker's.
         index: of the worker.
         resource: its own object of a per-worker resource.
+        value: the result of an earlier call.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, index: int, resource: Callable[[int], Any]) -> None:
-        self._strategy, self._index, self._resource = strategy, index, resource
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        index: int,
+        resource: Callable[[int], Any],
+        value: Callable[[int], Any],
+    ) -> None:
+        self._strategy, self._index, self._resource, self._value = strategy, index, resource, value
         self.seen: dict[RemoteRecord, None] = {}
 
     def __call__(self, reference: Any) -> Any:
@@ -106,6 +121,8 @@ class Incoming:
             return self._strategy.know_optimizer(number, lambda: restore_optimizer(*pickling.loads(parts, self)))
         if kind == "resource":
             return self._resource(rest[0])
+        if kind == "value":
+            return self._value(rest[0])
         if kind == "per worker":
             return pickling.loads(PerWorkerValues(rest[0]).for_worker(self._index), self)
         if kind == "stays":

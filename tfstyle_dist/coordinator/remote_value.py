@@ -25,14 +25,20 @@ class RemoteValueStatus(enum.Enum):
 class RemoteValue:
     """The result that a scheduled function will have (``tf.distribute.coordinator.RemoteValue``).
 
-    ``ClusterCoordinator.schedule`` makes it.
+    ``ClusterCoordinator.schedule`` makes it. It may be an argument of another scheduled function, which then runs when
+    the result is there and gets the value.
 
     Args:
         changed: notified, with its lock held, whenever a result comes.
+        number: of the call, from 1 on.
+
+    Attributes:
+        number: of the call.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: threading.Condition, number: int = 0) -> None:
         self._changed = changed
+        self.number = number
         self._status = RemoteValueStatus.NOT_READY
         self._value: Any = None
         self._error: BaseException | None = None
@@ -46,6 +52,20 @@ class RemoteValue:
     def set_error(self, error: BaseException) -> None:
         """The function has failed or was cancelled."""
         self._error, self._status = error, RemoteValueStatus.ABORTED
+
+    def belongs_to(self, changed: threading.Condition) -> bool:
+        """Whether it was made by the coordinator with this condition."""
+        return self._changed is changed
+
+    def is_ready(self) -> bool:
+        """Whether the value is there; to be called with the condition's lock held.
+
+        Raises:
+            Exception: the function has failed or was cancelled.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._status is RemoteValueStatus.READY
 
     def get(self, timeout: float | None = None) -> Any:
         """Waits for the result.

@@ -38,14 +38,52 @@ class _Function:
         self.reads: list[RemoteRecord] = []  # what its last run read
 
 
+class NoValueError(Exception):
+    """A result among the arguments is not here; the coordinator will send it."""
+
+
+class _Values:
+    """Results that functions on this worker may get as arguments, pickled; the oldest are given up."""
+
+    MOST, MOST_BYTES = 64, 256 << 20
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[bytes]] = {}
+
+    def put(self, number: int, parts: Sequence[Any]) -> None:
+        """Keeps a result."""
+        self._parts.pop(number, None)
+        self._parts[number] = [bytes(part) for part in parts]
+
+    def get(self, number: int) -> Any:
+        """A copy of a result.
+
+        Raises:
+            NoValueError: it is not here.
+        """
+        if number not in self._parts:
+            raise NoValueError(number)
+        return pickling.loads(self._parts[number])
+
+    def trim(self) -> None:
+        """Between two functions: what the next one needs is sent together with it."""
+        if not self._parts:
+            return
+        size = sum(len(part) for parts in self._parts.values() for part in parts)
+        while self._parts and (len(self._parts) > self.MOST or size > self.MOST_BYTES):
+            size -= sum(map(len, self._parts.pop(next(iter(self._parts)))))
+
+
 class _Session:
     """The work for one coordinator."""
 
-    def __init__(self, name: str, cluster: dict[str, list[str]], task: str, index: int) -> None:
-        self.name, self.index = name, index
-        self.strategy = ParameterServerStrategy.on_worker(cluster, name, task)
+    def __init__(self, meta: dict[str, Any], task: str, index: int) -> None:
+        self.name, self.index = str(meta["session"]), index
+        cluster = as_addresses(meta["cluster"])
+        self.strategy = ParameterServerStrategy.on_worker(cluster, self.name, task, meta.get("snapshots"))
         self.functions: dict[int, _Function] = {}
         self.factories: dict[int, Sequence[Any]] = {}
+        self.values = _Values()
         self._resources: dict[int, Any] = {}
 
     def resource(self, number: int) -> Any:
@@ -57,7 +95,7 @@ class _Session:
 
     def incoming(self) -> Incoming:
         """Resolves references."""
-        return Incoming(self.strategy, self.index, self.resource)
+        return Incoming(self.strategy, self.index, self.resource, self.values.get)
 
     def close(self) -> None:
         """Leaves the servers."""
@@ -158,7 +196,7 @@ class WorkerTask:
             if self._session is not None:
                 self._session.close()
             self._coordinators.clear()
-            self._session = _Session(name, as_addresses(meta["cluster"]), self._name, self._index)
+            self._session = _Session(meta, self._name, self._index)
         self._coordinators.add(identity)
         self._heard = time.monotonic()
         self._send(identity, [messages.plain(Kind.OK, {"incarnation": self._incarnation, "task": self._name})])
@@ -170,6 +208,8 @@ class WorkerTask:
             self._session.functions.setdefault(int(meta["number"]), _Function(parts))
         elif meta["method"] == "resource":
             self._session.factories.setdefault(int(meta["number"]), parts)
+        elif meta["method"] == "value":
+            self._session.values.put(int(meta["number"]), parts)
         else:
             raise WireError(f"unknown method {meta['method']!r}")
 
@@ -177,15 +217,22 @@ class WorkerTask:
 
     def _run(self, identity: bytes, header: Header, numbers: list[int], frames: list[bytes]) -> None:
         assert self._session is not None
-        session, failed = self._session, False
+        session, failed, flags = self._session, False, 0
         try:
             function = session.functions[numbers[0]]
             arguments = wire.join(numbers[1:], frames)
             work = Work(header.closure, header.attempt, header.low_water)
             parts = pickling.dumps(run_function(session, function, work, arguments))
+            if header.flags & wire.FLAG_KEEP:
+                session.values.put(header.closure, parts)
+                flags |= wire.FLAG_KEEP
         except BaseException as error:
             failed, parts = True, _error_parts(error, self._name)
-        self._send(identity, messages.result(header.closure, header.attempt, failed, parts))
+            flags |= wire.FLAG_NO_VALUE if isinstance(error, NoValueError) else 0
+        session.values.trim()
+        # Even if the function did not notice: what it had written to that server may be lost.
+        flags |= wire.FLAG_AGAIN if session.strategy.servers.may_return else 0
+        self._send(identity, messages.result(header.closure, header.attempt, failed, parts, flags))
 
 
 def run_function(session: _Session, function: _Function, work: Work, arguments: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from tfstyle_dist.experimental import coordinator, partitioners
+from tfstyle_dist.experimental import coordinator, partitioners, rpc
 from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy, ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
@@ -32,4 +32,5 @@ __all__ = [
     "coordinator",
     "exact_mean",
     "partitioners",
+    "rpc",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, Operation
 
 _MOST_POSTED = 256
+_ADVICE = (
+    ", and its variables with it. Start the program again from a checkpoint; under "
+    "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
+)
 Taker = Callable[[list[Operation], torch.Tensor], Any]
 
 
@@ -81,6 +86,9 @@ class ServerLink:
         self._shared = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.lane = "none"
+        snapshots = hello.get("snapshots")
+        self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
+        self._incarnation = ""
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -96,14 +104,52 @@ class ServerLink:
                 raise UnavailableError(self._lost)
             if self._socket is not None:
                 return
-            identity = uuid.uuid4().bytes
-            self._socket, self._monitor = self._context.connect(self.address, b"c" + identity)
-            self._poller = zmq_link.poller(self._socket, self._monitor)
-            meta = wire.pack_json(self._hello)
-            answer = self._exchange(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta, [])
+            answer = self._introduce()
             self._shared = env.shared_memory() and bool(answer.get("host")) and answer["host"] == wire.boot_id()
             self.lane = "shared memory" if self._shared else "ZeroMQ"
             get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.lane)
+
+    def _introduce(self) -> dict[str, Any]:
+        """Connects and says hello; with snapshots also to a server that is just being started again."""
+        meta, deadline = wire.pack_json(self._hello), Deadline(self._timeout)
+        while True:
+            self._up = False
+            self._socket, self._monitor = self._context.connect(self.address, b"c" + uuid.uuid4().bytes)
+            self._poller = zmq_link.poller(self._socket, self._monitor)
+            try:
+                answer = self._exchange(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta, [])
+                break
+            except Exception as error:
+                if self._socket is not None:
+                    self._drop()
+                starting = isinstance(error, UnavailableError) and self._lost is None  # it has no coordinator yet
+                again = starting or (bool(self._incarnation) and isinstance(error, UnavailableError | TimeoutError))
+                if self._returns is None or not again:
+                    raise
+                self._lost = None
+                if deadline.passed():
+                    raise UnavailableError(
+                        f"{self.name} at {self.address} was lost and did not come back within {deadline}. Start it "
+                        f"again at the same address: it goes on from what it wrote to {self._returns}."
+                    ) from error
+                time.sleep(0.05)
+        before, self._incarnation = self._incarnation, str(answer["incarnation"])
+        if before not in ("", self._incarnation) and not answer.get("restored"):
+            folder, self._returns = self._returns, None
+            raise self._broken(f"was started again and found nothing of this program in {folder}")
+        return answer
+
+    def forgive(self) -> bool:
+        """Lets a server that was lost come back, if it can; whether it was lost."""
+        if self._lost is None or self._returns is None:
+            return False
+        self._lost = None
+        return True
+
+    @property
+    def may_return(self) -> bool:
+        """Whether the server was lost and can come back."""
+        return self._lost is not None and self._returns is not None
 
     def close(self, goodbye: bool = True) -> None:
         """Takes leave and closes the connection."""
@@ -264,18 +310,19 @@ class ServerLink:
         while True:
             left = deadline.remaining()
             ready = dict(self._poller.poll(1000 if left is None else min(left, 1.0) * 1000))
-            if self._socket in ready:
-                return
+            # News first: what comes after a connection was lost is no answer to what was sent before.
             if self._monitor in ready:
                 event = zmq_link.news(self._monitor)
                 if event == "up":
                     self._up = True
                 elif event == "down" and self._up:
-                    raise self._broken("closed the connection or is gone")
+                    raise self._broken("closed the connection or is gone" + ("" if self._returns else _ADVICE))
                 elif event is not None:
                     failures += 1  # while keys were exchanged
                 if event == "refused" or failures >= zmq_link.MOST_FAILURES:
                     raise self._broken("refused this process' key (TFSTYLE_PS_KEYS)")
+            if self._socket in ready:
+                return
             if deadline.passed():
                 raise DeadlineExceededError(
                     f"{self.name} at {self.address} did not answer within {deadline}. Is it running, and does it "

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import NO_WORK, ServerLink, Work
 from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
 from tfstyle_dist.variables.record import Placement, Record
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +133,31 @@ class Servers:
     def begin(self, work: Work) -> None:
         """A scheduled function starts in this process."""
         self.work, self.reads = work, {}
+        self.forgive()
         self.steps = 1 if self.steps is None else self.steps + 1
         self._writes.clear()
         if work.attempt > 1:
             # Its earlier attempt may still be at work somewhere: from here on the servers refuse it.
             for link in self.links:
                 link.call({"method": "fence", "closure": work.closure, "attempt": work.attempt})
+
+    def forgive(self) -> bool:
+        """Lets servers that were lost come back, if there are snapshots; whether one was lost."""
+        return sum(link.forgive() for link in self.links) > 0
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a server was lost that can come back: then the function under way is to be run again."""
+        return any(link.may_return for link in self.links)
+
+    def _persist(self, action: Callable[[], _T]) -> _T:
+        """On the coordinator: waits for a server that was lost and can come back, and does ``action`` once more."""
+        while True:
+            try:
+                return action()
+            except UnavailableError:
+                if self.steps is not None or not self.forgive():
+                    raise
 
     def end(self) -> None:
         """The function is over: waits until the servers have taken its writes.
@@ -170,7 +192,7 @@ class Servers:
                 if read and self.steps is not None:
                     self.reads[record] = None
             if wanted:
-                self._pull(list(wanted))
+                self._persist(lambda: self._pull(list(wanted)))
 
     def _pull(self, records: Sequence[RemoteRecord]) -> None:
         by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
@@ -212,7 +234,8 @@ class Servers:
         local = record.components[0]
         result = torch.empty((len(rows), *record_shape(record)[1:]), dtype=local.dtype)
         flat_bytes = result.view(len(rows), -1).shape[1] * result.element_size() if len(rows) else 0
-        with self._lock:
+
+        def pull() -> None:
             used = []
             for shard, places, ids in _by_shard(record, rows):
                 operation = Operation(Op.PULL_ROWS, dtype_number(local.dtype), shard.number, 0, len(ids))
@@ -228,12 +251,16 @@ class Servers:
                 used.append(shard.server)
             for server in used:
                 self.links[server].finish()
+
+        with self._lock:
+            self._persist(pull)
         return result
 
     # ---- writing ----------------------------------------------------------------------------------------------
 
     def write(self, record: RemoteRecord, op: Op, value: torch.Tensor) -> None:
         """Assigns to, adds to or subtracts from a tensor; the servers do it in one go for each shard."""
+        self._before_write()
         flat = value.detach().contiguous().view(-1)
         with self._lock:
             for shard in record.shards:
@@ -243,6 +270,7 @@ class Servers:
 
     def add_rows(self, record: RemoteRecord, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Adds values to some rows; a row named twice gets both."""
+        self._before_write()
         with self._lock:
             for shard, places, ids in _by_shard(record, rows):
                 part = values.detach() if places is None else values.detach()[places]
@@ -257,6 +285,7 @@ class Servers:
             rule: number of the optimizer.
             pairs: tensors and their gradients, dense or sparse.
         """
+        self._before_write()
         with self._lock:
             by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
             for record, grad in pairs:
@@ -282,6 +311,10 @@ class Servers:
             self._writes[shard.number] = count + 1
         return count
 
+    def _before_write(self) -> None:
+        if self.work.closure == 0:
+            self.forgive()
+
     def _after_write(self, records: Sequence[RemoteRecord]) -> None:
         for record in records:
             record.stamp, record.written = -1, True
@@ -299,7 +332,7 @@ class Servers:
             fill: kind, two numbers and seed of values that the servers make instead.
         """
         with self._lock:
-            for server, link in enumerate(self.links):
+            for server in range(len(self.links)):
                 entries: list[dict[str, Any]] = []
                 parts: list[Any] = []
                 for record in records:
@@ -319,13 +352,17 @@ class Servers:
                             continue
                         parts.append(wire.tensor_bytes(flat[shard.offset : shard.offset + shard.numel]))
                 for batch in _in_batches(list(zip(entries, parts, strict=True))):
-                    link.call({"method": "create", "variables": [e for e, _ in batch]}, [p for _, p in batch])
+                    self.call(server, {"method": "create", "variables": [e for e, _ in batch]}, [p for _, p in batch])
             for record in records:
                 record.created = True
 
+    def call(self, server: int, meta: dict[str, Any], parts: Sequence[Any] = ()) -> dict[str, Any]:
+        """Calls a method of one server."""
+        return self._persist(lambda: self.links[server].call(meta, parts))
+
     def call_all(self, meta: dict[str, Any], parts: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Calls a method on every server."""
-        return [link.call(meta, parts) for link in self.links]
+        return [self.call(server, meta, parts) for server in range(len(self.links))]
 
 
 class _Pull:
@@ -336,6 +373,7 @@ class _Pull:
         local = record.components[0]
         same_step = steps is None or record.written
         self._target: torch.Tensor | None = None
+        self._versions: dict[int, int] = {}
         self._fresh = not record.fixed and (same_step or is_placeholder(local))
         self._local = local
 
@@ -356,11 +394,13 @@ class _Pull:
         flat = self._target.view(-1)[shard.offset : shard.offset + shard.numel]
         with torch.no_grad():
             flat.copy_(data.view(flat.dtype))
-        self._record.versions[place] = version
+        self._versions[place] = version
 
     def done(self) -> None:
         """The local copy is as fresh as the servers were."""
         record = self._record
+        for place, version in self._versions.items():
+            record.versions[place] = version
         if self._target is not None and self._fresh:
             old = record.components[0]
             record.components[0] = renewed(old, self._target)

@@ -29,6 +29,7 @@ class TorchRule:
         for group in optimizer.param_groups:
             group["params"] = [p for entry in group["params"] for p in entry.parameters]
         self._optimizer = optimizer
+        self.parts: list[bytes] = []
 
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """One step with these gradients; other parameters are left alone."""
@@ -45,13 +46,21 @@ class TorchRule:
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(values)
 
-    def state(self) -> Any:
-        """What a snapshot keeps."""
-        return self._optimizer.state_dict()
+    def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter."""
+        return dict(self._optimizer.state.get(parameter, {}))
 
-    def load_state(self, state: Any) -> None:
-        """Restores ``state``."""
-        self._optimizer.load_state_dict(state)
+    def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
+        """Takes over what ``slots`` gave, or part of it."""
+        self._optimizer.state[parameter].update(slots)
+
+    def settings(self) -> Any:
+        """What belongs to no parameter: the groups' hyperparameters."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+
+    def put_settings(self, settings: Any) -> None:
+        """Takes over ``settings``."""
+        self.set_hyperparameters(settings)
 
 
 class TFRule:
@@ -63,6 +72,7 @@ class TFRule:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self.parts: list[bytes] = []
 
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """One step with these gradients."""
@@ -71,6 +81,23 @@ class TFRule:
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes over what the optimizer's ``hyperparameters()`` gave in the coordinator's program."""
         self._optimizer.set_hyperparameters(groups)
+
+    def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter."""
+        found: dict[str, Any] = self._optimizer.parameter_slots(parameter)
+        return found
+
+    def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
+        """Takes over what ``slots`` gave, or part of it."""
+        self._optimizer.put_parameter_slots(parameter, slots)
+
+    def settings(self) -> Any:
+        """What belongs to no parameter, e.g. the number of steps."""
+        return self._optimizer.common_state()
+
+    def put_settings(self, settings: Any) -> None:
+        """Takes over ``settings``."""
+        self._optimizer.load_common_state(settings)
 
 
 def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[torch.nn.Parameter]]) -> Any:
@@ -88,7 +115,9 @@ def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[tor
         return LocalParameters(find(numbers))
 
     optimizer = restore_optimizer(*pickling.loads(parts, resolve))
-    return TorchRule(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else TFRule(optimizer)
+    rule = TorchRule(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else TFRule(optimizer)
+    rule.parts = [bytes(part) for part in parts]  # for snapshots
+    return rule
 
 
 def optimizer_state(optimizer: Any) -> tuple[type, dict[str, Any]]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import CancelledError
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.rules import make_rule
+from tfstyle_dist.parameter_server import pickling, wire, zmq_link
+from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.segment import Segment
+from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
 from tfstyle_dist.parameter_server.table import Answer, VariableTable
+from tfstyle_dist.parameter_server.table_state import add_rule
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
 
 _MAX_CLIENTS = 4096
@@ -57,6 +61,9 @@ class ParameterServer:
         self.incarnation = uuid.uuid4().hex
         self.session = ""
         self.table = VariableTable()
+        self.jobs = Jobs()
+        self._keeper: SnapshotKeeper | None = None
+        self._restored = False
         self._ended = False
         self._heard: float | None = None
 
@@ -74,14 +81,25 @@ class ParameterServer:
         poller = zmq_link.poller(self._socket)
         try:
             while not self._ended:
-                if poller.poll(500):
+                if poller.poll(self._rest_ms()):
                     self._take()
+                if self.jobs.busy:
+                    self.jobs.tick()
+                if self._keeper is not None:
+                    self._keeper.tick()
                 if self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
         finally:
             for client in self._clients.values():
                 _drop_segment(client)
             self._socket.close(0)
+            self._stop_keeping(forget=self._ended)
+
+    def _rest_ms(self) -> int:
+        """How long nothing needs to be done unless a message comes."""
+        if self.jobs.busy:
+            return 2
+        return 500 if self._keeper is None else self._keeper.rest_ms(500)
 
     def _take(self) -> None:
         """Takes the messages that are there, but not for ever: the coordinator's silence must be noticed."""
@@ -157,7 +175,7 @@ class ParameterServer:
         elif header.kind is Kind.GOODBYE:
             _drop_segment(client)
             self._clients.pop(identity, None)
-            self._ended = client.role == "coordinator"
+            self._ended = self._ended or client.role == "coordinator"
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
@@ -167,15 +185,39 @@ class ParameterServer:
             raise WireError(f"unknown role {role!r}")
         if role == "coordinator":
             if session != self.session:
-                self.session, self.table = session, VariableTable()
+                self._begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
+        elif not self.session:
+            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
         elif session != self.session:
             raise CancelledError(f"{self._name} works for another coordinator now.")
         client.role, client.name = role, str(meta.get("task"))[:200]
         if role == "worker":
             self._forget_earlier(client)
-        body = wire.pack_json({"incarnation": self.incarnation, "task": self._name, "host": wire.boot_id()})
+        body = wire.pack_json(
+            {
+                "incarnation": self.incarnation, "task": self._name, "host": wire.boot_id(),
+                "restored": self._restored, "empty": not self.table.variables,
+            }
+        )  # fmt: skip
         self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+
+    def _begin_session(self, session: str, snapshots: dict[str, Any] | None) -> None:
+        """Works for a coordinator from now on; if this process was started again, with what the one before had."""
+        self._stop_keeping(forget=False)
+        self.session, self.table, self.jobs = session, VariableTable(), Jobs()
+        self._restored = False
+        if snapshots is not None:
+            task = int(self._name.rpartition(":")[2])
+            keeper = SnapshotKeeper(snapshots, task, session, self.table, self.jobs)
+            self._restored = keeper.restore(self._change)
+            self._keeper = keeper
+
+    def _stop_keeping(self, forget: bool) -> None:
+        self.jobs.close()
+        if self._keeper is not None:
+            self._keeper.close(forget)
+            self._keeper = None
 
     def _forget_earlier(self, client: _Client) -> None:
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
@@ -229,6 +271,8 @@ class ParameterServer:
         self, identity: bytes, client: _Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
     ) -> None:
         answer = self.table.execute(header, operations, data)
+        if self._keeper is not None:
+            self._keeper.note_batch(header, operations, answer.operations, data)
         meta = wire.pack_operations(answer.operations)
         total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
         segment = client.segment if header.flags & wire.FLAG_SHARED else None
@@ -268,6 +312,7 @@ class ParameterServer:
         if method == "segment":
             _drop_segment(client)
             client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
+            Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
             return {}
         if method == "fence":
             self.table.fence(int(meta["closure"]), int(meta["attempt"]))
@@ -276,33 +321,53 @@ class ParameterServer:
             return {
                 "variables": len(self.table.variables), "applied": self.table.applied,
                 "duplicates": self.table.duplicates, "clients": len(self._clients),
+                "unsaved": int(self._keeper is not None and self._keeper.unsaved),
             }  # fmt: skip
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
         parts = wire.join([int(n) for n in meta.get("sizes", ())], frames)
+        if method in ("apply", "job", "outcome"):
+            return self._apply(method, meta, parts)
+        self._change(meta, parts)
+        if self._keeper is not None:
+            self._keeper.note_call(meta, parts)
+        return {}
+
+    def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+        """Functions of the coordinator on the table, e.g. those of checkpoints."""
+        if method == "outcome":
+            ended, error = self.jobs.outcome(int(meta["number"]))
+            if ended and self._keeper is not None and self._keeper.unsaved:
+                self._keeper.soon()
+            if error is not None:
+                raise error
+            return {"ended": ended, "known": ended or self.jobs.is_active(int(meta["number"]))}
+        function, args = pickling.loads(parts)
+        if method == "job":
+            return {"number": self.jobs.start(function(self.table, *args))}
+        result: dict[str, Any] = function(self.table, *args)
+        return result
+
+    def _change(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
+        """Calls that change what the table holds; a journal may repeat them."""
+        method = meta.get("method")
+        self.table.calls += 1
         if method == "create":
             for entry, part in zip(meta["variables"], parts, strict=True):
-                dtype = wire.DTYPES[int(entry["dtype"])]
+                number, name, dtype = int(entry["number"]), str(entry["name"]), wire.DTYPES[int(entry["dtype"])]
                 if "fill" in entry:
-                    self.table.create_filled(
-                        int(entry["number"]), str(entry["name"]), entry["shape"], dtype, entry["fill"]
-                    )
+                    self.table.create_filled(number, name, entry["shape"], dtype, entry["fill"])
                     continue
                 data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
                 value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
-                self.table.create(int(entry["number"]), str(entry["name"]), entry["shape"], dtype, value)
-            return {}
-        if method == "optimizer":
-            self.table.rules[int(meta["number"])] = make_rule(parts, self._local)
-            return {}
-        if method == "hyperparameters":
+                self.table.create(number, name, entry["shape"], dtype, value)
+        elif method == "optimizer":
+            add_rule(self.table, int(meta["number"]), parts)
+        elif method == "hyperparameters":
             rule: Any = self.table.rules[int(meta["number"])]
             rule.set_hyperparameters(meta["groups"])
-            return {}
-        raise WireError(f"unknown method {method!r}")
-
-    def _local(self, numbers: Any) -> list[torch.nn.Parameter]:
-        return [self.table.variables[n].parameter for n in numbers if n in self.table.variables]
+        else:
+            raise WireError(f"unknown method {method!r}")
 
 
 def _pack(answer: Answer, flat: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,20 @@ class GradientRule(Protocol):
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """Updates the parameters of ``(gradient, parameter)`` pairs in one step."""
 
+    def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What it keeps for a parameter."""
+
+    def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
+        """Takes over what ``slots`` gave, or part of it."""
+
+    def settings(self) -> Any:
+        """What belongs to no parameter."""
+
+    def put_settings(self, settings: Any) -> None:
+        """Takes over ``settings``."""
+
+    parts: list[bytes]
+
 
 @dataclass(slots=True)
 class StoredVariable:
@@ -56,7 +70,7 @@ class StoredVariable:
 
 
 @dataclass(slots=True)
-class _Closure:
+class ClosureWrites:
     """What a scheduled function has written so far."""
 
     attempt: int = 0
@@ -80,7 +94,8 @@ class VariableTable:
         self.low_water = 0
         self.applied = 0
         self.duplicates = 0
-        self._closures: dict[int, _Closure] = {}
+        self.closures: dict[int, ClosureWrites] = {}
+        self.calls = 0
 
     # ---- variables --------------------------------------------------------------------------------------------
 
@@ -100,6 +115,8 @@ class VariableTable:
         Raises:
             InvalidArgumentError: another kind of values.
         """
+        if number in self.variables:
+            return
         kind, first, second, seed = str(fill[0]), float(fill[1]), float(fill[2]), int(fill[3])
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         if kind == "constant":
@@ -110,8 +127,7 @@ class VariableTable:
             data = torch.empty(tuple(shape), dtype=dtype).uniform_(first, second, generator=generator)
         else:
             raise InvalidArgumentError(f"initializer {kind!r}: write 'constant', 'normal' or 'uniform'.")
-        if number not in self.variables:
-            self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data))
+        self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data))
 
     def variable(self, number: int) -> StoredVariable:
         """The variable of a number.
@@ -175,17 +191,17 @@ class VariableTable:
     def _admit(self, header: Header, writes: bool) -> None:
         if header.low_water > self.low_water:
             self.low_water = header.low_water
-            if len(self._closures) > 64:
-                self._closures = {k: c for k, c in self._closures.items() if k >= self.low_water}
+            if len(self.closures) > 64:
+                self.closures = {k: c for k, c in self.closures.items() if k >= self.low_water}
         if header.closure == 0:
             return
         if header.closure < self.low_water:
             raise CancelledError(f"Closure {header.closure} is finished; a late attempt changes nothing.")
-        closure = self._closures.get(header.closure)
+        closure = self.closures.get(header.closure)
         if closure is None:
             if not writes:
                 return
-            closure = self._closures[header.closure] = _Closure()
+            closure = self.closures[header.closure] = ClosureWrites()
         if header.attempt < closure.attempt:
             raise CancelledError(
                 f"Attempt {header.attempt} of closure {header.closure} was replaced by attempt {closure.attempt}."
@@ -195,7 +211,7 @@ class VariableTable:
     def fence(self, closure: int, attempt: int) -> None:
         """Refuses every attempt of a closure before this one from now on."""
         if closure >= self.low_water:
-            entry = self._closures.setdefault(closure, _Closure())
+            entry = self.closures.setdefault(closure, ClosureWrites())
             entry.attempt = max(entry.attempt, attempt)
 
     # ---- executing --------------------------------------------------------------------------------------------
@@ -274,7 +290,7 @@ class VariableTable:
         """Whether an earlier attempt of this closure has made this write; if not, notes that it is made now."""
         if header.closure == 0:
             return False
-        writes = self._closures[header.closure].writes
+        writes = self.closures[header.closure].writes
         if operation.argument < writes.get(operation.variable, 0):
             self.duplicates += 1
             return True

@@ -88,6 +88,12 @@ FLAG_INLINE = 4
 """In a header: the data is the second part of the same message."""
 FLAG_SHARED = 8
 """In a header: the data is in the client's shared memory segment; in a request also: the answer may be put there."""
+FLAG_KEEP = 32
+"""In a RUN: the worker keeps the result, for functions that have it among their arguments."""
+FLAG_AGAIN = 64
+"""In the answer to a RUN: a parameter server was lost that can come back; the function is to be run again."""
+FLAG_NO_VALUE = 128
+"""In the answer to a RUN: the worker does not have (any more) a result that is among the arguments."""
 
 
 def dtype_number(dtype: torch.dtype) -> int:

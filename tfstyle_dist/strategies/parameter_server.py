@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +42,17 @@ class ParameterServerStrategy(Strategy):
             default: what ``TF_CONFIG`` says.
         variable_partitioner: into how many shards a variable is cut, e.g.
             ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
+        max_staleness: how many other functions' updates may come between the moment a function pulls parameters and
+            the end of its own; 0: one function at a time, as in plain training; ``None``: any number.
+        snapshot_folder: where each server writes snapshots for itself, so that one that is killed and started again
+            goes on from there; a folder for this job alone, on the servers' own disks or on a shared one.
+        snapshot_seconds: time between two snapshots.
+        snapshot_every_write: also keep every write that comes between two snapshots, before it is answered: then a
+            killed server loses none. Costs a copy of each write into a file.
 
     Raises:
-        ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job.
+        ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job; a negative
+            ``max_staleness``, a ``snapshot_seconds`` that is not above 0.
         ImportError: pyzmq or cloudpickle is missing.
 
     Example:
@@ -56,14 +65,25 @@ class ParameterServerStrategy(Strategy):
     """
 
     def __init__(
-        self, cluster_resolver: Any = None, variable_partitioner: Callable[..., Sequence[int]] | None = None
+        self,
+        cluster_resolver: Any = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        max_staleness: int | None = None,
+        snapshot_folder: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = 60.0,
+        snapshot_every_write: bool = False,
     ) -> None:
         cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster)
         self._resolver = cluster_resolver
+        self.max_staleness = checked_staleness(max_staleness)
+        self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
-        hello = {"role": "coordinator", "task": "/job:chief/task:0", "session": session}
+        hello = {
+            "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
+        }  # fmt: skip
         self._start(cluster, session, hello, variable_partitioner)
 
     def _start(
@@ -93,11 +113,18 @@ class ParameterServerStrategy(Strategy):
         self._uninstall_hooks.atexit = False
 
     @classmethod
-    def on_worker(cls, cluster: Mapping[str, Sequence[str]], session: str, task: str) -> ParameterServerStrategy:
+    def on_worker(
+        cls,
+        cluster: Mapping[str, Sequence[str]],
+        session: str,
+        task: str,
+        snapshots: dict[str, Any] | None = None,
+    ) -> ParameterServerStrategy:
         """The strategy object that scheduled functions see on a worker task."""
         strategy = cls.__new__(cls)
         strategy._resolver = None
-        hello = {"role": "worker", "task": task, "session": session}
+        strategy.max_staleness, strategy.snapshots = None, snapshots
+        hello = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
         strategy._start(cluster, session, hello, None)
         return strategy
 
@@ -181,6 +208,10 @@ class ParameterServerStrategy(Strategy):
                 optimizer._opt_called = True  # type: ignore[attr-defined]
         return number
 
+    def known_optimizer_number(self, optimizer: Any) -> int | None:
+        """The number under which the servers know an optimizer; ``None``: they have not heard of it."""
+        return self._optimizers.get(optimizer)
+
     def know_optimizer(self, number: int, make: Callable[[], Any]) -> Any:
         """On a worker: the local object of an optimizer of the coordinator's program."""
         if number not in self._known_optimizers:
@@ -226,6 +257,36 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.cluster['worker'])} workers, {len(self.cluster['ps'])} ps tasks>"
+
+
+def checked_staleness(max_staleness: Any) -> int | None:
+    """The bound, or ``None``.
+
+    Raises:
+        ValueError: it is no whole number from 0 on.
+    """
+    if max_staleness is None:
+        return None
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ValueError(
+            f"max_staleness={max_staleness!r}: write a whole number of updates from 0 on, or None for no bound."
+        )
+    return max_staleness
+
+
+def snapshot_options(folder: Any, seconds: float, every_write: bool) -> dict[str, Any] | None:
+    """What servers are told about snapshots; ``None``: to make none.
+
+    Raises:
+        ValueError: ``seconds`` is not above 0, or ``every_write`` without a folder.
+    """
+    if not seconds > 0:
+        raise ValueError(f"snapshot_seconds={seconds!r}: write a number of seconds above 0, e.g. 60.")
+    if folder is None:
+        if every_write:
+            raise ValueError("snapshot_every_write=True needs a snapshot_folder to write to.")
+        return None
+    return {"folder": os.path.abspath(os.fspath(folder)), "seconds": float(seconds), "every_write": bool(every_write)}
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:

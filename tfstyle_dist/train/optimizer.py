@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -225,6 +225,15 @@ class TFOptimizer(abc.ABC):
         with torch.no_grad():
             for grad, parameter in pairs:
                 self._update_one(grad, parameter)
+
+    def parameter_slots(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The slots of one parameter as they are; empty when there are none."""
+        entry = self._slots.get(id(parameter))
+        return {} if entry is None else dict(entry[1])
+
+    def put_parameter_slots(self, parameter: torch.Tensor, slots: Mapping[str, Any]) -> None:
+        """Replaces slots of one parameter."""
+        self._slots_of(parameter).update(slots)
 
     def without_slots(self) -> dict[str, Any]:
         """The settings alone; the slots live beside the variables."""

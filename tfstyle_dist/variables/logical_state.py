@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
-from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.store import find_record
 from tfstyle_dist.variables.variable import Variable
 
@@ -61,9 +61,13 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
             "aggregation": record.aggregation.name,
         }
         if isinstance(tensor, Variable):
-            value = tensor.value() if on_read else record.components[0].detach()
+            remote = record.placement is Placement.REMOTE
+            value = tensor.value() if on_read or remote else record.components[0].detach()
             combined = mean or record.aggregation is VariableAggregation.SUM
             read.append(LogicalTensor(value, combined, facts))
+            continue
+        if record.placement is Placement.REMOTE:
+            read.append(LogicalTensor(tensor.detach(), True, facts))
             continue
         found = LogicalTensor(record.components[0].detach(), record.kind == "parameter" or mean, facts)
         if record.kind == "buffer" and mean and record.store.worker.num_replicas > 1:

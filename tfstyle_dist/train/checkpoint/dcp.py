@@ -43,6 +43,109 @@ def write_part(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise _cause(error, directory) from error
 
 
+@dataclasses.dataclass
+class Piece:
+    """Some rows of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        tensor: the rows.
+        start: the first row.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where the rows begin in the whole tensor."""
+        return (self.start, *[0] * (len(self.shape) - 1)) if self.shape else ()
+
+
+def write_pieces(directory: Path, pieces: Sequence[Piece]) -> None:
+    """Writes rows of tensors into a folder of their own; the other rows are in other parts of the checkpoint.
+
+    Args:
+        directory: is made if it does not exist.
+        pieces: the rows, on the CPU.
+
+    Raises:
+        OSError: the disk is full, or cannot be written to.
+    """
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    known = {(piece.name, piece.offsets()): piece.tensor for piece in pieces}
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return known[write_item.index.fqn, tuple(write_item.index.offset)]
+
+    items = []
+    for piece in pieces:
+        offsets = torch.Size(piece.offsets())
+        items.append(
+            WriteItem(
+                index=MetadataIndex(piece.name, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.shape),
+                    properties=TensorProperties.create_from_tensor(piece.tensor),
+                    size=torch.Size(piece.shape),
+                ),
+            )
+        )
+    writer, planner = FileSystemWriter(directory, sync_files=True), Planner()
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(SavePlan(items))
+    plans, metadata = create_default_global_save_plan([plan])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    try:
+        written = writer.write_data(plan, planner)
+        written.wait()
+        writer.finish(metadata, [written.value()])
+    except RuntimeError as error:
+        raise _cause(error, directory) from error
+
+
+def read_rows(
+    directory: Path, name: str, shape: Sequence[int], dtype: str, rows: tuple[int, int] | None
+) -> torch.Tensor:
+    """Reads some rows of a tensor.
+
+    Args:
+        directory: a folder that ``join_parts`` completed.
+        name: of the tensor.
+        shape: of the whole tensor.
+        dtype: of the tensor, e.g. ``"float32"``.
+        rows: the first one and how many; ``None``: the whole tensor.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    start, count = (0, shape[0] if shape else 1) if rows is None else rows
+    size = torch.Size([count, *shape[1:]] if shape else [])
+    target = torch.empty(size, dtype=getattr(torch, dtype))
+
+    class Planner(DefaultLoadPlanner):
+        def lookup_tensor(self, index: Any) -> torch.Tensor:
+            return target
+
+    reader, planner = FileSystemReader(directory), Planner()
+    metadata = reader.read_metadata()
+    offsets = torch.Size([start, *[0] * (len(shape) - 1)] if shape else [])
+    wanted: Any = metadata.state_dict_metadata[name]
+    items = create_read_items_for_chunk_list(name, wanted, [ChunkStorageMetadata(offsets=offsets, sizes=size)])
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(reader.prepare_local_plan(LoadPlan(items)), planner).wait()
+    return target
+
+
 def _cause(error: RuntimeError, directory: Path) -> Exception:
     """What the operating system said: torch.save closes its archive after a failed write, and that fails too."""
     inner: BaseException | None = error
@@ -67,7 +170,10 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
     results = []
     for part in parts:
         metadata = FileSystemReader(directory / part).read_metadata()
-        everything.update(metadata.state_dict_metadata)
+        for name, about in metadata.state_dict_metadata.items():
+            known = everything.setdefault(name, about)
+            if known is not about:
+                known.chunks.extend(getattr(about, "chunks", ()))  # other rows of the same tensor
         for index, info in metadata.storage_data.items():
             moved = dataclasses.replace(info, relative_path=f"{part}/{info.relative_path}")
             results.append(WriteResult(index=index, size_in_bytes=info.length, storage_data=moved))

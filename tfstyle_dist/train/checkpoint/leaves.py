@@ -11,11 +11,39 @@ import torch
 
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Get, Put
+from tfstyle_dist.train.checkpoint.on_servers import Restore, source_of
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.logical_state import write_logical
 
-Read = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
-"""Reads tensors of a checkpoint by name, a few at a time."""
+
+class Read:
+    """What restores tensors of a checkpoint.
+
+    Args:
+        pieces: reads tensors by name, a few at a time.
+        servers: collects what parameter servers are to read.
+    """
+
+    def __init__(self, pieces: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]], servers: Restore) -> None:
+        self._pieces, self.servers = pieces, servers
+
+    def __call__(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of some names."""
+        return self._pieces(names)
+
+    def into(self, targets: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Puts tensors into variables, parameters and buffers, here or on servers."""
+        here: dict[str, list[torch.Tensor]] = {}
+        for name, tensors in targets.items():
+            for tensor in tensors:
+                source = source_of(tensor)
+                if source is None:
+                    here.setdefault(name, []).append(tensor)
+                else:
+                    self.servers.tensor(name, source)
+        for name, value in self(here):
+            for tensor in here[name]:
+                write_logical(tensor, value)
 
 
 @dataclass
@@ -128,8 +156,8 @@ class TensorLeaf(Leaf):
 
     def load(self, tree: Any, read: Read) -> None:
         """See ``Leaf``."""
-        for _, value in read(codec.tensor_names(tree)):
-            write_logical(self.target, value)
+        (name,) = codec.tensor_names(tree)
+        read.into({name: [self.target]})
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """See ``Leaf``."""
@@ -174,9 +202,7 @@ class ModuleLeaf(Leaf):
             else:
                 owner = self.target.get_submodule(key.rpartition(".")[0])
                 owner.set_extra_state(codec.decode(tree[key], all_of(tree[key], read)))
-        for name, value in read(targets):
-            for tensor in targets[name]:
-                write_logical(tensor, value)
+        read.into(targets)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """See ``Leaf``."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from tfstyle_dist.comm import mesh
+from tfstyle_dist.parameter_server.remote import RemoteRecord
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Put
 from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
+from tfstyle_dist.train.checkpoint.on_servers import Source, read_slots, strategy_of
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.torch_optimizer import Optimizer
 from tfstyle_dist.variables import find_record
@@ -69,6 +73,10 @@ class OptimizerLeaf(Leaf):
     def encode(self, put: Put) -> Any:
         """See ``Leaf``."""
         names, state = self._named(), self.target.state_dict()
+        strategy = strategy_of(list(self.tensors()))
+        if strategy is not None:
+            state = {**state, "state": dict(enumerate(self._on_servers(strategy)))}
+            state["state"] = {place: entry for place, entry in state["state"].items() if entry}
         groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
         others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         return {
@@ -76,6 +84,14 @@ class OptimizerLeaf(Leaf):
             "param_groups": codec.encode(groups, f"{self.path}/param_groups", put),
             "others": codec.encode(others, self.path, put),
         }
+
+    def _on_servers(self, strategy: ParameterServerStrategy) -> list[dict[str, Any]]:
+        """The slots of each parameter, which the servers hold."""
+        rule = strategy.known_optimizer_number(self.target)
+        records = [find_record(parameter) for parameter in self.tensors()]
+        remote = [record for record in records if isinstance(record, RemoteRecord)]
+        slots = iter([{} for _ in remote] if rule is None else read_slots(strategy, rule, remote)[0])
+        return [next(slots) if isinstance(record, RemoteRecord) else {} for record in records]
 
     def _entry(self, name: str, entry: Any, put: Put) -> Any:
         return codec.encode(entry, f"{self.path}/state/{name}", put)
@@ -98,6 +114,10 @@ class OptimizerLeaf(Leaf):
     def load(self, tree: Any, read: Read) -> None:
         """See ``Leaf``: as a state_dict with the numbers that the parameters have here."""
         numbers = {name: i for i, name in enumerate(self._named())}
+        strategy = strategy_of(list(self.tensors()))
+        if strategy is not None:
+            self._load_on_servers(strategy, tree, read, numbers)
+            tree = {**tree, "state": {}}
         states = {name: entry for name, entry in tree["state"].items() if name in numbers}
         parameters, state = list(self.tensors()), {}
         for name, entry in states.items():  # one by one: the whole state of a divided model may not fit
@@ -108,6 +128,34 @@ class OptimizerLeaf(Leaf):
         for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
             groups.append({**codec.decode(saved, get), "params": here["params"]})
         self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
+        if strategy is not None:
+            strategy.send_hyperparameters()
+
+    def _load_on_servers(
+        self, strategy: ParameterServerStrategy, tree: Any, read: Read, numbers: Mapping[str, int]
+    ) -> None:
+        rule, parameters = strategy.optimizer_number(self.target), list(self.tensors())
+        for name, entry in tree["state"].items():
+            record = find_record(parameters[numbers[name]]) if name in numbers else None
+            if isinstance(record, RemoteRecord):
+                put_on_servers(read, Source(record, rule), entry)
+
+
+def put_on_servers(read: Read, source: Source, entry: Mapping[str, Any]) -> None:
+    """Has the servers take the saved slots of one parameter.
+
+    Args:
+        read: of the restore.
+        source: parameter and optimizer.
+        entry: encoded slots by name.
+    """
+    for slot, saved in entry.items():
+        place = dataclasses.replace(source, slot=slot)
+        names = codec.tensor_names(saved)
+        if names:
+            read.servers.tensor(names[0], place)
+        else:
+            read.servers.literal(codec.decode(saved, all_of(saved, read)), place)
 
 
 def _placed(entry: Any, like: torch.Tensor) -> Any:
@@ -142,6 +190,14 @@ class TFOptimizerLeaf(Leaf):
         """See ``Leaf``."""
         state = self.target.state_dict()
         slots = {}
+        strategy, remote = self._remote()
+        rule = None if strategy is None else strategy.known_optimizer_number(self.target)
+        if strategy is not None and rule is not None:
+            found, common = read_slots(strategy, rule, list(remote.values()))
+            for name, entry in zip(remote, found, strict=True):
+                if entry:
+                    slots[name] = codec.encode(entry, f"{self.path}/slots/{name}", put)
+            state = {"slots": [], "common": common or state["common"]}
         for place, (variable, entry) in enumerate(zip(self.target.slot_variables(), state["slots"], strict=True)):
             name = self._name(place, variable)
             slots[name] = codec.encode(entry, f"{self.path}/slots/{name}", put)
@@ -153,6 +209,12 @@ class TFOptimizerLeaf(Leaf):
         used = [entry for name, entry in tree["slots"].items() if name in known]
         return Match(used=set(codec.tensor_names([used, tree["common"]])))
 
+    def _remote(self) -> tuple[ParameterServerStrategy | None, dict[str, RemoteRecord]]:
+        """The tracked variables on parameter servers, by name."""
+        records = {name: find_record(tensor) for name, tensor in self._names.by_name().items()}
+        remote = {name: record for name, record in records.items() if isinstance(record, RemoteRecord)}
+        return strategy_of([r.tensor for r in remote.values() if r.tensor is not None]), remote
+
     def _variables(self, tree: Any) -> dict[str, Any]:
         known = self._names.by_name()
         for place, variable in enumerate(self.target.slot_variables()):
@@ -162,6 +224,15 @@ class TFOptimizerLeaf(Leaf):
     def load(self, tree: Any, read: Read) -> None:
         """See ``Leaf``."""
         variables = self._variables(tree)
+        strategy, remote = self._remote()
+        if strategy is not None:
+            rule = strategy.optimizer_number(self.target)
+            for name in [name for name in tree["slots"] if name in remote]:
+                put_on_servers(read, Source(remote[name], rule), tree["slots"][name])
+                del variables[name]
+            common = codec.decode(tree["common"], all_of(tree["common"], read))
+            if common:
+                read.servers.settings(strategy, rule, common)
         slots = [tree["slots"][name] for name in variables]
         get = all_of([slots, tree["common"]], read)
         state = {"slots": codec.decode(slots, get), "common": codec.decode(tree["common"], get)}

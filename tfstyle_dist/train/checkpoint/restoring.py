@@ -11,8 +11,9 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
 from tfstyle_dist.train.checkpoint import codec, files
 from tfstyle_dist.train.checkpoint.exchange import exchange
-from tfstyle_dist.train.checkpoint.leaves import Leaf, Match
+from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, Read
 from tfstyle_dist.train.checkpoint.listing import CheckpointReader, checkpoints_in
+from tfstyle_dist.train.checkpoint.on_servers import Restore
 from tfstyle_dist.train.checkpoint.status import CheckpointLoadStatus
 
 _BYTES_AT_A_TIME = 64 * 1024 * 1024
@@ -54,11 +55,14 @@ def restore(
     exchange(group, "Checkpoint.restore", failed, error, same={"path": path, "data": saved if not error else ""})
     assert reader is not None
     used: set[str] = set()
+    servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])
+    read = Read(lambda names: _pieces(reader, names), servers)
     for leaf in leaves:
         if leaf.path in found:
             leaf.worker = group.rank
-            leaf.load(reader.content["objects"][leaf.path]["tree"], lambda names: _pieces(reader, names))
+            leaf.load(reader.content["objects"][leaf.path]["tree"], read)
             used |= found[leaf.path].used
+    servers.run()
     missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path not in optional]
     missing += [name for match in found.values() for name in match.missing]
     return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used), len(found.keys() - set(optional)))

@@ -21,7 +21,7 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DataLossError, DeadlineExceededError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.train.checkpoint import dcp, files
+from tfstyle_dist.train.checkpoint import dcp, files, on_servers
 from tfstyle_dist.train.checkpoint.exchange import exchange
 from tfstyle_dist.train.checkpoint.leaves import Leaf
 from tfstyle_dist.train.checkpoint.snapshot import Snapshot
@@ -74,6 +74,8 @@ class Save:
         self._folder = files.new_folder(path, told[0]["token"])
         self._objects, self._own = snapshot.objects, snapshot.own
         self._tensors, self._facts = snapshot.share(group.rank, group.size)
+        self._sources = snapshot.sources()
+        self._server_parts: list[str] = []
 
     def _prepare(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -136,6 +138,8 @@ class Save:
             written = [file for file in sorted(part.iterdir()) if file.name != dcp.METADATA_FILE]
             listing = {f"{part.name}/{file.name}": files.fingerprint(file) for file in written}
             files.sync_folder(part)
+            if self._sources:
+                self._server_parts = on_servers.write(self._folder, self._sources)
             about = {"files": listing, "tensors": self._facts, "own": self._own}
             files.write_atomically(part.with_suffix(".json"), json.dumps(about))
         except Exception:
@@ -146,6 +150,10 @@ class Save:
     def _commit(self) -> None:
         """On worker 0, when all parts are there."""
         names = [f"part-{worker}" for worker in range(self._group.size)]
+        for part in self._server_parts:
+            made = json.loads((self._folder / f"{part}.json").read_text(encoding="utf-8"))["parts"]
+            (self._folder / f"{part}.json").unlink()
+            names += [f"{part}-{number}" for number in range(made)]
         content: dict[str, Any] = {
             "saved": {
                 "workers": self._group.size,
@@ -156,7 +164,7 @@ class Save:
             "tensors": {},
             "files": {},
         }
-        for worker, name in enumerate(names):
+        for worker, name in enumerate(names):  # what servers wrote has nothing of a worker's own
             about = (self._folder / f"{name}.json").read_text(encoding="utf-8")
             part = json.loads(about)
             content["tensors"].update(part["tensors"])

@@ -11,6 +11,7 @@ import torch
 
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.train.checkpoint.leaves import Leaf
+from tfstyle_dist.train.checkpoint.on_servers import Source, source_of
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.logical_state import read_logical
 
@@ -20,13 +21,15 @@ class _Item:
     """A tensor to be saved.
 
     ``owner`` is the worker that writes it, or ``None``: any may, because all have the same. ``logical``: its record
-    knows its value and who has it. ``private``: the other workers have their own.
+    knows its value and who has it. ``private``: the other workers have their own. ``source``: where on parameter
+    servers it is.
     """
 
     tensor: torch.Tensor
     owner: int | None
     logical: bool
     private: bool
+    source: Source | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,8 +73,9 @@ class Snapshot:
             item = _Item(tensor, self._worker, logical=False, private=True)
         else:
             self._names[id(tensor)] = unique
-            logical = leaf.same_on_all is None or find_record(tensor) is not None
-            item = _Item(tensor, None if leaf.same_on_all else 0, logical, private=False)
+            source = source_of(tensor)
+            logical = source is None and (leaf.same_on_all is None or find_record(tensor) is not None)
+            item = _Item(tensor, None if leaf.same_on_all else 0, logical, private=False, source=source)
         self._items[unique] = item
         return unique
 
@@ -99,7 +103,7 @@ class Snapshot:
             item.tensor, item.facts = found.value, found.facts
             item.owner = None if found.same_on_all else 0
         for item in self._items.values():
-            if not item.logical:
+            if not item.logical and item.source is None:
                 item.tensor = item.tensor.detach()
 
     def share(self, worker: int, workers: int) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
@@ -110,11 +114,12 @@ class Snapshot:
         over them.
         """
         load = [0] * workers
-        for item in self._items.values():
+        here = {name: item for name, item in self._items.items() if item.source is None}
+        for item in here.values():
             if item.owner == 0 and not item.private:
                 load[0] += _bytes(item.tensor)
-        chosen = {name for name, item in self._items.items() if item.owner == worker}
-        free = [(name, item.tensor) for name, item in self._items.items() if item.owner is None]
+        chosen = {name for name, item in here.items() if item.owner == worker}
+        free = [(name, item.tensor) for name, item in here.items() if item.owner is None]
         for name, tensor in sorted(free, key=lambda entry: (-_bytes(entry[1]), entry[0])):
             writer = min(range(workers), key=lambda w: (load[w], w))
             load[writer] += _bytes(tensor)
@@ -130,13 +135,18 @@ class Snapshot:
                 mine[name] = tensor
         facts = {
             name: {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                **self._items[name].facts,
+                "shape": list(item.tensor.shape),
+                "dtype": str(item.tensor.dtype).removeprefix("torch."),
+                **item.facts,
             }
-            for name, tensor in mine.items()
+            for name, item in self._items.items()
+            if name in mine or (item.source is not None and worker == 0)
         }
         return mine, facts
+
+    def sources(self) -> dict[str, Source]:
+        """The tensors that parameter servers write, by name."""
+        return {name: item.source for name, item in self._items.items() if item.source is not None}
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,407 @@
+"""``tf.distribute.experimental.rpc``: functions of one process that others call, over parameter servers' links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from tfstyle_dist.coordinator import messages
+from tfstyle_dist.core import env
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    UnavailableError,
+)
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server import pickling, wire, zmq_link
+from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
+
+_OK, _UNKNOWN = 0, 2
+_CODES: dict[type[BaseException], int] = {
+    CancelledError: 1, InvalidArgumentError: 3, DeadlineExceededError: 4, NotFoundError: 5, PermissionError: 7,
+    OutOfRangeError: 11, NotImplementedError: 12, UnavailableError: 14,
+}  # fmt: skip
+
+
+def _check_layer(rpc_layer: str) -> None:
+    if rpc_layer != "grpc":
+        raise ValueError(f'rpc_layer={rpc_layer!r}: write "grpc", TensorFlow\'s name; the messages travel by ZeroMQ.')
+
+
+def _context() -> zmq_link.Context:
+    path = env.parameter_server_keys()
+    return zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
+
+
+def _error_code(error: BaseException) -> int:
+    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _UNKNOWN)
+
+
+class Server:
+    """Lets other processes call functions of this one (``tf.distribute.experimental.rpc.Server``).
+
+    The same keys and rules as for parameter servers hold: without ``TFSTYLE_PS_KEYS`` it listens on loopback only, and
+    with keys only their holders are served. Arguments and results are pickled.
+
+    Example:
+        >>> server = Server.create("grpc", "localhost:4000")
+        >>> server.register("add", lambda a, b: a + b)
+        >>> server.start()
+
+    Source: ``tf.distribute.experimental.rpc.Server``.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._thread: threading.Thread | None = None
+        self._event = -1
+        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        self._stopping = False
+
+    @staticmethod
+    def create(rpc_layer: str, address: str) -> Server:
+        """A server that does not listen yet.
+
+        Args:
+            rpc_layer: ``"grpc"``.
+            address: ``host:port`` to listen at.
+
+        Raises:
+            ValueError: another layer.
+        """
+        _check_layer(rpc_layer)
+        return Server(address)
+
+    def register(self, method_name: str, func: Callable[..., Any]) -> None:
+        """Lets clients call ``func``.
+
+        Args:
+            method_name: the name they use.
+            func: any function; calls may run at the same time in several threads.
+
+        Raises:
+            TypeError: ``func`` cannot be called.
+            ValueError: the name is taken.
+        """
+        if not callable(func):
+            raise TypeError(f"register({method_name!r}, ...) takes a function, got {type(func).__name__}.")
+        if method_name in self._functions:
+            raise ValueError(f"{method_name!r} is registered already; choose another name.")
+        self._functions[method_name] = func
+
+    def start(self) -> None:
+        """Listens and serves, in threads of its own.
+
+        Raises:
+            UnavailableError: the address is in use.
+            PermissionError: no keys, and an address that other machines can reach.
+            RuntimeError: it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("This rpc server was started already.")
+        context = _context()
+        try:
+            socket = context.listen(self._address)
+        except BaseException:
+            context.close()
+            raise
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, args=(context, socket), name="tfstyle-rpc", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends serving; calls that are under way are not waited for."""
+        if self._thread is None or self._stopping:
+            return
+        self._stopping = True
+        self._wake()
+        self._thread.join(30)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._event, 1)
+
+    def _serve(self, context: zmq_link.Context, socket: Any) -> None:
+        pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
+        poller = zmq_link.poller(socket, self._event)
+        try:
+            while not self._stopping:
+                for entry, _ in poller.poll(1000):
+                    if entry == self._event:
+                        os.eventfd_read(self._event)
+                    else:
+                        self._take(socket.recv_multipart(), pool)
+                while not self._answers.empty():
+                    with contextlib.suppress(zmq_link.ZMQError):  # that client is gone
+                        socket.send_multipart(self._answers.get())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            socket.close(0)
+            context.close()
+            event, self._event = self._event, -1
+            os.close(event)
+
+    def _take(self, parts: list[bytes], pool: ThreadPoolExecutor) -> None:
+        identity, request = parts[0], 0
+        try:
+            header = Header.unpack(parts[1])
+            request = header.request
+            meta = wire.unpack_json(memoryview(parts[1])[wire.HEADER_SIZE :])
+            if header.kind is Kind.HELLO:
+                self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
+            elif header.kind is Kind.CALL:
+                sizes = meta.get("sizes")
+                if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 0 for n in sizes):
+                    raise WireError("a call without the sizes of its parts")
+                pool.submit(self._call, identity, request, str(meta.get("method")), wire.join(sizes, parts[2:]))
+            else:
+                raise WireError(f"an rpc server does not take messages of kind {header.kind.name}")
+        except Exception as error:
+            get_logger().warning("the rpc server at %s refuses a message: %s", self._address, error)
+            self._fail(identity, request, error)
+
+    def _call(self, identity: bytes, request: int, method: str, parts: Sequence[Any]) -> None:
+        try:
+            function = self._functions.get(method)
+            if function is None:
+                raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
+            result = pickling.dumps(function(*pickling.loads(parts)))
+            sizes, frames = wire.split([bytes(part) for part in result])
+            body = wire.pack_json({"sizes": sizes})
+            head = wire.message(Header(Kind.OK, request, meta_bytes=len(body)), body)
+            self._answers.put([identity, head, *frames])
+            self._wake()
+        except BaseException as error:
+            self._fail(identity, request, error)
+
+    def _fail(self, identity: bytes, request: int, error: BaseException) -> None:
+        text = str(error) if type(error) in _CODES else f"{type(error).__name__}: {error}"
+        body = {"code": _error_code(error), "message": text[:4000]}
+        self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
+        self._wake()
+
+
+class StatusOrResult:
+    """The outcome of a call, once it is there: each method waits for it.
+
+    Source: what ``tf.distribute.experimental.rpc.Client.call`` returns.
+    """
+
+    def __init__(self, client: Client, number: int, deadline: Deadline) -> None:
+        self._client, self._number, self._deadline = client, number, deadline
+        self._outcome: tuple[int, Any] | None = None
+
+    def _wait(self) -> tuple[int, Any]:
+        if self._outcome is None:
+            self._outcome = self._client._outcome(self._number, self._deadline)
+        return self._outcome
+
+    def is_ok(self) -> bool:
+        """Whether the function has returned."""
+        return self._wait()[0] == _OK
+
+    def get_error(self) -> tuple[int, str]:
+        """The code that gRPC has for the error, and its message; ``(0, "")`` if there is none."""
+        code, value = self._wait()
+        return (code, "" if code == _OK else value)
+
+    def get_value(self) -> Any:
+        """What the function returned.
+
+        Raises:
+            Exception: the call failed, by kind: NotFoundError, UnavailableError, DeadlineExceededError, ...;
+                RuntimeError for what the function raised otherwise.
+        """
+        code, value = self._wait()
+        if code != _OK:
+            kind = next((kind for kind, number in _CODES.items() if number == code), RuntimeError)
+            raise kind(value)
+        return value
+
+
+class Client:
+    """Calls functions of another process (``tf.distribute.experimental.rpc.Client``).
+
+    The registered names are methods of the client, too.
+
+    Example:
+        >>> client = Client.create("grpc", "localhost:4000")
+        >>> client.call("add", [1, 2]).get_value()
+        3
+        >>> client.add(1, 2).is_ok()
+        True
+
+    Source: ``tf.distribute.experimental.rpc.Client``.
+    """
+
+    def __init__(self, address: str, name: str, timeout: timedelta | None) -> None:
+        self._address, self._name, self._timeout = address, name or "client", timeout
+        self._context = _context()
+        self._lock = threading.RLock()
+        self._number = 0
+        self._pending: set[int] = set()
+        self._outcomes: dict[int, tuple[int, Any]] = {}
+        self._socket, self._monitor = self._context.connect(address, b"r" + uuid.uuid4().bytes)
+        self._poller = zmq_link.poller(self._socket, self._monitor)
+        self._failures, self._up = 0, False
+        self._finalizer = weakref.finalize(self, _close, self._context, self._socket, self._monitor)
+
+    @staticmethod
+    def create(rpc_layer: str, address: str, name: str = "", timeout_in_ms: int = 0) -> Client:
+        """Connects to a server and asks for the names of its functions.
+
+        Args:
+            rpc_layer: ``"grpc"``.
+            address: ``host:port`` of the server.
+            name: for messages.
+            timeout_in_ms: limit for this and for calls without one of their own; 0: ``TFSTYLE_TIMEOUT_SECONDS``.
+
+        Raises:
+            ValueError: another layer.
+            DeadlineExceededError: no server answers in time.
+            UnavailableError: it refuses this process' key.
+        """
+        _check_layer(rpc_layer)
+        client = Client(address, name, timedelta(milliseconds=timeout_in_ms) if timeout_in_ms else env.timeout())
+        try:
+            client._learn_methods()
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def call(
+        self,
+        method_name: str,
+        args: Sequence[Any] | None = None,
+        output_specs: Any = None,
+        timeout_in_ms: int = 0,
+    ) -> StatusOrResult:
+        """Calls a function of the server; returns at once.
+
+        Args:
+            method_name: the registered name.
+            args: positional arguments.
+            output_specs: accepted for TF's signature; results keep their structure.
+            timeout_in_ms: limit of the wait for the result; 0: the client's.
+
+        Returns:
+            The outcome to come.
+
+        Raises:
+            TypeError: something in ``args`` cannot be sent to another process.
+        """
+        parts = pickling.dumps(list(args or ()))
+        limit = timedelta(milliseconds=timeout_in_ms) if timeout_in_ms else self._timeout
+        with self._lock:
+            number = self._next()
+            sizes, frames = wire.split([bytes(part) for part in parts])
+            body = wire.pack_json({"method": method_name, "sizes": sizes})
+            head = wire.message(Header(Kind.CALL, number, meta_bytes=len(body)), body)
+            self._socket.send_multipart([head, *frames])
+        return StatusOrResult(self, number, Deadline(limit))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        with self._lock:
+            self._finalizer()
+
+    # ---- waiting ----------------------------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        if not self._finalizer.alive:
+            raise UnavailableError(f"The rpc client {self._name!r} was closed.")
+        self._number += 1
+        self._pending.add(self._number)
+        return self._number
+
+    def _learn_methods(self) -> None:
+        with self._lock:
+            number = self._next()
+            self._socket.send_multipart([messages.plain(Kind.HELLO, {}, number)])
+        code, value = self._outcome(number, Deadline(self._timeout))
+        if code != _OK:
+            raise (DeadlineExceededError if code == _CODES[DeadlineExceededError] else UnavailableError)(value)
+        for method in value["methods"]:
+            if method.isidentifier() and not hasattr(self, method):
+                setattr(self, method, self._caller(method))
+
+    def _caller(self, method: str) -> Callable[..., StatusOrResult]:
+        def call(*args: Any) -> StatusOrResult:
+            return self.call(method, args)
+
+        call.__name__ = call.__qualname__ = method
+        return call
+
+    def _outcome(self, number: int, deadline: Deadline) -> tuple[int, Any]:
+        while True:
+            with self._lock:
+                if number in self._outcomes:
+                    return self._outcomes.pop(number)
+                if not self._finalizer.alive:
+                    return _CODES[CancelledError], f"The rpc client {self._name!r} was closed."
+                if deadline.passed():
+                    self._pending.discard(number)
+                    return _CODES[DeadlineExceededError], (
+                        f"The rpc server at {self._address} did not answer within {deadline}. Is it running, and does "
+                        "it have the same keys (TFSTYLE_PS_KEYS)?"
+                    )
+                left = deadline.remaining()
+                self._receive(100 if left is None else min(left * 1000, 100))
+
+    def _receive(self, milliseconds: float) -> None:
+        ready = dict(self._poller.poll(int(milliseconds)))
+        if self._monitor in ready:
+            self._news(zmq_link.news(self._monitor))
+        if self._socket not in ready:
+            return
+        parts = self._socket.recv_multipart()
+        header = Header.unpack(parts[0])
+        if header.request not in self._pending:
+            return  # it came after its deadline, or before the connection was lost
+        self._pending.discard(header.request)
+        told = wire.unpack_json(memoryview(parts[0])[wire.HEADER_SIZE :])
+        if header.kind is Kind.ERROR:
+            self._outcomes[header.request] = int(told["code"]), str(told["message"])
+        elif "methods" in told:
+            self._outcomes[header.request] = _OK, told
+        else:
+            try:
+                outcome = _OK, pickling.loads(wire.join(told["sizes"], parts[1:]))
+            except Exception as error:
+                outcome = _UNKNOWN, f"the result cannot be read here: {error!r}"
+            self._outcomes[header.request] = outcome
+
+    def _news(self, event: str | None) -> None:
+        if event == "up":
+            self._failures, self._up = 0, True
+        elif event == "down" and self._up:
+            self._up = False
+            self._fail_all(f"The rpc server at {self._address} closed the connection or is gone.")
+        elif event is not None:
+            self._failures += 1
+            if event == "refused" or self._failures >= zmq_link.MOST_FAILURES:
+                self._fail_all(f"The rpc server at {self._address} refused this process' key (TFSTYLE_PS_KEYS).")
+
+    def _fail_all(self, message: str) -> None:
+        for number in self._pending:
+            self._outcomes[number] = _CODES[UnavailableError], message
+        self._pending.clear()
+
+
+def _close(context: zmq_link.Context, socket: Any, monitor: Any) -> None:
+    zmq_link.close_link(socket, monitor)
+    context.close()

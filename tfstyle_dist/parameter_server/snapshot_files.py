@@ -1,0 +1,173 @@
+"""The files from which a parameter server that was started again restores: snapshots and journals.
+
+Of a server with task index 0 and the folder ``/data/job1`` they are in ``/data/job1/ps-0``: ``<session>-<n>.snapshot``
+holds every variable, ``<session>-<n>.journal`` what came after snapshot ``n`` began (``n`` = 0: since the start). A
+snapshot is written under another name and renamed when it is complete and on the disk. Both are sequences of records:
+lists of byte strings with a checksum. They hold pickles: the folder belongs to the user of the server alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfstyle_dist.core.errors import DataLossError
+
+MAGIC = b"tfSR"
+_HEAD = struct.Struct("<4sII")
+_MOST_PARTS = 1 << 20
+
+
+class RecordFile:
+    """A file of records being written.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+
+    def write(self, parts: Sequence[Any]) -> None:
+        """Appends a record. It is in the system's hands when this returns: it outlives the process.
+
+        Raises:
+            OSError: the disk is full, ...
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        sizes = struct.pack(f"<{len(views)}Q", *map(len, views))
+        checksum = zlib.crc32(sizes)
+        for view in views:
+            checksum = zlib.crc32(view, checksum)
+        self._write_all([memoryview(_HEAD.pack(MAGIC, len(views), checksum) + sizes), *views])
+
+    def _write_all(self, views: list[memoryview]) -> None:
+        views = [v for v in views if len(v)]
+        while views:
+            written = os.writev(self._handle, views[:64])
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if views:
+                views[0] = views[0][written:]
+
+    def sync(self) -> None:
+        """Waits until it is on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def read_records(path: Path, cut_off: bool = False) -> Iterator[list[bytes]]:
+    """The records of a file.
+
+    Args:
+        path: of the file.
+        cut_off: the last record may be incomplete, because its writer was killed; it is left out.
+
+    Raises:
+        DataLossError: the file is damaged.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while head := file.read(_HEAD.size):
+            start = file.tell() - len(head)
+            parts = None
+            if len(head) == _HEAD.size:
+                magic, count, checksum = _HEAD.unpack(head)
+                if magic == MAGIC and count <= _MOST_PARTS:
+                    parts = _read_parts(file, count, checksum, size)
+            if parts is None:
+                if cut_off:
+                    return
+                raise DataLossError(f"{path} is damaged at byte {start}.")
+            yield parts
+
+
+def _read_parts(file: Any, count: int, checksum: int, size: int) -> list[bytes] | None:
+    raw = file.read(8 * count)
+    if len(raw) != 8 * count:
+        return None
+    sizes = struct.unpack(f"<{count}Q", raw)
+    if sum(sizes) > size - file.tell():
+        return None
+    parts, found = [], zlib.crc32(raw)
+    for length in sizes:
+        parts.append(file.read(length))
+        found = zlib.crc32(parts[-1], found)
+    return parts if found == checksum else None
+
+
+class SnapshotFolder:
+    """Where one server keeps the files of one session.
+
+    Args:
+        folder: of the job.
+        task: index of the server.
+        session: of the coordinator.
+    """
+
+    def __init__(self, folder: str, task: int, session: str) -> None:
+        if not re.fullmatch(r"[0-9a-f]{1,64}", session):
+            raise ValueError(f"{session!r} is no name of a session.")
+        self.path = Path(folder) / f"ps-{task}"
+        self._session = session
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def snapshot(self, number: int) -> Path:
+        """The file of a snapshot."""
+        return self.path / f"{self._session}-{number}.snapshot"
+
+    def journal(self, number: int) -> Path:
+        """What came after snapshot ``number`` began."""
+        return self.path / f"{self._session}-{number}.journal"
+
+    def numbers(self, kind: str) -> list[int]:
+        """The snapshots or journals there are, in order."""
+        pattern = re.compile(rf"{self._session}-(\d+)\.{kind}")
+        found = (pattern.fullmatch(name) for name in os.listdir(self.path))
+        return sorted(int(match[1]) for match in found if match)
+
+    def remove_other_sessions(self) -> None:
+        """Deletes what earlier programs left."""
+        for name in os.listdir(self.path):
+            if re.fullmatch(r"[0-9a-f]+-\d+\.(snapshot(\.tmp)?|journal)", name) and not name.startswith(
+                f"{self._session}-"
+            ):
+                (self.path / name).unlink(missing_ok=True)
+
+    def remove_before(self, number: int) -> None:
+        """Deletes what is older than snapshot ``number``."""
+        for kind, path in (("snapshot", self.snapshot), ("journal", self.journal)):
+            for other in self.numbers(kind):
+                if other < number:
+                    path(other).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        """Deletes the files of this session, and the folder if nothing else is in it."""
+        for name in os.listdir(self.path):
+            if name.startswith(f"{self._session}-"):
+                (self.path / name).unlink(missing_ok=True)
+        for folder in (self.path, self.path.parent):
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+
+    def publish(self, unfinished: Path, number: int) -> None:
+        """Gives a complete snapshot its name, and waits until that is on the disk."""
+        unfinished.replace(self.snapshot(number))
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
