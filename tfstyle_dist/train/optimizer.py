@@ -233,7 +233,7 @@ class TFOptimizer(abc.ABC):
 
     def put_parameter_slots(self, parameter: torch.Tensor, slots: Mapping[str, Any]) -> None:
         """Replaces slots of one parameter."""
-        self._slots_of(parameter).update(slots)
+        self.slots_of(parameter).update(slots)
 
     def without_slots(self) -> dict[str, Any]:
         """The settings alone; the slots live beside the variables."""
