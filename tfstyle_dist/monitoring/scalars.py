@@ -38,7 +38,9 @@ class ScalarLog:
         self._every = every
         self._sums: dict[str, list[float]] = {}
         self._counts: dict[str, tuple[int, int]] = {}
-        self._writer: Any = _writer(directory) if writes else None
+        self._writer: Any = None
+        if writes:
+            self._writer = summary_writer("strategy.monitor.tensorboard")(str(directory))
         self._stop: Callable[[], None] = monitor.listen(self._add) if writes else _nothing
 
     def _add(self, step: StepTimes) -> None:
@@ -75,15 +77,22 @@ class ScalarLog:
         self.close()
 
 
-def _writer(directory: str | Path) -> Any:
+def summary_writer(asked_by: str) -> Any:
+    """The class ``torch.utils.tensorboard.SummaryWriter``.
+
+    Args:
+        asked_by: what needs it, for the message.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(
-            "strategy.monitor.tensorboard writes with tensorboard, which is not installed: pip install "
-            "'tfstyle_dist[tensorboard]'. strategy.report() needs nothing."
+            f"{asked_by} writes with tensorboard, which is not installed: pip install 'tfstyle_dist[tensorboard]'."
         )
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(directory))
+    return SummaryWriter
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.monitoring.scalars import summary_writer
 
 
 class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -30,12 +31,8 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         if not (update_freq in ("epoch", "batch") or (isinstance(update_freq, int) and update_freq > 0)):
             raise ValueError(f"update_freq must be 'epoch', 'batch' or a number of batches, got {update_freq!r}.")
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as missing:
-            raise ImportError("TensorBoard needs the package tensorboard: pip install tensorboard.") from missing
         self.log_dir, self.update_freq = Path(log_dir), update_freq
-        self._new_writer: Any = SummaryWriter
+        self._new_writer: Any = summary_writer("The callback TensorBoard")
         self._writers: dict[str, Any] = {}
         self._batches = 0
 
