@@ -68,7 +68,8 @@ class SharedState:
         """The state of one part."""
         if part.whole:
             return dict(state)
-        own = self._own.get(part, {})
+        loaded = state is not self._states.get(id(parameter))  # then what this worker counted for itself is no more
+        own = {} if loaded else self._own.get(part, {})
         return {
             name: part_of(value, parameter, part) if _is_full(value, parameter) else own.get(name, value)
             for name, value in state.items()
