@@ -66,6 +66,18 @@ def test_the_chief_runs_them_and_all_stop_together(strategy: tfd.Strategy, rank:
     assert shown.count("Epoch 1/9") == (1 if rank == 0 else 0)
 
 
+def test_a_chief_that_has_built_other_models_before(strategy: tfd.Strategy, rank: int) -> None:
+    """Keras numbers the names of layers and optimizers, so they differ from worker to worker."""
+    keras.utils.clear_session(free_memory=False)  # counting begins anew
+    if rank == 0:
+        dense().fit(X, Y, verbose=0)
+    model = made(strategy)
+    assert model.layers[0].name == ("dense_2" if rank == 0 else "dense")
+    history = model.fit(X, Y, batch_size=64, epochs=2, verbose=0).history["loss"]
+    assert history[1] < history[0]
+    assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
+
+
 def test_learning_rates_of_the_chief_hold_everywhere(strategy: tfd.Strategy, rank: int) -> None:
     model = made(strategy, optimizer=keras.optimizers.SGD(0.1))
     rates = {0: [0.5, 0.25], 1: [7.0, 7.0]}[rank]

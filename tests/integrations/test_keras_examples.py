@@ -1,69 +1,37 @@
-"""The Keras examples in the forms that they name, and the code of docs/keras.md.
-
-Forms with one process run in that of the tests, those of torchrun on ranks of the plugin, which has imported Keras
-already; one example is started by ``launch`` and by torchrun as a user would.
-"""
+"""The Keras examples in the forms that they name, and the code of docs/keras.md."""
 
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import keras_models
 import pytest
+from example_runs import EXAMPLES, Player, in_forms
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.runner import run_script
 
 pytestmark = keras_models.QUIET
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
+ROOT = EXAMPLES.parent
 PAGE = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-RANKS = pytest.mark.distributed(workers=2, timeout=120)
-FORMS = [
-    pytest.param(["--replicas", "2"], id="threads"),
-    pytest.param([], id="torchrun", marks=RANKS),
-]
+FORMS = in_forms(("threads", 0, ["--replicas", "2"]), ("ranks", 2, []))
 
 
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Runs an example in this process and returns what it printed."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def run(name: str, options: list[str]) -> str:
-        monkeypatch.setattr(sys, "argv", [name, *options])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        output = capfd.readouterr().out
-        assert ended.value.code == 0, output
-        return output
-
-    return run
-
-
-@pytest.mark.parametrize("options", FORMS)
-def test_keras_fit(run_here, options: list[str], request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
-    output = run_here("keras_fit.py", options)
-    if not options and request.getfixturevalue("rank") == 1:
-        assert output == ""  # the chief alone shows progress
-        return
-    assert output.count("Epoch 1/8") == 1
+@FORMS
+def test_keras_fit(player: Player, options: list[str]) -> None:
+    output = player.play("keras_fit.py", options)
+    assert output.count("Epoch 1/8") == 1  # the chief alone shows progress
     ((accuracy, right),) = re.findall(r"accuracy (0\.\d+) \((\d+) of 357\)", output)
     assert float(accuracy) == pytest.approx(int(right) / 357, abs=6e-4)
     (apart,) = re.findall(r"largest difference of a loss to one device: (\S+)", output)
     assert float(apart) < 1e-4
 
 
-@pytest.mark.parametrize("options", FORMS)
-def test_save_and_load(run_here, options: list[str], request: pytest.FixtureRequest) -> None:  # type: ignore[no-untyped-def]
-    output = run_here("save_and_load.py", options)
-    if not options and request.getfixturevalue("rank") == 1:
-        assert output == ""
-        return
+@FORMS
+def test_save_and_load(player: Player, options: list[str]) -> None:
+    output = player.play("save_and_load.py", options)
     assert output.count(f"trained on 2, loaded on 1 and {3 if options else 2}") == 2
     assert len(re.findall(r"test accuracy 0\.9\d+, largest difference after loading", output)) == 2
 

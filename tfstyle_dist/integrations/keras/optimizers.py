@@ -44,14 +44,15 @@ def _aware(original: Apply) -> Apply:
         assert replica is not None
         strategy = replica.strategy
         claim(strategy, variables, grads)
+        what = f"{type(self).__name__}.apply"  # Keras numbers the names of optimizers, anew on each worker
 
         def together(payloads: list[Payload]) -> list[None]:
-            total = reduced(strategy, variables, payloads, f"{self.name}.apply of {len(variables)} variables")
+            total = reduced(strategy, variables, payloads, f"{what} of {len(variables)} variables")
             with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
                 original(self, total, variables)
             return [None] * len(payloads)
 
-        return replica.meet(f"{self.name}.apply", (list(grads), CURRENT.count), together)
+        return replica.meet(what, (list(grads), CURRENT.count), together)
 
     apply.tfstyle_original = original  # type: ignore[attr-defined]
     return apply
