@@ -73,6 +73,7 @@ class TFRule:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.parts: list[bytes] = []
+        self._groups: list[Any] = []
 
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """One step with these gradients."""
@@ -80,24 +81,29 @@ class TFRule:
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes over what the optimizer's ``hyperparameters()`` gave in the coordinator's program."""
+        self._groups = list(groups)
         self._optimizer.set_hyperparameters(groups)
 
     def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter."""
-        found: dict[str, Any] = self._optimizer.parameter_slots(parameter)
-        return found
+        """What the optimizer keeps for a parameter; nothing of an optimizer that does not tell."""
+        find = getattr(self._optimizer, "parameter_slots", None)
+        return {} if find is None else dict(find(parameter))
 
     def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
         """Takes over what ``slots`` gave, or part of it."""
         self._optimizer.put_parameter_slots(parameter, slots)
 
     def settings(self) -> Any:
-        """What belongs to no parameter, e.g. the number of steps."""
-        return self._optimizer.common_state()
+        """What belongs to no parameter: ``common``, e.g. the number of steps, and the hyperparameters."""
+        common = getattr(self._optimizer, "common_state", dict)()
+        return {"common": common, "hyperparameters": self._groups}
 
     def put_settings(self, settings: Any) -> None:
-        """Takes over ``settings``."""
-        self._optimizer.load_common_state(settings)
+        """Takes over ``settings``, or part of it."""
+        if settings.get("common"):
+            self._optimizer.load_common_state(settings["common"])
+        if settings.get("hyperparameters"):
+            self.set_hyperparameters(settings["hyperparameters"])
 
 
 def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[torch.nn.Parameter]]) -> Any:

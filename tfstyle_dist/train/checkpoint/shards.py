@@ -93,7 +93,7 @@ def read_shards(table: VariableTable, folder: str, entries: Sequence[Mapping[str
 
             yield read
         if "settings" in entry:
-            table.rules[entry["rule"]].put_settings(entry["settings"])
+            table.rules[entry["rule"]].put_settings({"common": entry["settings"]})
         elif entry["rule"] is None:
             stored = table.variable(entry["number"])
             with torch.no_grad():
@@ -125,4 +125,4 @@ def describe_slots(table: VariableTable, rule: int, numbers: Sequence[int]) -> d
             for name, value in found.items()
         }
     settings = table.rules[rule].settings()
-    return {"slots": slots, "settings": settings if isinstance(settings, dict) else None}
+    return {"slots": slots, "settings": settings["common"] if isinstance(settings, dict) else None}
