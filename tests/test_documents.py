@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
@@ -75,7 +76,8 @@ class Given:
             optimizer.step()
             return loss.detach()
 
-        self.names["step"] = step
+        self.names |= {"step": step, "train_step": step, "train": lambda strategy: None, "itertools": itertools}
+        self.names["loader"] = iter([self.names["batch"]])
         self.replaced = {"/data/job1": str(folder), "10_000": "20", "num_workers=4": "num_workers=0"}
         if folder.name == "central_storage.md":
             self.names["step"] = lambda batch: step(*(part.chunk(1)[0] for part in batch))
@@ -91,7 +93,8 @@ class Given:
 
 
 @pytest.fixture
-def given(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Given]:
+def given(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Given]:
+    monkeypatch.chdir(tmp_path)
     made = Given(tmp_path / request.getfixturevalue("path").name)
     yield made
     made.strategy.close()
