@@ -17,6 +17,8 @@ from tfstyle_dist.testing.runner import run_script
 ONE = ("one replica", 0, [])
 THREADS = ("two replicas in one process", 0, ["--replicas", "2"])
 RANKS = ("two ranks", 2, [])
+CUSTOM_TRAINING_LOSSES = [0.2960, 0.1034]
+"""Of the first two epochs of custom_training.py on one replica."""
 
 
 def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: float = 200) -> str:
@@ -32,6 +34,9 @@ def test_this_file_knows_every_example() -> None:
     elsewhere = {"accelerate_script.py", "trainer_script.py"}  # tests/integrations/test_accelerate_examples.py
     assert names == elsewhere | {
         "quickstart.py",
+        "custom_training.py",
+        "distributed_input.py",
+        "multi_worker_loop.py",
         "variable_aggregation.py",
         "aggregation_methods.py",
         "central_storage.py",
@@ -71,9 +76,18 @@ def test_quickstart_trains_and_agrees_with_one_device(player: Player, options: l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nproc", "options"), [(1, ["--replicas", "2"]), (2, [])], ids=["README", "torchrun"])
-def test_quickstart_as_a_command(nproc: int, options: list[str]) -> None:
-    check_quickstart(run("quickstart.py", nproc, options), 15)
+@pytest.mark.parametrize("launcher", ["none", "torchrun", "launch"])
+def test_quickstart_as_a_command(launcher: str) -> None:
+    """Word for word as in the README, but for the number of epochs under the launchers."""
+    if launcher == "none":
+        check_quickstart(run("quickstart.py", 1, ["--replicas", "2"]), 15)
+    elif launcher == "torchrun":
+        check_quickstart(run("quickstart.py", 2, ["--epochs", "10"]), 10)
+    else:
+        script = [str(EXAMPLES / "quickstart.py"), "--strategy", "multi_worker", "--epochs", "10"]
+        result = run_script(["-m", "tfstyle_dist.launch", "--workers", "2", *script], env={"CUDA_VISIBLE_DEVICES": ""})
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        check_quickstart(result.stdout, 10)
 
 
 @on_ranks(0)
@@ -136,6 +150,40 @@ def test_checkpoints_go_on_with_another_number_of_replicas(player: Player, optio
     (difference,) = re.findall(r"largest difference to a job that never stopped: (\S+)", output)
     assert float(difference) <= 1e-5
     assert output.count("plain PyTorch reads the same weights: True") == 1
+
+
+@pytest.mark.slow
+@in_forms(ONE, ("three replicas in one process", 0, ["--replicas", "3"]), RANKS)
+def test_custom_training_gives_the_same_losses_on_any_number_of_replicas(player: Player, options: list[str]) -> None:
+    output = player.play("custom_training.py", options)
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+), test accuracy \S+% of 113$", output, re.M)]
+    assert len(losses) == 8, output
+    assert losses[-1] < 0.3 * losses[0]
+    assert losses[:2] == pytest.approx(CUSTOM_TRAINING_LOSSES, abs=2e-4)
+    assert output.count("restored without a strategy: accuracy 9") == 1
+
+
+@pytest.mark.slow
+@in_forms(("two replicas in one process", 0, []), ("two ranks", 2, ["--replicas", "1"]))
+def test_distributed_input_hands_out_every_sample_once(player: Player, options: list[str]) -> None:
+    output = player.play("distributed_input.py", options)
+    ways = re.findall(r"^(\w+): (\d+) samples, each once: True$", output, re.M)
+    assert [name for name, _ in ways] == ["DataLoader", "stream", "function", "files"], output
+    assert "policy FILE (from AUTO)" in output
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_multi_worker_loop_goes_on_where_it_ended(player: Player, shared_tmp_path: Path) -> None:
+    options = ["--directory", str(shared_tmp_path / "saved"), "--steps-per-epoch", "20"]
+    output = player.play("multi_worker_loop.py", [*options, "--epochs", "1"])
+    assert output.count("one of 2 workers, the chief") == output.count("one of 2 workers, not the chief") == 1
+    assert "begins at epoch 0, step 0, from nothing" in output
+    output = player.play("multi_worker_loop.py", [*options, "--epochs", "2"])
+    assert "begins at epoch 1, step 20, from " in output
+    ((loss, step),) = re.findall(r"^epoch 2: loss (\S+) after (\d+) steps$", output, re.M)
+    assert step == "40"
+    assert float(loss) < 4
 
 
 @pytest.mark.slow

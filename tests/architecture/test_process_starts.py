@@ -1,0 +1,57 @@
+"""Tests of several processes use the package's own plugin; those that start processes in another way say why."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+RECORDED = "the programs recorded on TensorFlow run in forked children, as they were recorded"
+COMMANDS = "command lines, launchers and signals are what is tested"
+REASONS = {
+    "architecture/test_import_cost.py": "a fresh interpreter",
+    "architecture/test_packaging.py": "pip and build are commands",
+    "comm/test_meeting.py": "needs the id of a process that is gone",
+    "compare_aggregation/test_compare_aggregation.py": COMMANDS,
+    "conformance": RECORDED,
+    "faults/checkpoint_crashes.py": "children that die while they save, with torch imported once",
+    "faults/test_checkpoint_elastic.py": "hosts under torchrun",
+    "faults/test_in_process.py": "what a forked child may not do",
+    "faults/test_scripts.py": "Ctrl-C, the debugger and the end of a program are of a whole program",
+    "kernels/compile_kernels.py": "asks a tool of CUDA",
+    "launch": COMMANDS,
+    "multi_worker/cluster_processes.py": "programs in network namespaces, started by TF_CONFIG alone",
+    "multi_worker/test_torchrun_configs.py": COMMANDS,
+    "multi_worker/test_two_hosts.py": COMMANDS,
+    "parameter_server": "servers and workers are no ranks: they come, die and come back beside one coordinator",
+    "test_examples.py": COMMANDS,
+    "testing": "sessions of pytest, and processes that a test leaves behind, are what is tested",
+    "xla": "not run by default",
+}
+
+
+def starts_processes(tree: ast.Module) -> bool:
+    """Whether a module imports a way to start processes, or forks."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        if any(name.partition(".")[0] in ("subprocess", "multiprocessing") for name in names):
+            return True
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ("fork", "spawn"):
+            return True
+    return False
+
+
+FILES = sorted(path for path in TESTS.rglob("*.py") if starts_processes(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_another_way_has_a_reason(path: Path) -> None:
+    place = path.relative_to(TESTS)
+    assert {str(place), *map(str, place.parents)} & REASONS.keys(), (
+        "use @pytest.mark.distributed (docs/testing.md) or tfstyle_dist.testing.runner.run_script, or give the reason "
+        "in REASONS"
+    )
