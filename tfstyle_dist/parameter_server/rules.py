@@ -95,7 +95,7 @@ class TFRule:
 
     def settings(self) -> Any:
         """What belongs to no parameter: ``common``, e.g. the number of steps, and the hyperparameters."""
-        common: Mapping[str, Any] = getattr(self._optimizer, "common_state", dict)()
+        common: dict[str, Any] = getattr(self._optimizer, "common_state", dict)()
         return {"common": common, "hyperparameters": self._groups}
 
     def put_settings(self, settings: Any) -> None:
