@@ -78,14 +78,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS)[1:], default=list(FORMS)[1:], help="next to pool")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rounds = []
     for _ in range(options.rounds):
-        rounds.append({form: session(form, options.tests) for form in FORMS})
+        rounds.append({form: session(form, options.tests) for form in ("pool", *options.forms)})
         print({form: round(seconds, 1) for form, seconds in rounds[-1].items()}, flush=True)
-    ratio = {form: round(statistics.median(r["pool"] / r[form] for r in rounds), 3) for form in ("fresh", "spawn")}
-    print(f"the pool takes {ratio['fresh']} of the time of fresh ranks and {ratio['spawn']} of the time of spawning")
+    ratio = {form: round(statistics.median(r["pool"] / r[form] for r in rounds), 3) for form in options.forms}
+    print("the pool takes " + " and ".join(f"{number} of the time of {form}" for form, number in ratio.items()))
     if options.out is not None:
         facts = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
         result = {"machine": facts, "tests": options.tests, "seconds": rounds, "pool_to": ratio}

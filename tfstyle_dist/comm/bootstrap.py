@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -175,23 +175,26 @@ def make_group(
     timeout = effective_timeout(options)
     control = device if backend == "nccl" else torch.device("cpu")
     stacks.start()
-    if initialized:
-        torch_group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
-        group = TorchGroup(torch_group, timeout, _default_store(), control, lambda: _leave(torch_group))
-    else:
-        assert members is not None
-        # Its functions keep the default group of the time of their import as a default argument, and torch.optim
-        # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
-        # TorchGroup.close).
-        importlib.import_module("torch.distributed.nn.functional")
-        store, channel = _meet(members, env.start_timeout(timeout))
-        # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
-        towards = network.interface_towards(*members.address) if members.address else None
-        with env.gloo_interface_set(towards):
-            dist.init_process_group(
-                backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
-            )
-        group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
+    with ExitStack() as failed:
+        failed.callback(stacks.stop)  # the group stops it otherwise
+        if initialized:
+            torch_group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
+            group = TorchGroup(torch_group, timeout, _default_store(), control, lambda: _leave(torch_group))
+        else:
+            assert members is not None
+            # Its functions keep the default group of the time of their import as a default argument, and torch.optim
+            # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
+            # TorchGroup.close).
+            importlib.import_module("torch.distributed.nn.functional")
+            store, channel = _meet(members, env.start_timeout(timeout))
+            # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
+            towards = network.interface_towards(*members.address) if members.address else None
+            with env.gloo_interface_set(towards):
+                dist.init_process_group(
+                    backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
+                )
+            group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
+        failed.pop_all()
     _check_same_shape(group, device, num_local_replicas)
     return group
 
