@@ -1,23 +1,24 @@
 """Trains a small network on handwritten digits with parameter servers: one file for every role.
 
-    python examples/parameter_server.py                           # this machine: 2 workers and 1 server of its own
-    python examples/parameter_server.py --workers 4 --ps 2
+    python -m tfstyle_dist.launch --workers 2 --ps 1 examples/parameter_server.py
+    python -m tfstyle_dist.launch --workers 4 --ps 2 --evaluator examples/parameter_server.py --directory /tmp/digits
     TF_CONFIG='{"cluster": ..., "task": ...}' python examples/parameter_server.py      # one task of a real cluster
+    python examples/parameter_server.py                                                # the first line
 
-Without TF_CONFIG the program starts the other tasks itself, as processes of this machine. The workers do not wait for
-each other, so every run differs a little. The exit code is 1 when the test accuracy is below 94 %.
+The chief schedules steps and shows steps per second, staleness (how many updates of others came while a step ran) and
+the length of the queue. Workers do not wait for each other, so every run differs a little. With ``--directory`` the
+chief saves the model now and then, and an evaluator task measures each version while the training goes on. The exit
+code is 1 when the test accuracy is below 94 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -48,78 +49,95 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield images[chosen], labels[chosen]
 
 
-def train(resolver: tfd.cluster_resolver.ClusterResolver, steps: int) -> float:
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def accuracy_of(model: nn.Module) -> float:
+    _, _, images, labels = load_data()
+    with torch.no_grad():
+        return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def train(resolver: tfd.cluster_resolver.ClusterResolver, steps: int, directory: Path | None) -> float:
     strategy = tfd.ParameterServerStrategy(resolver)
     coordinator = tfd.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        model = make_model()  # its parameters move to the servers
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)  # its state lives there too
 
     def step(iterator: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        def replica(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()  # sends the gradients; the servers update
-            return loss
-
-        return strategy.run(replica, args=next(iterator))
+        images, labels = next(iterator)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()  # sends the gradients; the servers update
+        return loss
 
     iterator = iter(coordinator.create_per_worker_dataset(batches))
-    _, _, images, labels = load_data()
-    accuracy = 0.0
+    losses: list[tfd.coordinator.RemoteValue] = []
     with tqdm(total=steps, unit="step") as bar:
         while bar.n < steps:
-            losses = [coordinator.schedule(step, args=(iterator,)) for _ in range(min(100, steps - bar.n))]
-            coordinator.join()
-            with torch.no_grad():  # reading the model here pulls it from the servers
-                accuracy = (model(images).argmax(1) == labels).float().mean().item()
-            bar.update(len(losses))
-            bar.set_postfix(loss=f"{losses[-1].fetch():.3f}", accuracy=f"{accuracy:.3f}")
+            count = min(steps, bar.n + 100)
+            while len(losses) < count:
+                losses.append(coordinator.schedule(step, args=(iterator,)))
+            while not coordinator.done():  # training goes on; here one may watch, save or stop it
+                now = coordinator.statistics()
+                bar.update(now.finished - bar.n)
+                bar.set_postfix(staleness=f"{now.staleness:.1f}", queue=now.waiting)
+                time.sleep(0.05)
+            bar.update(count - bar.n)
+            bar.set_postfix(
+                staleness=f"{coordinator.statistics().staleness:.1f}", queue=0, loss=f"{losses[-1].fetch():.3f}"
+            )
+            if directory is not None:
+                save({k: v.detach().clone() for k, v in model.state_dict().items()}, count, directory)
+    accuracy = accuracy_of(model)  # reading the model here pulls it from the servers
     strategy.close()  # the workers and servers end
     return accuracy
 
 
-def start_tasks(workers: int, ps: int) -> tuple[dict[str, list[str]], list[subprocess.Popen[bytes]]]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers + ps)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    cluster = {"worker": addresses[:workers], "ps": addresses[workers:], "chief": ["127.0.0.1:0"]}
-    tasks = []
-    for job in ("ps", "worker"):
-        for index in range(len(cluster[job])):
-            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-            command = [sys.executable, __file__]
-            tasks.append(subprocess.Popen(command, env={**os.environ, "TF_CONFIG": config, "OMP_NUM_THREADS": "1"}))
-    return cluster, tasks
+def save(state: dict[str, torch.Tensor], step: int, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save(state, directory / "writing")
+    (directory / "writing").rename(directory / f"model-{step:06d}.pt")
+
+
+def evaluate(steps: int, directory: Path) -> None:
+    """The evaluator's task: measures the newest model, again and again, until it has seen the last one."""
+    model, seen = make_model(), 0
+    while seen < steps:
+        newest = max(directory.glob("model-*.pt"), default=None)
+        step = 0 if newest is None else int(newest.stem.rpartition("-")[2])
+        if newest is None or step <= seen:
+            time.sleep(0.1)
+            continue
+        model.load_state_dict(torch.load(newest))
+        seen = step
+        print(f"step {step}: test accuracy {accuracy_of(model):.3f}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2, help="workers to start when there is no TF_CONFIG")
-    parser.add_argument("--ps", type=int, default=1, help="servers to start when there is no TF_CONFIG")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--directory", type=Path, help="an empty folder for the models that an evaluator measures")
     options = parser.parse_args()
     resolver = tfd.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type in ("worker", "ps"):
         tfd.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
-        return 0
-    tasks: list[subprocess.Popen[bytes]] = []
-    if "TF_CONFIG" not in os.environ:
-        cluster, tasks = start_tasks(options.workers, options.ps)
-        spec = tfd.cluster_resolver.ClusterSpec(cluster)
-        resolver = tfd.cluster_resolver.SimpleClusterResolver(spec, task_type="chief", task_id=0)
-    start = time.perf_counter()
-    try:
-        accuracy = train(resolver, options.steps)
-        for task in tasks:
-            task.wait(30)
-    finally:
-        for task in tasks:
-            task.kill()
-    print(f"test accuracy {accuracy:.3f} after {options.steps} steps, {time.perf_counter() - start:.1f} s")
-    return 0 if accuracy >= 0.94 else 1
+    elif resolver.task_type == "evaluator":
+        if options.directory is None:
+            parser.error("an evaluator needs --directory")
+        evaluate(options.steps, options.directory)
+    elif resolver.task_type is None:  # no TF_CONFIG
+        launch = [sys.executable, "-m", "tfstyle_dist.launch", "--workers", "2", "--ps", "1", __file__]
+        return subprocess.call([*launch, *sys.argv[1:]])
+    else:
+        start = time.perf_counter()
+        accuracy = train(resolver, options.steps, options.directory)
+        print(f"test accuracy {accuracy:.3f} after {options.steps} steps, {time.perf_counter() - start:.1f} s")
+        return 0 if accuracy >= 0.94 else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ are run as they stand.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,14 @@ def run(name: str, nproc: int = 1, options: list[str] | None = None, timeout: fl
     return result.stdout
 
 
+def run_module(module: str, arguments: list[str]) -> str:
+    """Runs ``python -m module`` and returns what it printed."""
+    command = [sys.executable, "-m", module, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
 def test_this_file_knows_every_example() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
     elsewhere = {"accelerate_script.py", "trainer_script.py"}  # tests/integrations/test_accelerate_examples.py
@@ -47,6 +57,8 @@ def test_this_file_knows_every_example() -> None:
         "multi_worker_keras.py",
         "parameter_server.py",
         "save_and_load.py",
+        "embedding_recommender.py",
+        "sync_vs_async.py",
     }
 
 
@@ -199,9 +211,33 @@ def test_elastic_alone_and_again(player: Player, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parameter_server_trains_with_workers_and_a_server_of_its_own() -> None:
-    output = run("parameter_server.py", options=["--steps", "400"])
-    assert re.search(r"test accuracy 0\.9\d+ after 400 steps", output)
+def test_parameter_server_trains_and_an_evaluator_measures_meanwhile(tmp_path: Path) -> None:
+    options = ["--workers", "2", "--ps", "1", "--evaluator", str(EXAMPLES / "parameter_server.py")]
+    output = run_module("tfstyle_dist.launch", [*options, "--steps", "400", "--directory", str(tmp_path)])
+    assert re.search(r"\[chief 0\] test accuracy 0\.9\d+ after 400 steps", output)
+    scores = re.findall(r"\[evaluator 0\] step (\d+): test accuracy (\S+)", output)
+    assert scores[-1][0] == "400"
+    assert float(scores[-1][1]) >= 0.94
+
+
+@pytest.mark.slow
+def test_embedding_recommender_learns_the_hidden_vectors() -> None:
+    options = ["--workers", "2", "--ps", "2", str(EXAMPLES / "embedding_recommender.py"), "--steps", "300"]
+    output = run_module("tfstyle_dist.launch", options)
+    (error,) = re.findall(r"test error (\S+) after 300 steps", output)
+    assert float(error) <= 0.3
+
+
+@pytest.mark.slow
+def test_sync_vs_async_compares_three_forms() -> None:
+    output = run("sync_vs_async.py", options=["--examples", "32000"])
+    rows = re.findall(r"^(one worker|in step|out of step) +(\d+) +\S+ +(\S+) +\S+$", output, re.MULTILINE)
+    assert [(form, steps) for form, steps, _ in rows] == [
+        ("one worker", "500"),
+        ("in step", "250"),
+        ("out of step", "500"),
+    ]
+    assert all(float(accuracy) >= 0.93 for _, _, accuracy in rows)
 
 
 @pytest.mark.slow

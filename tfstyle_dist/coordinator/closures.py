@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,24 @@ from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError
 from tfstyle_dist.core.logging import get_logger
 
 _SAY_EVERY = 10.0
+
+
+@dataclass(frozen=True)
+class CoordinatorStatistics:
+    """What ``ClusterCoordinator.statistics`` tells.
+
+    Attributes:
+        waiting: functions that no worker has yet.
+        running: functions that a worker has; each is given the next one while it runs one.
+        finished: functions that have returned.
+        staleness: how many functions finished while one ran, the mean over the last 100: so many updates the
+            parameters that it had pulled were behind when its own came.
+    """
+
+    waiting: int
+    running: int
+    finished: int
+    staleness: float
 
 
 class Closure:
@@ -27,17 +47,20 @@ class Closure:
         attempt: how often it was given to a worker.
         result: what the caller of ``schedule`` holds.
         worker: the only worker that may run it; ``None``: any.
+        seen: how many functions had finished when it started.
         values: results of other calls among its arguments.
         missing: how many of them are not there yet.
     """
 
-    __slots__ = ("attempt", "finished", "function", "missing", "number", "parts", "result", "values", "worker")
+    __slots__ = (
+        "attempt", "finished", "function", "missing", "number", "parts", "result", "seen", "values", "worker",
+    )  # fmt: skip
 
     def __init__(
         self, number: int, function: int, parts: Sequence[Any], result: RemoteValue, worker: int | None
     ) -> None:
         self.number, self.function, self.parts, self.result, self.worker = number, function, parts, result, worker
-        self.attempt, self.finished, self.missing = 0, False, 0
+        self.attempt, self.finished, self.missing, self.seen = 0, False, 0, 0
         self.values: tuple[RemoteValue, ...] = ()
 
 
@@ -90,7 +113,8 @@ class ClosureQueue:
         self._order: deque[Closure] = deque()
         self._running = 0
         self._error: BaseException | None = None
-        self.dispatched = 0
+        self.dispatched = self.finished = 0
+        self._seen_staleness: deque[int] = deque(maxlen=100)
 
     # ---- the program's side -----------------------------------------------------------------------------------
 
@@ -167,6 +191,13 @@ class ClosureQueue:
             self._raise_error(None)
             return self._pending() == 0
 
+    def statistics(self) -> CoordinatorStatistics:
+        """Counts of this moment."""
+        with self.changed:
+            seen = self._seen_staleness
+            mean = sum(seen) / len(seen) if seen else 0.0
+            return CoordinatorStatistics(self._count_waiting(), self._running, self.finished, mean)
+
     def _raise_error(self, deadline: Deadline | None) -> None:
         if self._error is None:
             return
@@ -200,6 +231,7 @@ class ClosureQueue:
             closure = queue.popleft()
             self._staleness.start(closure.number)
             closure.attempt += 1
+            closure.seen = self.finished
             self._running += 1
             self.dispatched += 1
             return closure
@@ -217,10 +249,20 @@ class ClosureQueue:
                     (self._waiting if own is None else self._pinned.setdefault(own, deque())).appendleft(closure)
             self.changed.notify_all()
 
-    def finish(self, closure: Closure, value: Any) -> None:
-        """A call has returned."""
+    def finish(self, closure: Closure, value: Any, following: Iterable[Closure] = ()) -> None:
+        """A call has returned.
+
+        Args:
+            closure: the call.
+            value: what it returned.
+            following: what its worker has to run next: the first of them starts now.
+        """
         with self.changed:
             closure.result.set_value(value)
+            self._seen_staleness.append(self.finished - closure.seen)
+            self.finished += 1
+            for first in itertools.islice(following, 1):
+                first.seen = self.finished
             self._end(closure)
             for dependent in self._dependents.pop(closure.number, ()):
                 dependent.missing -= 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator.closures import ClosureQueue, CoordinatorStatistics
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
 from tfstyle_dist.coordinator.pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.coordinator.references import Outgoing
@@ -176,6 +176,15 @@ class ClusterCoordinator:
             Exception: what a function raised, or CancelledError.
         """
         return nest.map_structure(lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val)
+
+    def statistics(self) -> CoordinatorStatistics:
+        """How many functions wait, run and have finished, and how stale their parameters were.
+
+        Example:
+            >>> coordinator.statistics()
+            CoordinatorStatistics(waiting=92, running=4, finished=304, staleness=1.02)
+        """
+        return self._queue.statistics()
 
     # ---- per-worker data --------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ class WorkerPool:
                 self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
                 continue
             if header.kind is Kind.OK:
-                self._queue.finish(closure, value)
+                self._queue.finish(closure, value, link.running.values())
             else:
                 self._queue.fail(closure, value)
 

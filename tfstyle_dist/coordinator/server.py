@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import socket
 import threading
 from collections.abc import Mapping
@@ -10,6 +13,9 @@ from typing import Any
 
 from tfstyle_dist.core import env
 from tfstyle_dist.parameter_server.cluster import as_addresses
+
+# Of glibc's mallopt.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class Server:
                 context.close()
 
         self._task = task
+        keep_memory()
         self._thread = threading.Thread(target=serve, name=f"tfstyle-{job}-{index}", daemon=True)
         self._thread.start()
 
@@ -148,6 +155,15 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         return Server({"local": [f"127.0.0.1:{port}"]}, start=start)
+
+
+def keep_memory() -> None:
+    """Memory that this process frees stays with it: asking the kernel for it anew costs more than using it."""
+    gc.freeze()  # what was imported lives as long as the process
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1), (_ARENA_MAX, 1)):
+            mallopt(option, value)
 
 
 def _task(cluster: Mapping[str, list[str]], job: str | None, index: int | None) -> tuple[str, int]:

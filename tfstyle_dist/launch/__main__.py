@@ -1,7 +1,7 @@
 """Starts a cluster on one machine: every task is a process with its own ``TF_CONFIG``.
 
     python -m tfstyle_dist.launch --workers 2 train.py --epochs 3
-    python -m tfstyle_dist.launch --chief --workers 2 --ps 1 train.py
+    python -m tfstyle_dist.launch --workers 2 --ps 1 train.py          # parameter servers: a chief is started too
     python -m tfstyle_dist.launch --workers 2 -m package.module
 
 Each task's output is shown line by line with its name in front. When a task fails, all are stopped, its traceback is
@@ -35,7 +35,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workers", type=_count, default=2, metavar="N", help="tasks 'worker' (default 2)")
-    parser.add_argument("--ps", type=_count, default=0, metavar="N", help="tasks 'ps', parameter servers (default 0)")
+    parser.add_argument(
+        "--ps", type=_count, default=0, metavar="N", help="tasks 'ps', parameter servers (default 0); brings a chief"
+    )
     parser.add_argument("--chief", action="store_true", help="a task 'chief' besides the workers")
     parser.add_argument("--evaluator", action="store_true", help="a task 'evaluator'")
     parser.add_argument(
@@ -54,6 +56,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers == 0 and not options.chief:
         parser.error("there is nobody to train: give --workers N or --chief")
+    # Workers of parameter servers run what a chief schedules.
+    options.chief = options.chief or options.ps > 0
     return options
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,16 +17,20 @@ from tfstyle_dist.core import env
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server import shared_values, wire, zmq_link
 from tfstyle_dist.parameter_server.segment import Segment
-from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, Operation
+from tfstyle_dist.parameter_server.shared_values import ValuesReader
+from tfstyle_dist.parameter_server.wire import Header, Kind, Operation
 
 _MOST_POSTED = 256
+_GATHERED = 1 << 20
+"""Writes are sent together until they have so many bytes."""
+_MOST_GATHERED = 1024
 _ADVICE = (
     ", and its variables with it. Start the program again from a checkpoint; under "
     "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
 )
-Taker = Callable[[list[Operation], torch.Tensor], Any]
+Taker = Callable[[list[Operation]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ class ServerLink:
         self._poller: Any = None
         self._segment: Segment | None = None
         self._shared = False
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._gathered: list[Operation] = []
+        self._gathered_for, self._gathered_bytes = NO_WORK, 0
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._values: ValuesReader | None = None
         self.lane = "none"
         snapshots = hello.get("snapshots")
         self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
@@ -165,7 +172,8 @@ class ServerLink:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
-        self._socket = self._monitor = self._poller = None
+        self._socket = self._monitor = self._poller = self._values = None
+        self._gathered, self._gathered_bytes = [], 0
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -176,6 +184,7 @@ class ServerLink:
         """Calls a method of the server and waits for its answer."""
         with self._lock:
             self.connect()
+            self.flush()
             sizes, frames = wire.split(parts)
             body = wire.pack_json({**meta, "sizes": sizes})
             return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, frames)
@@ -185,6 +194,47 @@ class ServerLink:
         with self._lock:
             if self._socket is not None and self._lost is None:
                 self._socket.send(wire.message(Header(Kind.ALIVE, 0), b""))
+
+    def post(self, work: Work, operations: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
+        """Sends writes whose answers ``finish`` waits for; small ones wait a little and go together.
+
+        Args:
+            work: the function at work.
+            operations: the table; their ``nbytes`` and ``rows`` describe ``tensors``.
+            tensors: row numbers and values in the order of the operations, contiguous, on the CPU; they may change
+                afterwards.
+        """
+        with self._lock:
+            total = sum(wire.padded(t.numel() * t.element_size()) for t in tensors)
+            if self._gathered and (
+                work != self._gathered_for
+                or self._gathered_bytes + total > _GATHERED
+                or len(self._gathered) + len(operations) > _MOST_GATHERED
+            ):
+                self.flush()
+            if total >= _GATHERED // 2:
+                self.batch(work, operations, tensors, None)
+                return
+            if self._room.numel() == 0:
+                self._room = torch.empty(_GATHERED, dtype=torch.uint8)
+            views, offset = [], self._gathered_bytes
+            for tensor in tensors:
+                views.append((wire.tensor_bytes(tensor), offset))
+                offset += wire.padded(len(views[-1][0]))
+            wire.pack_views(views, self._room, offset)
+            self._gathered.extend(operations)
+            self._gathered_for, self._gathered_bytes = work, offset
+
+    def flush(self) -> None:
+        """Sends the writes that were gathered; ``finish`` raises what goes wrong."""
+        with self._lock:
+            if self._gathered:
+                operations, total = self._gathered, self._gathered_bytes
+                self._gathered, self._gathered_bytes = [], 0
+                try:
+                    self.batch(self._gathered_for, operations, [self._room[:total]], None)
+                except Exception as error:
+                    self._posted_error = self._posted_error or error
 
     def batch(
         self,
@@ -200,11 +250,13 @@ class ServerLink:
             work: the function at work.
             operations: the table; their ``nbytes`` and ``rows`` describe ``tensors``.
             tensors: row numbers and values in the order of the operations, contiguous, on the CPU.
-            take: called with the answer's table and bytes, by ``finish``; ``None`` posts a write.
+            take: called with the answer's table by ``finish``; gives the flat byte tensors that the answer's bytes
+                go into. ``None`` posts a write.
             answer_bytes: how many bytes the answer may bring.
         """
         with self._lock:
             self.connect()
+            self.flush()
             sizes = [t.numel() * t.element_size() for t in tensors]
             total = sum(wire.padded(n) for n in sizes)
             shared = self._use_segment(total, answer_bytes)
@@ -223,18 +275,14 @@ class ServerLink:
                 self._socket.send(head)
             elif total == 0:
                 self._socket.send(head)
+            elif flags:
+                flat = torch.empty(total, dtype=torch.uint8)
+                _pack(tensors, sizes, flat)
+                self._socket.send_multipart([head, wire.tensor_bytes(flat)])
             else:
-                flat = tensors[0].reshape(-1).view(torch.uint8) if len(tensors) == 1 and sizes[0] == total else None
-                if flat is None or take is None:  # a posted tensor may change before it is sent
-                    flat = torch.empty(total, dtype=torch.uint8)
-                    _pack(tensors, sizes, flat)
-                view = wire.tensor_bytes(flat)
-                if flags:
-                    self._socket.send_multipart([head, view])
-                else:
-                    self._socket.send(head)
-                    for offset in range(0, total, CHUNK):
-                        self._socket.send(view[offset : offset + CHUNK], copy=False)
+                self._socket.send(head)
+                for chunk in wire.stream(tensors):
+                    self._socket.send(chunk)
             self._waiting.append(_Waiting(self._number, take))
 
     def finish(self) -> None:
@@ -246,6 +294,7 @@ class ServerLink:
             Exception: the first error that the server reported.
         """
         with self._lock:
+            self.flush()
             while self._waiting:
                 self._receive()
             error, self._posted_error = self._posted_error, None
@@ -277,26 +326,24 @@ class ServerLink:
         if header.request != waiting.number:
             raise self._broken(f"answered request {header.request} instead of {waiting.number}")
         operations = wire.unpack_operations(body)
-        data = self._data(header, message)
-        if waiting.take is not None:
-            waiting.take(operations, data)
+        self._fill(header, message, wire.Filler([] if waiting.take is None else waiting.take(operations)))
 
-    def _data(self, header: Header, message: list[bytes]) -> torch.Tensor:
-        total = header.data_bytes
+    def _fill(self, header: Header, message: list[bytes], filler: wire.Filler) -> None:
+        """Puts the bytes of an answer where they belong."""
+        if filler.total != header.data_bytes:
+            raise self._broken(f"sent {header.data_bytes} bytes for {filler.total}")
         if header.flags & wire.FLAG_SHARED:
             assert self._segment is not None
-            return self._segment.answer(total)
-        if header.flags & wire.FLAG_INLINE:
-            return torch.frombuffer(bytearray(message[1]), dtype=torch.uint8)
-        if total == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        if self._scratch.numel() < total:
-            self._scratch = torch.empty(total, dtype=torch.uint8)
-        view, taken = wire.tensor_bytes(self._scratch), 0
-        while taken < total:
-            self._wait()
-            taken += self._socket.recv_into(view[taken : min(taken + CHUNK, total)])
-        return self._scratch[:total]
+            filler.take(wire.tensor_bytes(self._segment.answer(header.data_bytes)))
+        elif header.flags & wire.FLAG_INLINE:
+            filler.take(memoryview(message[1]))
+        else:
+            taken = 0
+            while taken < header.data_bytes:
+                self._wait()
+                frame = self._socket.recv(copy=False)
+                taken += len(frame.buffer)
+                filler.take(frame.buffer)
 
     def _next_message(self) -> list[bytes]:
         self._wait()
@@ -337,6 +384,42 @@ class ServerLink:
         return UnavailableError(self._lost)
 
     # ---- shared memory ----------------------------------------------------------------------------------------
+
+    def values(self, variables: Iterable[int]) -> ValuesReader | None:
+        """The variables that this process can read without asking; what it has written is among them.
+
+        Args:
+            variables: those that are wanted.
+
+        Raises:
+            UnavailableError: the server is gone.
+            Exception: the first error that the server reported for what was sent before.
+        """
+        with self._lock:
+            self.connect()
+            if not self._shared or not shared_values.possible():
+                return None
+            self.finish()
+            self._look()
+            if self._values is None or any(v not in self._values and v not in self._values.private for v in variables):
+                private = set() if self._values is None else self._values.private
+                try:
+                    self._values = ValuesReader(self.call({"method": "values"}))
+                except OSError as error:
+                    get_logger().info("%s: its variables cannot be read directly (%s)", self.name, error)
+                    self._values = ValuesReader({"process": 0, "files": [], "bytes": [], "variables": []})
+                self._values.private = private | {v for v in variables if v not in self._values}
+            return self._values
+
+    def _look(self) -> None:
+        """Notices that the server is gone."""
+        if self._lost is not None:
+            raise UnavailableError(self._lost)
+        while (event := zmq_link.news(self._monitor)) is not None:
+            if event == "up":
+                self._up = True
+            elif event == "down" and self._up:
+                raise self._broken("closed the connection or is gone" + ("" if self._returns else _ADVICE))
 
     def _use_segment(self, request_bytes: int, answer_bytes: int) -> bool:
         """Whether this batch uses shared memory; makes the segment large enough and free for it."""

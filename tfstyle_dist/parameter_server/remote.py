@@ -14,6 +14,7 @@ import torch
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import NO_WORK, ServerLink, Work
+from tfstyle_dist.parameter_server.local_copies import Pull
 from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
 from tfstyle_dist.variables.record import Placement, Record
 
@@ -168,6 +169,8 @@ class Servers:
         self.work = NO_WORK
         first: Exception | None = None
         for link in self.links:
+            link.flush()
+        for link in self.links:
             try:
                 link.finish()
             except Exception as error:
@@ -199,27 +202,51 @@ class Servers:
         for record in records:
             for place, shard in enumerate(record.shards):
                 by_server.setdefault(shard.server, []).append((record, place))
-        pulls = {id(record): _Pull(record, self.steps) for record in records}
+        pulls = {id(record): Pull(record, self.steps) for record in records}
         for server, entries in by_server.items():
+            by_server[server] = entries = self._read_directly(self.links[server], entries, pulls)
+            if not entries:
+                continue
             operations, answer_bytes = [], 0
             for record, place in entries:
                 shard, local = record.shards[place], record.components[0]
                 operations.append(Operation(Op.PULL, dtype_number(local.dtype), shard.number, record.versions[place]))
                 answer_bytes += wire.padded(shard.numel * local.element_size())
 
-            def take(answers: list[Operation], data: torch.Tensor, entries: Any = entries) -> None:
-                offset = 0
-                for (record, place), answer in zip(entries, answers, strict=True):
-                    if answer.extra & FLAG_UNCHANGED:
-                        continue
-                    pulls[id(record)].take(place, data[offset : offset + answer.nbytes], answer.argument)
-                    offset += wire.padded(answer.nbytes)
+            def take(answers: list[Operation], entries: Any = entries) -> list[torch.Tensor]:
+                return [
+                    pulls[id(record)].target(place, answer.argument)
+                    for (record, place), answer in zip(entries, answers, strict=True)
+                    if not answer.extra & FLAG_UNCHANGED
+                ]
 
             self.links[server].batch(self.work, operations, [], take, answer_bytes)
-        for server in by_server:
-            self.links[server].finish()
+        for server, entries in by_server.items():
+            if entries:
+                self.links[server].finish()
         for pull in pulls.values():
             pull.done()
+
+    def _read_directly(
+        self, link: ServerLink, entries: list[tuple[RemoteRecord, int]], pulls: Mapping[int, Pull]
+    ) -> list[tuple[RemoteRecord, int]]:
+        """Copies what shared memory holds; gives those that must be asked for."""
+        values = link.values([record.shards[place].number for record, place in entries])
+        if values is None:
+            return entries
+        rest = []
+        for record, place in entries:
+            number = record.shards[place].number
+            if number not in values:
+                rest.append((record, place))
+            elif values.version(number) != record.versions[place]:
+                pull = pulls[id(record)]
+                version = values.copy(number, pull.target(place, 0))
+                if version is None:
+                    rest.append((record, place))
+                else:
+                    pull.versions[place] = version
+        return rest
 
     def pull_rows(self, record: RemoteRecord, rows: torch.Tensor) -> torch.Tensor:
         """Some rows of a tensor.
@@ -240,17 +267,23 @@ class Servers:
             for shard, places, ids in _by_shard(record, rows):
                 operation = Operation(Op.PULL_ROWS, dtype_number(local.dtype), shard.number, 0, len(ids))
 
-                def take(answers: list[Operation], data: torch.Tensor, places: Any = places) -> None:
-                    part = data[: answers[0].nbytes].view(result.dtype).view(-1, *result.shape[1:])
-                    if places is None:
-                        result.copy_(part)
-                    else:
+                part = result if places is None else torch.empty((len(ids), *result.shape[1:]), dtype=local.dtype)
+                values = self.links[shard.server].values([shard.number])
+                if values is not None and shard.number in values and values.rows(shard.number, ids, part):
+                    if places is not None:
                         result[places] = part
+                    continue
+
+                def take(answers: list[Operation], part: torch.Tensor = part) -> list[torch.Tensor]:
+                    return [part.view(-1).view(torch.uint8)]
 
                 self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(len(ids) * flat_bytes))
-                used.append(shard.server)
-            for server in used:
+                used.append((shard.server, places, part))
+            for server, _, _ in used:
                 self.links[server].finish()
+            for _, places, part in used:
+                if places is not None:
+                    result[places] = part
 
         with self._lock:
             self._persist(pull)
@@ -295,14 +328,14 @@ class Servers:
                     operations.append(operation)
                     data.extend(tensors)
             for server, (operations, data) in by_server.items():
-                self.links[server].batch(self.work, operations, data, None)
+                self.links[server].post(self.work, operations, data)
             self._after_write([record for record, _ in pairs])
 
     def _send(self, shard: Shard, operation: Operation, tensors: list[torch.Tensor]) -> None:
         values = tensors[-1]
         operation.nbytes = values.numel() * values.element_size()
         operation.argument = self._count(shard)
-        self.links[shard.server].batch(self.work, [operation], tensors, None)
+        self.links[shard.server].post(self.work, [operation], tensors)
 
     def _count(self, shard: Shard) -> int:
         """How many writes to this shard the function made before."""
@@ -363,72 +396,6 @@ class Servers:
     def call_all(self, meta: dict[str, Any], parts: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Calls a method on every server."""
         return [self.call(server, meta, parts) for server in range(len(self.links))]
-
-
-class _Pull:
-    """Puts the shards of one answer into the local copy, or into a new one if the old one may be in use."""
-
-    def __init__(self, record: RemoteRecord, steps: int | None) -> None:
-        self._record, self._steps = record, steps
-        local = record.components[0]
-        same_step = steps is None or record.written
-        self._target: torch.Tensor | None = None
-        self._versions: dict[int, int] = {}
-        self._fresh = not record.fixed and (same_step or is_placeholder(local))
-        self._local = local
-
-    def take(self, place: int, data: torch.Tensor, version: int) -> None:
-        """One shard's bytes."""
-        if self._target is None:
-            if self._fresh and self._steps is not None and self._record.looked_up == self._steps:
-                raise RuntimeError(
-                    f"A function picks rows of {self._record.describe()!r} and reads the whole of it too: the "
-                    "gradients of the rows would be lost. Read the whole first, or only rows."
-                )
-            local = self._local.detach()
-            if not self._fresh:
-                self._target = local
-            else:
-                self._target = torch.empty_like(local) if len(self._record.shards) == 1 else local.clone()
-        shard = self._record.shards[place]
-        flat = self._target.view(-1)[shard.offset : shard.offset + shard.numel]
-        with torch.no_grad():
-            flat.copy_(data.view(flat.dtype))
-        self._versions[place] = version
-
-    def done(self) -> None:
-        """The local copy is as fresh as the servers were."""
-        record = self._record
-        for place, version in self._versions.items():
-            record.versions[place] = version
-        if self._target is not None and self._fresh:
-            old = record.components[0]
-            record.components[0] = renewed(old, self._target)
-        if self._steps is not None:
-            record.stamp = self._steps
-        record.written = False
-        if record.kind == "buffer":
-            record.baseline = record.components[0].detach().clone()
-
-
-def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A leaf like ``old`` with other data."""
-    fresh = data.as_subclass(type(old)) if type(old) is not torch.nn.Parameter else torch.nn.Parameter(data, False)
-    fresh.requires_grad_(old.requires_grad)
-    for name, value in old.__dict__.items():
-        if name.startswith("_tfstyle"):
-            fresh.__dict__[name] = value
-    return fresh
-
-
-def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a shape without its memory: stands for a local copy until the whole tensor is pulled."""
-    return torch.zeros((), dtype=dtype).expand(tuple(shape))
-
-
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of ``placeholder``."""
-    return tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def record_shape(record: RemoteRecord) -> torch.Size:

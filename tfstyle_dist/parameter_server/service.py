@@ -294,13 +294,10 @@ class ParameterServer:
         reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
         if not self._send(identity, [wire.message(reply, meta)]):
             return
-        flat = torch.empty(total, dtype=torch.uint8)
-        _pack(answer, flat)
-        view = wire.tensor_bytes(flat)
-        for offset in range(0, total, CHUNK):
+        for chunk in wire.stream(answer.tensors):
             try:
                 self._socket.send(identity, zmq_link.SNDMORE)
-                self._socket.send(view[offset : offset + CHUNK], copy=False)
+                self._socket.send(chunk)
             except zmq_link.ZMQError:
                 self._clients.pop(identity, None)
                 return
@@ -314,6 +311,8 @@ class ParameterServer:
             client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
             Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
             return {}
+        if method == "values":
+            return self.table.shared.describe(self.table.variables)
         if method == "fence":
             self.table.fence(int(meta["closure"]), int(meta["attempt"]))
             return {}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, NotFoundError
+from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
@@ -29,6 +30,8 @@ from tfstyle_dist.parameter_server.wire import (
     padded,
     tensor_view,
 )
+
+_KNOWN = frozenset(int(op) for op in Op)
 
 
 class GradientRule(Protocol):
@@ -52,21 +55,49 @@ class GradientRule(Protocol):
     parts: list[bytes]
 
 
-@dataclass(slots=True)
 class StoredVariable:
     """One variable or shard.
 
-    Attributes:
+    Args:
         number: its number in the cluster.
         name: for messages.
         parameter: the value; optimizers update it in place.
         version: counts its changes.
+        rows_only: a table that is never pulled as a whole.
+
+    Attributes:
+        word: where the clients of this host read the version, once the variable is shared with them.
     """
 
-    number: int
-    name: str
-    parameter: torch.nn.Parameter
-    version: int = 1
+    __slots__ = ("_version", "name", "number", "parameter", "rows_only", "word")
+
+    def __init__(
+        self, number: int, name: str, parameter: torch.nn.Parameter, version: int = 1, rows_only: bool = False
+    ) -> None:
+        self.number, self.name, self.parameter, self.rows_only = number, name, parameter, rows_only
+        self.word: Any = None
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        """Counts its changes."""
+        return self._version
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._version = value
+        if self.word is not None:
+            self.word[0] = 2 * value
+
+    def begin_write(self) -> None:
+        """Counts a change, and tells the clients that share the variable to wait for ``end_write``."""
+        self._version += 1
+        if self.word is not None:
+            self.word[0] = 2 * self._version - 1
+
+    def end_write(self) -> None:
+        """The change is made."""
+        self.version = self._version
 
 
 @dataclass(slots=True)
@@ -94,6 +125,7 @@ class VariableTable:
         self.low_water = 0
         self.applied = 0
         self.duplicates = 0
+        self.shared = SharedVariables()
         self.closures: dict[int, ClosureWrites] = {}
         self.calls = 0
 
@@ -119,15 +151,20 @@ class VariableTable:
             return
         kind, first, second, seed = str(fill[0]), float(fill[1]), float(fill[2]), int(fill[3])
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        if kind == "constant":
-            data = _untouched_zeros(shape, dtype) if first == 0 else torch.full(tuple(shape), first, dtype=dtype)
-        elif kind == "normal":
-            data = torch.empty(tuple(shape), dtype=dtype).normal_(first, second, generator=generator)
-        elif kind == "uniform":
-            data = torch.empty(tuple(shape), dtype=dtype).uniform_(first, second, generator=generator)
-        else:
+        if kind not in ("constant", "normal", "uniform"):
             raise InvalidArgumentError(f"initializer {kind!r}: write 'constant', 'normal' or 'uniform'.")
-        self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data))
+        room = self.shared.table(number, math.prod(shape) * dtype.itemsize)
+        data = _untouched_zeros(shape, dtype) if room is None else room[0].view(dtype).view(tuple(shape))
+        if kind == "normal":
+            data.normal_(first, second, generator=generator)
+        elif kind == "uniform":
+            data.uniform_(first, second, generator=generator)
+        elif first != 0:
+            data.fill_(first)
+        stored = self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data), rows_only=True)
+        if room is not None:
+            stored.word = room[1]
+            stored.end_write()
 
     def variable(self, number: int) -> StoredVariable:
         """The variable of a number.
@@ -163,7 +200,7 @@ class VariableTable:
     def _check_one(self, operation: Operation) -> None:
         stored = self.variable(operation.variable)
         parameter = stored.parameter
-        if operation.op not in Op.__members__.values():
+        if operation.op not in _KNOWN:
             raise InvalidArgumentError(f"Unknown operation {operation.op}.")
         if operation.op == Op.PULL:
             return
@@ -251,19 +288,26 @@ class VariableTable:
                 if rows is not None:
                     grad = torch.sparse_coo_tensor(rows[None], grad, parameter.shape, check_invariants=False)
                 steps.setdefault(operation.extra, []).append((grad, stored))
+                stored.begin_write()
             else:
                 self._step(steps)
+                stored.begin_write()
                 _write(parameter.detach(), operation.op, value.view(shape), rows)
-            stored.version += 1
+                stored.end_write()
             self.applied += 1
             answer.operations.append(_reply(stored))
         self._step(steps)
         return answer
 
     def _step(self, steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]]) -> None:
-        for number, pairs in steps.items():
-            self.rules[number].apply([(grad, stored.parameter) for grad, stored in pairs])
-        steps.clear()
+        try:
+            for number, pairs in steps.items():
+                self.rules[number].apply([(grad, stored.parameter) for grad, stored in pairs])
+        finally:
+            for pairs in steps.values():
+                for _, stored in pairs:
+                    stored.end_write()
+            steps.clear()
 
     def _check_all_rows(self, operations: Sequence[Operation], data: torch.Tensor) -> None:
         """Nothing of a batch is applied when one of its row numbers is wrong."""

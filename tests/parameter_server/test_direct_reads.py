@@ -1,0 +1,134 @@
+"""Pulls without a message, writes that go together, and streams of bytes in pieces."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.parameter_server import shared_values, wire
+from tfstyle_dist.parameter_server.shared_values import SharedVariables, ValuesReader
+from tfstyle_dist.parameter_server.table import VariableTable
+from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+
+needs_x86 = pytest.mark.skipif(not shared_values.possible(), reason="needs Linux on x86-64")
+
+
+def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
+    table = VariableTable()
+    table.create(1, "v", (size,), torch.float32, torch.zeros(size))
+    table.create(2, "scalar", (), torch.int64, torch.tensor(7))
+    table.create_filled(3, "rows", (10, 2), torch.float32, ("constant", 1.5, 0.0, 0))
+    return table, ValuesReader(table.shared.describe(table.variables))
+
+
+def add(table: VariableTable, value: torch.Tensor) -> None:
+    operation = Operation(Op.ADD, wire.dtype_number(torch.float32), 1, 0, 0, 4 * value.numel())
+    header = Header(Kind.BATCH, 1, data_bytes=wire.padded(operation.nbytes))
+    data = torch.zeros(header.data_bytes, dtype=torch.uint8)
+    data[: operation.nbytes] = value.view(torch.uint8)
+    table.execute(header, [operation], data)
+
+
+@needs_x86
+def test_a_reader_sees_each_version_once_it_is_whole() -> None:
+    table, reader = shared_table(1000)
+    picked = torch.zeros(3, 2)
+    assert reader.rows(3, torch.tensor([9, 0, 9]), picked)
+    assert picked.eq(1.5).all()
+    assert not reader.rows(3, torch.tensor([10]), picked[:1])  # the server says what is wrong
+    seven = torch.zeros(8, dtype=torch.uint8)
+    assert reader.copy(2, seven) == 1
+    assert int(seven.view(torch.int64)) == 7
+    target = torch.zeros(4000, dtype=torch.uint8)
+    add(table, torch.ones(1000))
+    assert (reader.version(1), reader.copy(1, target)) == (2, 2)
+    assert target.view(torch.float32).eq(1).all()
+    stored = table.variables[1]
+    stored.begin_write()
+    assert reader.copy(1, target) is None
+    stored.end_write()
+    assert reader.copy(1, target) == 3
+    table.shared.close()
+
+
+@needs_x86
+def test_a_copy_is_never_of_two_versions() -> None:
+    size = 200_000
+    table, reader = shared_table(size)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            add(table, torch.ones(size))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        target, whole = torch.zeros(4 * size, dtype=torch.uint8), 0
+        for _ in range(300):
+            version = reader.copy(1, target)
+            if version is not None:
+                whole += 1
+                assert target.view(torch.float32).eq(version - 1).all()
+    finally:
+        done.set()
+        thread.join()
+    assert whole > 0
+    table.shared.close()
+
+
+@needs_x86
+def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
+    import os
+
+    with open(tmp_path / "other", "wb+") as file:
+        file.truncate(4096)
+        description = {"process": os.getpid(), "files": [file.fileno()], "bytes": [4096], "variables": []}
+        with pytest.raises(PermissionError, match="names another file"):
+            ValuesReader(description)
+    assert SharedVariables().describe({})["variables"] == []
+
+
+@pytest.mark.parametrize("sizes", [(5,), (100_000,), (3, 1_000_000, 7), (262_144, 1, 262_144), (70_001, 70_001)])
+def test_streams_bring_tensors_whole(sizes: tuple[int, ...]) -> None:
+    tensors = [torch.arange(n, dtype=torch.int32).to(torch.uint8) for n in sizes]
+    targets = [torch.zeros_like(t) for t in tensors]
+    filler = wire.Filler(targets)
+    total = 0
+    for piece in wire.stream(tensors):
+        assert len(piece) <= wire.CHUNK
+        filler.take(piece)
+        total += len(piece)
+    assert total == filler.total
+    assert all(torch.equal(a, b) for a, b in zip(tensors, targets, strict=True))
+    with pytest.raises(wire.WireError, match="1 bytes too many"):
+        filler.take(memoryview(b"x"))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_many_writes_of_a_function_go_together(cluster: Any, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    c = cluster(workers=2, ps=2, env={"TFSTYLE_SHARED_MEMORY": shared})
+    with c.strategy.scope():
+        small = [td.Variable(torch.zeros(100)) for _ in range(60)]
+        large = td.Variable(torch.zeros(400_000))
+
+    def write() -> float:
+        for v in small:
+            v.assign_add(torch.ones(100))
+        large.assign_add(torch.ones(400_000))
+        small[0].assign_add(torch.ones(100))
+        return float(small[0].value()[0])  # reading brings the writes out
+
+    seen = [c.coordinator.schedule(write) for _ in range(20)]
+    c.coordinator.join(timeout=60)
+    assert all(float(v.value().sum()) == 2000 * (2 if v is small[0] else 1) for v in small)
+    assert float(large.value().sum()) == 20 * 400_000
+    assert all(s.fetch() >= 2 for s in seen)
+    statistics = c.coordinator.statistics()
+    assert (statistics.waiting, statistics.running, statistics.finished) == (0, 0, 20)
+    assert 0 <= statistics.staleness <= 20
