@@ -62,14 +62,14 @@ def test_a_copy_is_never_of_two_versions() -> None:
     done = threading.Event()
 
     def write() -> None:
-        while not done.is_set():
+        while not done.wait(0.0002):
             add(table, torch.ones(size))
 
     thread = threading.Thread(target=write)
     thread.start()
     try:
         target, whole = torch.zeros(4 * size, dtype=torch.uint8), 0
-        for _ in range(300):
+        while whole < 50:
             version = reader.copy(1, target)
             if version is not None:
                 whole += 1
@@ -77,7 +77,6 @@ def test_a_copy_is_never_of_two_versions() -> None:
     finally:
         done.set()
         thread.join()
-    assert whole > 0
     table.shared.close()
 
 
