@@ -349,3 +349,39 @@ def test_compiled_model_in_ranks(strategy: td.Strategy, backend: Any) -> None:
         mse(reference, examples(k)).backward()
         expected.step()
     assert_all_close(weights(strategy, model), flat_weights(reference))
+
+
+class _Patient(torch.optim.SGD):
+    """Torch hooks this step and, once an SGD was made, that of its base too."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("not today")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_a_step_that_calls_the_step_of_its_base_counts_once(kind: str) -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # its class is hooked from here on
+    made = td.MirroredStrategy if kind == "mirrored" else td.experimental.CentralStorageStrategy
+    with made(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.ones_(model.weight)
+            optimizer = _Patient(model.parameters(), lr=0.25)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        assert model.weight.item() == 0.75
+        _Patient.fails = True
+        with pytest.raises(ValueError, match="not today"):
+            strategy.run(step)
+        _Patient.fails = False
+        strategy.run(step)  # what the failed step left behind does not hide this one
+        assert model.weight.item() == 0.5

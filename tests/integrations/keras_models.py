@@ -1,11 +1,8 @@
-"""Models and data for the tests of the Keras integration; importing it chooses Keras' backend."""
+"""Models and data for the tests of the Keras integration."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import numpy as np

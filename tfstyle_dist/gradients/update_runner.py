@@ -5,9 +5,11 @@ Works through PyTorch's public step hooks, so any ``torch.optim`` optimizer does
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -152,7 +154,41 @@ def _closure_counted(clock: Clock, args: Any, kwargs: Any) -> Any:
     return _closure_in(counted, args, kwargs)
 
 
+class _Calls(threading.local):
+    """The step under way of each optimizer in this thread: the frame of torch's code that calls the hooks.
+
+    An optimizer whose ``step`` calls ``super().step()`` gets the hooks twice; the inner call belongs to the outer one.
+    """
+
+    def __init__(self) -> None:
+        self.outer: dict[int, FrameType] = {}
+
+    def begin(self, optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
+        """Whether this call is not within another one of the same optimizer."""
+        outer = self.outer.get(id(optimizer))
+        if outer is not None:  # may be left from a step that raised
+            above = caller.f_back
+            while above is not None:
+                if above is outer:
+                    return False
+                above = above.f_back
+        self.outer[id(optimizer)] = caller
+        return True
+
+    def end(self, optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
+        """Whether the call that ends is the outer one."""
+        if self.outer.get(id(optimizer)) is not caller:
+            return False
+        del self.outer[id(optimizer)]
+        return True
+
+
+_calls = _Calls()
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if not _calls.begin(optimizer, sys._getframe(1)):
+        return None
     owner = _owner(optimizer)
     frame = current_frame()
     in_run = frame is not None and frame.replica is not None and frame.strategy.num_replicas_in_sync > 1
@@ -200,6 +236,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _calls.end(optimizer, sys._getframe(1)):
+        return
     # As it was found before the step: the groups may hold parts of the parameters until the runner puts them back.
     owner = _ownership.get(optimizer) or _owner(optimizer)
     if owner.records and owner.strategies[0].update_runner is not None:

@@ -39,7 +39,7 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: its ``cluster_spec()`` names the addresses of the jobs ``worker`` and ``ps`` (and ``chief``);
-            default: what ``TF_CONFIG`` says.
+            default: what ``TF_CONFIG`` says, which must be set then.
         variable_partitioner: into how many shards a variable is cut, e.g.
             ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
         max_staleness: how many other functions' updates may come between the moment a function pulls parameters and
@@ -53,6 +53,7 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job; a negative
             ``max_staleness``, a ``snapshot_seconds`` that is not above 0.
+        TypeError: neither a resolver nor ``TF_CONFIG``.
         ImportError: pyzmq or cloudpickle is missing.
 
     Example:
@@ -74,7 +75,14 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float = 60.0,
         snapshot_every_write: bool = False,
     ) -> None:
-        cluster_resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
+        if cluster_resolver is None:
+            if not env.tf_config():
+                raise TypeError(
+                    "ParameterServerStrategy() is missing its cluster_resolver, and TF_CONFIG is not set. Pass one, "
+                    "such as cluster_resolver.SimpleClusterResolver(ClusterSpec({...})), or start the chief with "
+                    "TF_CONFIG."
+                )
+            cluster_resolver = TFConfigClusterResolver()
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster)
         self._resolver = cluster_resolver
