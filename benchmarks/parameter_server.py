@@ -26,7 +26,6 @@ import importlib.util
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import threading
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scheduling import seconds_to_error, throughput
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.network import free_ports
@@ -79,21 +79,6 @@ class Cluster:
         """Kills all tasks."""
         for job, index in self.tasks:
             self.kill(job, index)
-
-
-def throughput(coordinator: Any, fn: Callable[[], Any], workers: int, seconds: float) -> float:
-    """Median of three runs, in functions per second."""
-
-    def run(count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            coordinator.schedule(fn)
-        coordinator.join()
-        return count / (time.perf_counter() - begin)
-
-    run(4 * workers)
-    count = max(10, int(run(4 * workers) * seconds / 3))
-    return statistics.median(run(count) for _ in range(3))
 
 
 def nothing() -> None:
@@ -206,27 +191,13 @@ def worker_kill(strategy: Any, coordinator: Any, cluster: Cluster) -> dict[str, 
     return {"longest_gap_s": longest, "steps_applied": int(count.numpy()) - 20, "steps_scheduled": 1500}
 
 
-def server_kill(strategy: Any, coordinator: Any, cluster: Cluster) -> dict[str, float]:
-    step = dense(strategy, MEGA)
-    for _ in range(400):
-        coordinator.schedule(step)
-    time.sleep(0.1)
-    cluster.kill("ps", 0)
-    begin = time.perf_counter()
-    try:
-        coordinator.join()
-    except Exception as error:
-        return {"seconds_to_error": time.perf_counter() - begin, "error": type(error).__name__}
-    raise RuntimeError("join() did not notice that the server was killed")
-
-
 def measure(strategy: Any, coordinator: Any, cluster: Cluster, case: str, seconds: float) -> dict[str, Any]:
     if case == "latency":
         return latency(coordinator)
     if case == "kill":
         return worker_kill(strategy, coordinator, cluster)
     if case == "server_kill":
-        return server_kill(strategy, coordinator, cluster)
+        return seconds_to_error(coordinator, dense(strategy, MEGA), lambda: cluster.kill("ps", 0))
     size = int("".join(filter(str.isdigit, case))) * MEGA if case.endswith("M") else 0
     if case == "noop":
         fn: Callable[[], Any] = nothing

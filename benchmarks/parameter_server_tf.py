@@ -11,12 +11,13 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from typing import Any
+
+from scheduling import seconds_to_error, throughput
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -63,19 +64,6 @@ class Cluster:
         """Kills a task."""
         self.tasks[job, index].kill()
         self.tasks[job, index].wait()
-
-
-def throughput(coordinator: Any, fn: Any, workers: int, seconds: float) -> float:
-    def run(count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            coordinator.schedule(fn)
-        coordinator.join()
-        return count / (time.perf_counter() - begin)
-
-    run(4 * workers)
-    count = max(10, int(run(4 * workers) * seconds / 3))
-    return statistics.median(run(count) for _ in range(3))
 
 
 def make_function(tf: Any, strategy: Any, case: str, ps: int) -> Any:
@@ -167,16 +155,7 @@ def measure(tf: Any, strategy: Any, coordinator: Any, cluster: Cluster, case: st
         return worker_kill(tf, strategy, coordinator, cluster)
     fn = make_function(tf, strategy, "dense1M" if case == "server_kill" else case, len(cluster.spec["ps"]))
     if case == "server_kill":
-        for _ in range(400):
-            coordinator.schedule(fn)
-        time.sleep(0.3)
-        cluster.kill("ps", 0)
-        begin = time.perf_counter()
-        try:
-            coordinator.join()
-        except Exception as error:
-            return {"seconds_to_error": time.perf_counter() - begin, "error": type(error).__name__}
-        raise RuntimeError("join() did not notice that the server was killed")
+        return seconds_to_error(coordinator, fn, lambda: cluster.kill("ps", 0))
     if case == "latency":
         times = []
         for _ in range(420):

@@ -76,8 +76,8 @@ def seconds(form: str, ranks: int) -> float:
         env=environment,
     )
     # A DDP rank sometimes fails when it leaves while its peer is leaving: the step was made by then.
-    if MARK not in done.stdout:
-        raise RuntimeError(f"{form} with {ranks} ranks made no step:\n{done.stdout}\n{done.stderr}")
+    if MARK not in done.stdout or (done.returncode != 0 and form != "ddp"):
+        raise RuntimeError(f"{form} with {ranks} ranks ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return float(done.stdout.split(MARK)[1].split()[0]) - begin
 
 

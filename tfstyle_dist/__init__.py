@@ -9,8 +9,9 @@ Glossary:
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfstyle_dist.core.lazy import loader
 
 if TYPE_CHECKING:
     from tfstyle_dist import (
@@ -112,14 +113,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name on first use: torch is not imported by tools that only look at the package."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfstyle_dist' has no attribute {name!r}")
-    home = _HOMES[name]
-    found = getattr(import_module(f"tfstyle_dist.{home}"), name) if home else import_module(f"tfstyle_dist.{name}")
-    globals()[name] = found
-    return found
+__getattr__ = loader(__name__, _HOMES)  # torch is not imported by tools that only look at the package
 
 
 def __dir__() -> list[str]:

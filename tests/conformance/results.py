@@ -48,13 +48,15 @@ def record(only: Sequence[str], timeout: float = 240) -> Mapping[str, Any]:
         return json.loads(out.read_text())["cases"]  # type: ignore[no-any-return]
 
 
-def differences(category: str, case: str, candidate: Any) -> list[str]:
-    """The leaves that disagree with the golden, as text; empty when the case agrees."""
+def differences(category: str, case: str, candidate: Any) -> dict[str, str]:
+    """The leaves that disagree with the golden, as text by place; empty when the case agrees."""
     compare = load_compare()
     expected, out = golden()[category][case], []
     compare.leaves(expected, candidate, "", out, TOLERANCES)
-    return [
-        f"{category}.{case}{path}\n    TensorFlow {json.dumps(g)[:300]}\n    here       {json.dumps(c)[:300]}"
+    return {
+        f"{category}.{case}{path}": (
+            f"{category}.{case}{path}\n    TensorFlow {json.dumps(g)[:300]}\n    here       {json.dumps(c)[:300]}"
+        )
         for path, good, g, c in out
         if not good and not compare.accident(category, case, path)
-    ]
+    }

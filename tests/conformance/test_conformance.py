@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from results import differences, golden, record
-from waiting import CATEGORIES, WAITING
+from waiting import CATEGORIES, DEVIATIONS, WAITING
 
 WAITS_FOR = {case: area for area, cases in WAITING.items() for case in cases}
 CASES = [(category, case) for category in CATEGORIES for case in sorted(golden()[category])]
@@ -38,7 +38,10 @@ def parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("category", "case"), parameters())
 def test_agrees_with_tensorflow(category: str, case: str, recorded: Mapping[str, Any]) -> None:
-    wrong = differences(category, case, recorded[category][case])
+    found = differences(category, case, recorded[category][case])
+    meant = {place for place in DEVIATIONS if place.startswith(f"{category}.{case}/")}
+    assert meant <= found.keys(), "these agree now: take them out of DEVIATIONS"
+    wrong = [text for place, text in found.items() if place not in meant]
     assert not wrong, "\n".join(wrong)
 
 
@@ -46,7 +49,8 @@ def test_every_waiting_program_exists_and_is_explained() -> None:
     text = STATUS.read_text()
     unknown = [case for case in WAITS_FOR if case.partition(".")[2] not in golden()[case.partition(".")[0]]]
     assert not unknown
-    unexplained = [case for case in WAITS_FOR if f"`{case}`" not in text]
+    deviating = [place.partition("/")[0] for place in DEVIATIONS]
+    unexplained = [case for case in (*WAITS_FOR, *deviating) if f"`{case}`" not in text]
     assert not unexplained, "name these, with the reason, in docs/status.md"
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate_state import no_accelerate_state  # noqa: F401
+from agreement import said_by_first
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -276,13 +276,8 @@ def test_a_model_of_the_strategy_keeps_its_own_gradients(central: bool) -> None:
     workers=2, env=dict.fromkeys(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TFSTYLE_RENDEZVOUS_FILE"])
 )
 def test_workers_of_tf_config(rank: int, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = shared_tmp_path / "ports"
-    if rank == 0:
-        place.with_suffix(".new").write_text(json.dumps(free_ports(2)))
-        place.with_suffix(".new").rename(place)
-    while not place.exists():
-        time.sleep(0.01)
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in json.loads(place.read_text())]}
+    ports = said_by_first(rank, shared_tmp_path / "ports", lambda: free_ports(2))
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}}))
     accelerator = StrategyAccelerator(auto_shard_policy=tfd.AutoShardPolicy.DATA, cpu=True)
     assert type(accelerator.strategy) is tfd.MultiWorkerMirroredStrategy

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import said_by_first
 from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 
 import tfstyle_dist as td
@@ -33,13 +34,7 @@ def tasks(count: int, start_timeout: float, **options: Any) -> pytest.MarkDecora
 @pytest.fixture
 def cluster(rank: int, shared_tmp_path: Path) -> Cluster:
     """Three workers at 127.0.0.2 to 127.0.0.4, the same on all ranks."""
-    path = shared_tmp_path / "cluster"
-    if rank == 0:
-        path.with_suffix(".new").write_text(json.dumps(loopback_cluster(3)))
-        path.with_suffix(".new").rename(path)
-    while not path.exists():
-        time.sleep(0.01)
-    found: Cluster = json.loads(path.read_text())
+    found: Cluster = said_by_first(rank, shared_tmp_path / "cluster", lambda: loopback_cluster(3))
     return found
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +90,27 @@ class Cluster:
     def kill(self, job: str, index: int) -> None:
         self.signal(job, index, signal.SIGKILL)
         self.wait(job, index)
+
+    @contextlib.contextmanager
+    def random_kills(self, counts: dict[str, int], seconds: float, seed: int) -> Iterator[list[int]]:
+        """Kills and starts one of the first tasks of these jobs again and again; counts how often."""
+        over, kills, chance = threading.Event(), [0], random.Random(seed)
+
+        def killer() -> None:
+            while not over.wait(seconds):
+                job = chance.choice(sorted(counts))
+                index = chance.randrange(counts[job])
+                self.kill(job, index)
+                self.start(job, index)
+                kills[0] += 1
+
+        thread = threading.Thread(target=killer)
+        thread.start()
+        try:
+            yield kills
+        finally:
+            over.set()
+            thread.join()
 
     def wait(self, job: str, index: int, timeout: float = 20.0) -> int:
         """The exit code of a task that ends."""

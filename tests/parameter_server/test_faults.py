@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import subprocess
 import sys
@@ -34,24 +33,10 @@ def test_ten_thousand_additions_under_random_kills_are_ten_thousand(cluster: Any
         counts[0].assign_add(1)
         counts[1].assign_add(1)
 
-    over, kills, chance = threading.Event(), [0], random.Random(0)
-
-    def killer() -> None:
-        while not over.wait(0.3):
-            index = chance.randrange(3)
-            c.kill("worker", index)
-            c.start("worker", index)
-            kills[0] += 1
-
-    thread = threading.Thread(target=killer)
     for _ in range(10_000):
         c.coordinator.schedule(add)
-    thread.start()
-    try:
+    with c.random_kills({"worker": 3}, seconds=0.3, seed=0) as kills:
         c.coordinator.join(timeout=200)
-    finally:
-        over.set()
-        thread.join()
     assert kills[0] > 3
     assert [int(v) for v in counts] == [10_000, 10_000]
     # The kills hit functions whose writes had been made: without their numbers they would have counted twice.

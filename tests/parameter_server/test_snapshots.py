@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -102,25 +100,11 @@ def test_no_write_is_lost_or_made_twice_when_servers_and_workers_are_killed(clus
         optimizer.step()  # subtracts 1
         counts[1].assign_add(1)
 
-    over, kills, chance = threading.Event(), [0], random.Random(1)
-
-    def killer() -> None:
-        while not over.wait(0.4):
-            job, index = chance.choice(["ps", "worker"]), chance.randrange(2)
-            c.kill(job, index)
-            c.start(job, index)
-            kills[0] += 1
-
     number = 2000
     for _ in range(number):
         c.coordinator.schedule(add)
-    thread = threading.Thread(target=killer)
-    thread.start()
-    try:
+    with c.random_kills({"ps": 2, "worker": 2}, seconds=0.4, seed=1) as kills:
         c.coordinator.join(timeout=150)
-    finally:
-        over.set()
-        thread.join()
     assert [int(v.value()) for v in counts] == [number, number]
     assert weight.weight.detach().tolist() == [[-number, -number]]
     assert kills[0] >= 2

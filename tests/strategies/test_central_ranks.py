@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from tfstyle_dist.gradients import parts
 from tfstyle_dist.variables import find_record
 
 on_two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
-
-
-@pytest.fixture
-def central() -> Iterator[Any]:
-    """Central storage over all ranks."""
-    torch.set_num_threads(1)
-    gc.collect()  # a model of an earlier test would still be shared
-    with td.experimental.CentralStorageStrategy() as strategy:
-        yield strategy
 
 
 class NormScaled(torch.optim.Optimizer):

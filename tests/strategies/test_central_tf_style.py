@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "RMSProp": lambda: td.train.RMSPropOptimizer(0.01, momentum=0.5, centered=True, epsilon=1e-3),
     "Ftrl": lambda: td.train.FtrlOptimizer(0.1, l1_regularization_strength=0.01),
 }
-
-
-@pytest.fixture
-def central() -> Iterator[Any]:
-    """Central storage over all ranks."""
-    torch.set_num_threads(1)
-    gc.collect()  # a model of an earlier test would still be shared
-    with td.experimental.CentralStorageStrategy() as strategy:
-        yield strategy
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

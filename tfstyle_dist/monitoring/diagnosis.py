@@ -15,6 +15,27 @@ if TYPE_CHECKING:
 # Shares of a step above which something is said.
 INPUT_LIMIT, COMMUNICATION_LIMIT, STRAGGLER_LIMIT, UPDATE_LIMIT, OTHER_LIMIT = 0.1, 0.2, 0.1, 0.3, 0.2
 
+_TEXTS = {
+    INPUT: (
+        INPUT_LIMIT,
+        "input",
+        "Input-bound: {share:.0%} of a step is spent reading batches. Give the DataLoader num_workers, decode and "
+        "augment less, or keep the data nearer (docs/input.md).",
+    ),
+    UPDATE: (
+        UPDATE_LIMIT,
+        "update",
+        "The optimizer takes {share:.0%} of a step, whatever the number of replicas. Use its fused or foreach form, "
+        "or a larger batch for each update.",
+    ),
+    OTHER: (
+        OTHER_LIMIT,
+        "other",
+        "{share:.0%} of a step passes outside of strategy.run and of the distributed dataset: the loop's own code, "
+        "e.g. logging, float(loss), or batches from elsewhere (mark those with monitor.phase('input')).",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -50,60 +71,29 @@ def diagnose(replicas: Sequence[ReplicaTimes]) -> list[Finding]:
     step = fmean(sum(r.seconds) for r in replicas)
     if step <= 0:
         return []
-    found = [_input(replicas, step), _update(replicas, step), _other(replicas, step)]
+    found = [_of_phase(replicas, step, phase) for phase in _TEXTS]
     if len(replicas) > 1:
         found += [_communication(replicas, step), _straggler(replicas, step)]
     return sorted((f for f in found if f is not None), key=lambda f: -f.share)
 
 
-def _usual(replicas: Sequence[ReplicaTimes], phase: int) -> float:
-    return median(r.seconds[phase] for r in replicas)
+def _above(limit: float, kind: str, share: float, text: str) -> Finding | None:
+    return Finding(kind, share, text.format(share=share)) if share > limit else None
 
 
-def _input(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
-    share = _usual(replicas, INPUT) / step
-    if share <= INPUT_LIMIT:
-        return None
-    return Finding(
-        "input",
-        share,
-        f"Input-bound: {share:.0%} of a step is spent reading batches. Give the DataLoader num_workers, decode and "
-        "augment less, or keep the data nearer (docs/input.md).",
-    )
-
-
-def _update(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
-    share = _usual(replicas, UPDATE) / step
-    if share <= UPDATE_LIMIT:
-        return None
-    return Finding(
-        "update",
-        share,
-        f"The optimizer takes {share:.0%} of a step, whatever the number of replicas. Use its fused or foreach form, "
-        "or a larger batch for each update.",
-    )
-
-
-def _other(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
-    share = _usual(replicas, OTHER) / step
-    if share <= OTHER_LIMIT:
-        return None
-    return Finding(
-        "other",
-        share,
-        f"{share:.0%} of a step passes outside of strategy.run and of the distributed dataset: the loop's own code, "
-        "e.g. logging, float(loss), or batches from elsewhere (mark those with monitor.phase('input')).",
-    )
+def _of_phase(replicas: Sequence[ReplicaTimes], step: float, phase: int) -> Finding | None:
+    """What is said of a phase that every replica has for itself."""
+    limit, kind, text = _TEXTS[phase]
+    return _above(limit, kind, median(r.seconds[phase] for r in replicas) / step, text)
 
 
 def _communication(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
     share = min(r.seconds[COMMUNICATION] + r.seconds[WAIT] for r in replicas) / step
-    if share <= COMMUNICATION_LIMIT:
-        return None
-    return Finding(
+    return _above(
+        COMMUNICATION_LIMIT,
         "communication",
         share,
-        f"Communication-bound: even the last replica to come spends {share:.0%} of a step exchanging values. Use a "
+        "Communication-bound: even the last replica to come spends {share:.0%} of a step exchanging values. Use a "
         "larger batch for each replica, strategy.accumulate() over several batches, or a faster connection "
         "(docs/aggregation.md).",
     )

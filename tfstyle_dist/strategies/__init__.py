@@ -5,8 +5,9 @@ The names are loaded on first use: a script that trains with one strategy does n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfstyle_dist.core.lazy import loader
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import RunOptions as RunOptions, Strategy as Strategy
@@ -52,10 +53,4 @@ _HOMES = {
 
 __all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    """Loads a name from the module that defines it."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfstyle_dist.strategies' has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"tfstyle_dist.strategies.{_HOMES[name]}"), name)
-    return found
+__getattr__ = loader(__name__, _HOMES)

@@ -13,7 +13,7 @@ from tfstyle_dist.cross_device_ops.collective import widened_type
 from tfstyle_dist.input import AutoShardPolicy
 from tfstyle_dist.integrations.accelerate import checks, choice, loaders, models
 from tfstyle_dist.integrations.accelerate.gradients import StrategyDDPHandler
-from tfstyle_dist.integrations.accelerate.library import Accelerator, DistributedType, map_tensors
+from tfstyle_dist.integrations.accelerate.upstream import Accelerator, DistributedType, map_tensors
 from tfstyle_dist.integrations.accelerate.wrappers import Adopted
 from tfstyle_dist.strategies import Strategy
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core import env
-from tfstyle_dist.integrations.accelerate.library import Accelerator, DistributedType
+from tfstyle_dist.integrations.accelerate.upstream import Accelerator, DistributedType
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy

@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.comm.bootstrap import default_process_group
 from tfstyle_dist.cross_device_ops.collective import widened_type
-from tfstyle_dist.integrations.accelerate.library import DistributedDataParallelKwargs
+from tfstyle_dist.integrations.accelerate.upstream import DistributedDataParallelKwargs
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy

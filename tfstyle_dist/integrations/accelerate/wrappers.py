@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.integrations.accelerate.library import find_batch_size, map_tensors
+from tfstyle_dist.integrations.accelerate.upstream import find_batch_size, map_tensors
 from tfstyle_dist.ops import aggregate
 
 if TYPE_CHECKING:

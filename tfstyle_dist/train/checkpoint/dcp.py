@@ -34,6 +34,10 @@ def write_part(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
+    _write(directory, writer, planner, plans, metadata)
+
+
+def _write(directory: Path, writer: Any, planner: Any, plans: Any, metadata: Any) -> None:
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     try:
         written = writer.write_data(plan, planner)
@@ -102,14 +106,7 @@ def write_pieces(directory: Path, pieces: Sequence[Piece]) -> None:
     writer, planner = FileSystemWriter(directory, sync_files=True), Planner()
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(SavePlan(items))
-    plans, metadata = create_default_global_save_plan([plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    try:
-        written = writer.write_data(plan, planner)
-        written.wait()
-        writer.finish(metadata, [written.value()])
-    except RuntimeError as error:
-        raise _cause(error, directory) from error
+    _write(directory, writer, planner, *create_default_global_save_plan([plan]))
 
 
 def read_rows(
