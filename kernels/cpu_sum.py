@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, Final
@@ -88,7 +89,7 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
         return
     if (reason := unavailable()) is not None:
         raise RuntimeError(f"the numba backend cannot be used: {reason}")
-    with _lock:
+    with loading():
         if key in _ready or not _takes(dtype, None):
             return
         begin = time.perf_counter()
@@ -108,11 +109,23 @@ def _kernel() -> ModuleType:
 
 @cache
 def _run() -> Any:
+    return cached(_kernel().make_run)
+
+
+def cached(make_run: Callable[[bool], Any]) -> Any:
+    """A kernel that is kept on disk once it is compiled, or, where no folder can be written, one that is not."""
     try:
-        return _kernel().make_run(is_cached=True)
-    except RuntimeError as error:  # no folder that can be written
+        return make_run(True)
+    except RuntimeError as error:
         _logger.warning("the CPU kernel is compiled anew in every process: %s; set NUMBA_CACHE_DIR", error)
-        return _kernel().make_run(is_cached=False)
+        return make_run(False)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """One thread loads at a time; a process that is forked meanwhile knows that it cannot use numba."""
+    with _lock:
+        yield
 
 
 @cache

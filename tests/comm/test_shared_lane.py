@@ -13,8 +13,19 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment, remove_segment
-from tfstyle_dist.ops import aggregate, aggregate_into
+from tfstyle_dist.comm.pair import Said
+from tfstyle_dist.comm.shared_lane import (
+    _WHOLE_STEP_BYTES,
+    SLOT_BYTES,
+    LaneError,
+    SharedLane,
+    create_segment,
+    remove_segment,
+)
+from tfstyle_dist.gradients.pieces import GradientPieces
+from tfstyle_dist.ops import aggregate, aggregate_into, backends, pair_sums
+from tfstyle_dist.ops.pair_sums import find_pair_sum
+from tfstyle_dist_kernels import cpu_exchange
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the lane needs x86-64")
 Open = Callable[[int], list[SharedLane]]
@@ -99,6 +110,130 @@ def test_a_worker_that_left_or_died_or_is_late_ends_the_wait(open_lanes: Open) -
         open_lanes(2, state="dead")[0].compare(1)  # type: ignore[call-arg]
     with pytest.raises(LaneError, match=r"timed out after 0\.2 s waiting for worker 1 of this host"):
         open_lanes(2, timeout=0.2)[0].compare(1)  # type: ignore[call-arg]
+
+
+def test_after_different_calls_the_slots_are_used_in_the_same_turn(open_lanes: Open) -> None:
+    lanes = open_lanes(2)
+
+    def work(lane: SharedLane) -> list[float]:
+        value = torch.ones(4)
+        same = lane.all_reduce(value, 1, aggregate_into) if lane.rank == 0 else lane.compare(2)[0]
+        assert not same
+        sums = []
+        for number in range(4):
+            value = torch.full((4,), float(10 * number + lane.rank))
+            assert lane.all_reduce(value, 3, aggregate_into)
+            sums.append(float(value[3]))
+        return sums
+
+    assert together(lanes, work) == [[1.0, 21.0, 41.0, 61.0]] * 2
+
+
+class TestCompiledPair:
+    """Two workers, of whom both, one or none uses the compiled form of their sum."""
+
+    @pytest.fixture(autouse=True)
+    def prepared(self) -> None:
+        for dtype in (torch.float32, torch.float64):
+            cpu_exchange.prepare(dtype)
+
+    @pytest.fixture
+    def pair(self, open_lanes: Open) -> list[SharedLane]:
+        lanes = open_lanes(2)
+        for lane in lanes:
+            lane.use_compiled(find_pair_sum)
+        return lanes
+
+    def test_both_sides_give_its_answers_the_same_numbers(self) -> None:
+        assert [Said.DONE, Said.WAITS, Said.WAKES, Said.DIFFERS] == [
+            cpu_exchange.DONE,
+            cpu_exchange.WAITS,
+            cpu_exchange.WAKES,
+            cpu_exchange.DIFFERS,
+        ]
+
+    @pytest.mark.parametrize("compiled", [(0, 1), (0,), (1,)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_bits_of_the_lane_itself(self, open_lanes: Open, compiled: tuple[int, ...], dtype: torch.dtype) -> None:
+        lanes = open_lanes(2)
+        for rank in compiled:
+            lanes[rank].use_compiled(find_pair_sum)
+        part = _WHOLE_STEP_BYTES // dtype.itemsize
+        for sizes in ([4097], [part], [part + 1], [3, part - 3, 5000], [0, 1, 7, 0, 2 * part + 3, 31, 33, 0]):
+            shapes = [torch.Size([n]) for n in sizes]
+            parts = [[torch.randn(s, dtype=dtype) * 10 ** torch.randn(s, dtype=dtype) for s in shapes] for _ in lanes]
+            parts[0][-2 if len(sizes) > 2 else 0][:3] = torch.tensor([float("nan"), float("inf"), 5e-324])
+            expected = [torch.div(a + b, 2) for a, b in zip(*parts, strict=True)]
+
+            def work(lane: SharedLane, shapes: list[torch.Size] = shapes, parts: object = parts) -> bool:
+                pieces = GradientPieces(shapes, dtype, 2)
+                pieces.grads = parts[lane.rank]  # type: ignore[index]
+                return lane.all_reduce(pieces, 7, aggregate_into)
+
+            assert together(lanes, work) == [True, True]
+            for mine in parts:
+                for value, right in zip(mine, expected, strict=True):
+                    torch.testing.assert_close(value, right, rtol=0, atol=0, equal_nan=True)
+
+    def test_it_is_used(self, pair: list[SharedLane], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(SharedLane, "_slots_of", None)  # what the lane's own sum would need
+        values = [torch.full((5000,), 1.0 + lane.rank) for lane in pair]
+        assert together(pair, lambda lane: lane.all_reduce(values[lane.rank], 7, aggregate_into)) == [True, True]
+        assert all(bool((v == 3).all()) for v in values)
+
+    def test_gradients_that_are_not_contiguous_take_the_other_way(self, pair: list[SharedLane]) -> None:
+        grads = [torch.randn(100, 90).t() for _ in pair]
+        expected = (grads[0] + grads[1]) / 2
+
+        def work(lane: SharedLane) -> bool:
+            pieces = GradientPieces([torch.Size([90, 100])], torch.float32, 2)
+            pieces.grads = [grads[lane.rank]]
+            return lane.all_reduce(pieces, 7, aggregate_into)
+
+        assert together(pair, work) == [True, True]
+        for grad in grads:
+            torch.testing.assert_close(grad, expected, rtol=0, atol=0)
+
+    def test_one_that_comes_late_and_one_that_sleeps(self, pair: list[SharedLane]) -> None:
+        def work(lane: SharedLane) -> float:
+            value = torch.ones(300_000)
+            for number in range(6):
+                if number % 2 == lane.rank:
+                    threading.Event().wait(0.05)  # the other has gone to sleep by then
+                assert lane.all_reduce(value, number, aggregate_into)
+            return float(value.sum())
+
+        assert together(pair, work) == [300_000.0 * 64] * 2
+
+    def test_different_calls_change_nothing_and_the_next_ones_are_right(self, pair: list[SharedLane]) -> None:
+        def work(lane: SharedLane) -> tuple[bool, float, float]:
+            value = torch.full((5000,), 1.0 + lane.rank)
+            same = lane.all_reduce(value, lane.rank, aggregate_into)
+            before = float(value[0])
+            assert lane.all_reduce(value, 5, aggregate_into)
+            return same, before, float(value[4999])
+
+        assert together(pair, work) == [(False, 1.0, 3.0), (False, 2.0, 3.0)]
+
+    def test_the_other_leaves(self, pair: list[SharedLane]) -> None:
+        pair[1].leave()
+        with pytest.raises(LaneError, match="worker 1 of this host has left"):
+            pair[0].all_reduce(torch.ones(5000), 1, aggregate_into)
+
+
+@pytest.mark.distributed(workers=2, timeout=90)
+def test_ranks_load_the_compiled_pair_when_it_pays(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "LOADING_SECONDS", 1e-9)
+    monkeypatch.setattr(pair_sums, "_warm_up", backends.WarmUp("cpu_exchange", "the compiled sum of two workers"))
+    with td.MirroredStrategy() as strategy:
+        group = strategy.worker.group
+        for _ in range(2000):
+            value = torch.full((10_000,), 1.0 + rank)
+            group.all_reduce(value, "test")
+            assert bool((value == 3).all())
+            if all(group.numbers(int(bool(group._lane._pair._found)), "loaded")):  # type: ignore[attr-defined]
+                return
+    pytest.fail("it was not loaded")
 
 
 @pytest.mark.distributed(workers=3, timeout=60)

@@ -9,6 +9,7 @@ import torch
 
 from tfstyle_dist.comm.flat import Flat
 from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
+from tfstyle_dist.comm.pair import FindPair, no_pair
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core.enums import AggregationMethod
 
@@ -44,10 +45,10 @@ class DataAxis(WorkerGroup):
             self.data = world.split([list(range(part, world.size, parts)) for part in range(parts)])
         self.leads = self.model.rank == 0
 
-    def use_summation(self, sum_into: SumInto) -> None:
+    def use_summation(self, sum_into: SumInto, find_pair: FindPair = no_pair) -> None:
         """See ``WorkerGroup``."""
         for group in (self.world, self.model, self.data):
-            group.use_summation(sum_into)
+            group.use_summation(sum_into, find_pair)
 
     # ---- between the same parts -------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ class Flat(Protocol):
         ``own`` says which of them holds what ``read`` gave, so that it need not be read from there again.
         """
 
+    def in_place(self) -> tuple[Sequence[torch.Tensor], int | None] | None:
+        """Contiguous tensors that one after the other are the vector, and by what sums are divided; None if not so."""
+
 
 class BufferView:
     """A flat, contiguous tensor as a ``Flat``.
@@ -55,6 +58,10 @@ class BufferView:
             target.copy_(parts[0][: stop - start])
         else:
             add(with_own([p[: stop - start] for p in parts], own, target), target)
+
+    def in_place(self) -> tuple[Sequence[torch.Tensor], int | None]:
+        """See ``Flat``."""
+        return (self.buffer,), None
 
 
 def with_own(parts: list[torch.Tensor], own: int | None, target: torch.Tensor) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.futex import Futex, available
+from tfstyle_dist.comm.pair import FindPair, PairCall, PairLane, PairPlaces, Said
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.logging import get_logger
 
@@ -32,8 +33,9 @@ _ARRIVED, _LEFT, _SLEEPS, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
 _CONTROL_BYTES = 64 * 1024
 # Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
 _WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
-_WHOLE_STEP_BYTES = SLOT_BYTES // 2  # what is still in the cache after the meeting, with the slots beside it
+_WHOLE_STEP_BYTES = SLOT_BYTES // 4  # what is still in the cache after the meeting, with the slots beside it
 _SPINS, _NAP_SECONDS, _LOOK_SECONDS = 1000, 0.002, 0.1
+_LOOKS = 20000  # of compiled code, which looks more often in the same time
 
 
 class LaneError(RuntimeError):
@@ -103,8 +105,21 @@ class SharedLane:
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._others = [r for r in range(size) if r != rank]
         # Who waits for a processor that it keeps busy itself waits long.
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
-        self._meeting = self._turn = 0
+        crowded = size > len(os.sched_getaffinity(0))
+        self._spins, self._looks = (0, 0) if crowded else (_SPINS, _LOOKS)
+        self._meeting = 0
+        self._pair: PairLane | None = None
+
+    def use_compiled(self, find: FindPair) -> None:
+        """Says where two workers find the compiled form of their sum; each may use it or not, at any time."""
+        if self.size == 2:
+            start = self._data.data_ptr()
+            places = []
+            for rank in range(2):
+                words = start - _CONTROL_BYTES + 8 * rank * _WORDS
+                slots = [self._data[turn, rank].data_ptr() for turn in range(2)]
+                places.append([*(words + 8 * k for k in (_ARRIVED, _DIGEST, _SLEEPS)), *slots])
+            self._pair = PairLane(find, PairPlaces(places, self.rank, _WHOLE_STEP_BYTES))
 
     # ---- meetings ---------------------------------------------------------------------------------------------
 
@@ -206,14 +221,30 @@ class SharedLane:
         return self._slots[dtype]
 
     def _sum_whole(self, flat: Flat, digest: int, add: Add) -> bool:
+        if self._pair is not None and (call := self._pair.call(flat, digest, self._meeting, self._looks)) is not None:
+            return self._run_compiled(call)
         step, slots = _WHOLE_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         for start in range(0, max(flat.numel, 1), step):
             stop = min(start + step, flat.numel)
-            self._turn = turn = 1 - self._turn
+            turn = self._meeting % 2
             flat.read(start, stop, slots[turn][self.rank])
             if not self._meet(digest):
                 return False
             flat.write(start, stop, slots[turn][: self.size], add, self.rank)
+        return True
+
+    def _run_compiled(self, call: PairCall) -> bool:
+        """As the loop of ``_sum_whole``, part by part and meeting by meeting."""
+        theirs = self._others[0]
+        while (said := call.go_on()) != Said.DONE:
+            self._meeting = call.meeting
+            if said == Said.DIFFERS:
+                return False
+            if said == Said.WAKES:
+                self._futex.wake(self.rank * _WORDS + _ARRIVED)
+            else:
+                self._wait_for(theirs, theirs * _WORDS + _ARRIVED)
+        self._meeting = call.meeting
         return True
 
     def _sum_slices(
@@ -225,9 +256,8 @@ class SharedLane:
         turns: list[int] = []
         for stage in range(len(bounds) + 2):
             if stage < len(bounds):
-                self._turn = 1 - self._turn
-                turns.append(self._turn)
-                flat.read(*bounds[stage], slots[self._turn][self.rank])
+                turns.append(self._meeting % 2)
+                flat.read(*bounds[stage], slots[turns[-1]][self.rank])
             if 0 <= stage - 1 < len(bounds):
                 start, stop = bounds[stage - 1]
                 parts = slots[turns[stage - 1]]

@@ -19,6 +19,7 @@ from tfstyle_dist.comm import comparison, diagnosis, routes, socket_sums
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.group import Done, Operation, Pending, SumInto, WorkerGroup, call_site
 from tfstyle_dist.comm.halving import Messages
+from tfstyle_dist.comm.pair import FindPair, no_pair
 from tfstyle_dist.comm.routes import Route
 from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
 from tfstyle_dist.comm.topology import Topology
@@ -88,6 +89,7 @@ class TorchGroup(WorkerGroup):
         self._one_lane = False
         self._routes: dict[Any, Route] = {}
         self._sum_into: SumInto = _left_to_right
+        self._find_pair: FindPair = no_pair
         # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
         # would stop the stream: only on request.
         self._debug = env.debug_collectives()
@@ -131,9 +133,11 @@ class TorchGroup(WorkerGroup):
             self._lane = lane
             self._leave_lane = weakref.finalize(self, lane.leave)
 
-    def use_summation(self, sum_into: SumInto) -> None:
+    def use_summation(self, sum_into: SumInto, find_pair: FindPair = no_pair) -> None:
         """See ``WorkerGroup``."""
-        self._sum_into = sum_into
+        self._sum_into, self._find_pair = sum_into, find_pair
+        if self._lane is not None:
+            self._lane.use_compiled(find_pair)
 
     # ---- operations -------------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``."""
         mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self.timeout)
         part = TorchGroup(mine, self.timeout, self._store, self._device, lambda: dist.destroy_process_group(mine))
-        part.use_summation(self._sum_into)
+        part.use_summation(self._sum_into, self._find_pair)
         return part
 
     def abort(self) -> None:

@@ -67,6 +67,11 @@ class GradientPieces:
         self._total([p[: chunk.numel] for p in parts], add, self._scratch[: chunk.numel])
         torch._foreach_copy_(targets, self._views(chunk, self._scratch))
 
+    def in_place(self) -> tuple[Sequence[torch.Tensor], int | None] | None:
+        """See ``Flat``."""
+        simple = all(g.dtype == self.dtype and g.is_contiguous() for g in self.grads)
+        return (self.grads, self._divisor) if simple else None
+
     def _total(self, parts: Sequence[torch.Tensor], add: Add, out: torch.Tensor) -> None:
         if len(parts) == 1:
             torch.div(parts[0], self._divisor, out=out)

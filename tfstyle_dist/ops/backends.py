@@ -107,11 +107,15 @@ def _gain(problem: Problem) -> float:
     return backend_seconds(problem, "torch") - backend_seconds(problem, "numba")
 
 
-@cache
 def _find(backend: str) -> tuple[Backend | None, str | None]:
-    name = f"tfstyle_dist_kernels.{MODULES[backend]}"
+    return cast("tuple[Backend | None, str | None]", _import(MODULES[backend]))
+
+
+@cache
+def _import(module: str) -> tuple[Any, str | None]:
+    name = f"tfstyle_dist_kernels.{module}"
     try:
-        return cast(Backend, importlib.import_module(name)), None
+        return importlib.import_module(name), None
     except ImportError as error:
         missing = f"this installation has no module {name}" if error.name == name else f"{name} did not load: {error}"
         return None, missing
@@ -124,23 +128,30 @@ def _say(backend: str, device: str, reason: str = "") -> str:
     return backend
 
 
-class _WarmUp:
-    """Loads the CPU kernels in the background when they begin to pay."""
+class WarmUp:
+    """Loads CPU kernels in the background when they begin to pay.
 
-    def __init__(self) -> None:
+    Args:
+        module: name of the kernels' module; it offers ``unavailable``, ``has_kernel``, ``is_ready`` and ``prepare``.
+        name: what is loaded, for the log.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
         self._lock = threading.Lock()
         self._lost_seconds = 0.0
         self._asked: set[tuple[torch.dtype, torch.dtype]] = set()
         self._failure: str | None = None
+        os.register_at_fork(after_in_child=self._forget_lock)
 
     def reason(self) -> str | None:
         """Why numba is never used here, if so."""
-        module, reason = _find("numba")
+        module, reason = _import(self._module)
         return self._failure or reason or (None if module is None else module.unavailable())
 
     def is_ready(self, dtype: torch.dtype, out_dtype: torch.dtype, gain: float) -> bool:
         """Whether the kernel is loaded; if not, notes the time lost without it and begins to load it if it pays."""
-        module = cast(Any, _find("numba")[0])
+        module = _import(self._module)[0]
         if module.is_ready(dtype, out_dtype):
             return True
         if not module.has_kernel(dtype) or (dtype, out_dtype) in self._asked:
@@ -152,7 +163,7 @@ class _WarmUp:
             self._asked.add((dtype, out_dtype))
             # The next dtype has to earn its loading again.
             self._lost_seconds = 0.0
-        get_logger().info("loading the numba backend for %s in the background; torch sums until it is ready", dtype)
+        get_logger().info("loading %s for %s in the background; torch sums until it is ready", self._name, dtype)
         # Not a daemon: a compiler that is stopped in the middle may crash the end of the process.
         thread = threading.Thread(target=self._load, args=(module, dtype, out_dtype), name="tfstyle-load-numba")
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end
@@ -166,10 +177,9 @@ class _WarmUp:
             self._failure = f"numba did not load: {error!r}"
             get_logger().warning("%s; torch sums instead", self._failure, exc_info=get_logger().level <= logging.DEBUG)
 
-    def forget_lock(self) -> None:
+    def _forget_lock(self) -> None:
         """In a forked child: the thread that may have held the lock is not there."""
         self._lock = threading.Lock()
 
 
-_warm_up = _WarmUp()
-os.register_at_fork(after_in_child=_warm_up.forget_lock)
+_warm_up = WarmUp("cpu_sum", "the numba backend")

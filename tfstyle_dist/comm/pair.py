@@ -1,0 +1,105 @@
+"""The compiled form of a sum of two workers in shared memory, as far as ``SharedLane`` knows it.
+
+The layers above own the compiled code. It makes the same copies, meetings and additions as the lane itself, so that one
+worker may use it while the other does not, or does not yet.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tfstyle_dist.comm.flat import Flat
+
+_LEAST_BYTES = 16 * 1024  # below, an addition costs less than a table of addresses
+
+
+class Said(enum.IntEnum):
+    """Why a call came back: it is done; the other lets it wait, sleeps and is to be woken, or does something else."""
+
+    DONE = 0
+    WAITS = 1
+    WAKES = 2
+    DIFFERS = 3
+
+
+class PairCall(Protocol):
+    """One sum under way."""
+
+    @property
+    def meeting(self) -> int:
+        """The number of the last meeting that this worker came to."""
+
+    def go_on(self) -> int:
+        """Goes on until there is something to be ``Said``."""
+
+
+class Begin(Protocol):
+    """Compiled code for one element type, of two workers that know where they meet."""
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], divisor: int | None, digest: int, meeting: int, looks: int
+    ) -> PairCall:
+        """Begins a sum.
+
+        Args:
+            tensors: contiguous; their elements one after the other are summed in place.
+            divisor: what the sum is divided by.
+            digest: of what this worker is about to do.
+            meeting: the number of the last meeting.
+            looks: how often to look for the other before the call ``WAITS``.
+        """
+
+
+@dataclass(frozen=True)
+class PairPlaces:
+    """Where two workers meet.
+
+    Attributes:
+        addresses: for each worker those of its three words (how many meetings it came to; the digests of even and odd
+            meetings; whether it sleeps) and of its two slots, which are used in turn, meeting by meeting.
+        rank: this worker's, 0 or 1.
+        part_bytes: how much goes through a slot at once.
+    """
+
+    addresses: Sequence[Sequence[int]]
+    rank: int
+    part_bytes: int
+
+
+FindPair = Callable[[torch.dtype, int], "Callable[[PairPlaces], Begin] | None"]
+"""The compiled code for an element type, if it is there; told the number of bytes that could be summed by it now."""
+
+
+def no_pair(dtype: torch.dtype, nbytes: int) -> None:
+    """Finds nothing."""
+
+
+class PairLane:
+    """Begins compiled sums where that is possible.
+
+    Args:
+        find: gives the compiled code.
+        places: where the workers meet.
+    """
+
+    def __init__(self, find: FindPair, places: PairPlaces) -> None:
+        self._find, self._places = find, places
+        self._found: dict[torch.dtype, Begin] = {}
+
+    def call(self, flat: Flat, digest: int, meeting: int, looks: int) -> PairCall | None:
+        """A sum of ``flat`` over both workers, or None if it is not for compiled code."""
+        nbytes = flat.numel * flat.dtype.itemsize
+        if nbytes < _LEAST_BYTES or (values := flat.in_place()) is None:
+            return None
+        begin = self._found.get(flat.dtype)
+        if begin is None:
+            found = self._find(flat.dtype, nbytes)
+            if found is None:
+                return None
+            begin = self._found[flat.dtype] = found(self._places)
+        return begin(*values, digest, meeting, looks)
