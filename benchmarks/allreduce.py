@@ -4,8 +4,10 @@
     python benchmarks/allreduce.py --ranks 2 --sizes 1024 1048576 --sockets
 
 All forms take turns in the same processes, so that a busy machine disturbs them alike; what is printed is the median
-time and the median of the round-by-round ratios of Gloo's time to ours. ``--sockets`` keeps ours out of shared memory.
-The results of all forms are compared with each other before anything is timed.
+time and the median of the round-by-round ratios of Gloo's time to ours. All ranks start together, after a meeting in
+shared memory: they leave Gloo's barrier at times that differ by more than a small sum takes. ``--sockets`` keeps ours
+out of shared memory, ``--interpreted`` does without the compiled sum of two ranks, which else is loaded before anything
+is timed. The results of all forms are compared with each other first.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ def forms_of(group: Any) -> dict[str, Callable[[torch.Tensor], object]]:
     }
 
 
-def measure(sizes: list[int], seconds: float) -> list[dict[str, Any]]:
+def measure(sizes: list[int], seconds: float, compiled: bool) -> list[dict[str, Any]]:
     """Seconds of every form in every round, the slowest rank's, for each size."""
     import tfstyle_dist as td
+    from tfstyle_dist_kernels import cpu_exchange
 
     torch.set_num_threads(1)
+    if compiled and cpu_exchange.unavailable() is None:
+        cpu_exchange.prepare(torch.float32)
     results = []
     with td.MirroredStrategy() as strategy:
         group: Any = strategy.worker.group
@@ -60,7 +65,7 @@ def measure(sizes: list[int], seconds: float) -> list[dict[str, Any]]:
                 torch.testing.assert_close(sums[form], sums["gloo"], rtol=1e-5, atol=1e-5)
             begin = time.perf_counter()
             forms["gloo"](values.clone())
-            rounds = max(5, min(200, int(seconds / (len(forms) * 2 * (time.perf_counter() - begin)))))
+            rounds = max(8, min(200, int(seconds / (len(forms) * 2 * (time.perf_counter() - begin)))))
             count = torch.tensor([rounds])
             dist.broadcast(count, 0)
             own = torch.empty(int(count), len(forms), dtype=torch.float64)
@@ -70,6 +75,7 @@ def measure(sizes: list[int], seconds: float) -> list[dict[str, Any]]:
                 for place in (*range(turn, len(forms)), *range(turn)):
                     buffer.copy_(values)
                     dist.barrier()
+                    group.numbers(0, "start")
                     begin = time.perf_counter()
                     functions[place](buffer)
                     own[number, place] = time.perf_counter() - begin
@@ -85,6 +91,7 @@ def launch(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         out = Path(directory) / "seconds"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
         command += ["--write", str(out), "--seconds", str(options.seconds), "--sizes", *map(str, options.sizes)]
+        command += ["--interpreted"] * options.interpreted
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TFSTYLE_SHARED_MEMORY": str(int(not options.sockets))}
         subprocess.run(command, check=True, env=environment, timeout=3000)
         return json.loads(out.read_text())  # type: ignore[no-any-return]
@@ -116,11 +123,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long each size is measured")
     parser.add_argument("--sockets", action="store_true", help="without shared memory")
+    parser.add_argument("--interpreted", action="store_true", help="without compiled sums")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        results = measure(options.sizes, options.seconds)
+        results = measure(options.sizes, options.seconds, not options.interpreted)
         if int(os.environ["RANK"]) == 0:
             options.write.write_text(json.dumps(results))
         return

@@ -31,10 +31,11 @@ _WORDS = 16  # of 8 bytes, for each worker: two cache lines
 # The last two hold one word for even and one for odd meetings.
 _ARRIVED, _LEFT, _SLEEPS, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
 _CONTROL_BYTES = 64 * 1024
+_MOST_WORKERS = _CONTROL_BYTES // (_WORDS * 8)  # after their words comes one at which those sleep who wait
 # Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
 _WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
 _WHOLE_STEP_BYTES = SLOT_BYTES // 4  # what is still in the cache after the meeting, with the slots beside it
-_SPINS, _NAP_SECONDS, _LOOK_SECONDS = 1000, 0.002, 0.1
+_SPINS, _NAP_SECONDS, _LOOK_SECONDS = 200, 0.002, 0.1
 _LOOKS = 20000  # of compiled code, which looks more often in the same time
 
 
@@ -52,8 +53,10 @@ def create_segment(size: int) -> str | None:
     Args:
         size: number of workers.
     """
-    if not available() or size * _WORDS * 8 > _CONTROL_BYTES:
-        get_logger().info("no shared memory between workers: it needs Linux on x86-64 and at most 512 workers a host")
+    if not available() or size >= _MOST_WORKERS:
+        get_logger().info(
+            "no shared memory between workers: it needs Linux on x86-64 and fewer than %d workers a host", _MOST_WORKERS
+        )
         return None
     try:
         handle, path = tempfile.mkstemp(prefix="tfstyle-", dir=DIRECTORY)
@@ -147,36 +150,48 @@ class SharedLane:
         words, mine, turn = self._words, self.rank * _WORDS, meeting % 2
         words[mine + _DIGEST + turn] = digest
         words[mine + _ARRIVED] = meeting
-        others = [r * _WORDS for r in self._others]
-        if any(words[place + _SLEEPS] for place in others):
-            self._futex.wake(mine + _ARRIVED)
-        for rank, place in zip(self._others, others, strict=True):
-            if words[place + _ARRIVED] < meeting:
-                self._wait_for(rank, place + _ARRIVED)
+        if self._missing() is None:
+            self._wake()
+        else:
+            self._wait()
         # A worker that is ahead writes the other turn's words: it cannot come to the next but one without us.
-        return all(words[place + _DIGEST + turn] == digest for place in others)
+        return all(words[r * _WORDS + _DIGEST + turn] == digest for r in self._others)
 
-    def _wait_for(self, rank: int, place: int) -> None:
+    def _missing(self) -> int | None:
+        """A worker that did not come yet to the meeting that this one came to."""
         words, meeting = self._words, self._meeting
+        return next((r for r in self._others if words[r * _WORDS + _ARRIVED] < meeting), None)
+
+    def _wake(self) -> None:
+        """Wakes those who sleep; the worker that comes last does so for all."""
+        words, last = self._words, self.size * _WORDS
+        if any(words[r * _WORDS + _SLEEPS] for r in self._others):
+            words[last] = self._meeting
+            self._futex.wake(last)
+
+    def _wait(self) -> None:
         for _ in range(self._spins):
-            if words[place] >= meeting:
+            if self._missing() is None:
                 return
+        words, last, sleeps = self._words, self.size * _WORDS, self.rank * _WORDS + _SLEEPS
         deadline, looked = Deadline(self.timeout), time.monotonic()
-        sleeps = self.rank * _WORDS + _SLEEPS
         words[sleeps] = 1
         try:
-            while (seen := words[place]) < meeting:
-                # The other may just have missed the flag: a sleep is short.
-                self._futex.wait(place, seen)
+            while True:
+                seen = words[last]
+                if (rank := self._missing()) is None:
+                    return
+                # The last one may just have missed the flag, or two took each other for the last: a sleep is short.
+                self._futex.wait(last, seen)
                 if time.monotonic() - looked > _LOOK_SECONDS:
                     looked = time.monotonic()
-                    self._look_after(rank, place, deadline)
+                    self._look_after(rank, deadline)
         finally:
             words[sleeps] = 0
 
-    def _look_after(self, rank: int, place: int, deadline: Deadline) -> None:
+    def _look_after(self, rank: int, deadline: Deadline) -> None:
         gone = self._words[rank * _WORDS + _LEFT] == 1 or self._state_of(rank) == "dead"
-        if self._words[place] >= self._meeting:
+        if self._words[rank * _WORDS + _ARRIVED] >= self._meeting:
             return  # it came just before it left
         if gone:
             raise LaneError(f"worker {rank} of this host has left")
@@ -186,7 +201,7 @@ class SharedLane:
     def leave(self) -> None:
         """Tells the others not to wait for this worker any more."""
         self._words[self.rank * _WORDS + _LEFT] = 1
-        self._futex.wake(self.rank * _WORDS + _ARRIVED)
+        self._futex.wake(self.size * _WORDS)
 
     # ---- sums -------------------------------------------------------------------------------------------------
 
@@ -235,15 +250,14 @@ class SharedLane:
 
     def _run_compiled(self, call: PairCall) -> bool:
         """As the loop of ``_sum_whole``, part by part and meeting by meeting."""
-        theirs = self._others[0]
         while (said := call.go_on()) != Said.DONE:
             self._meeting = call.meeting
             if said == Said.DIFFERS:
                 return False
             if said == Said.WAKES:
-                self._futex.wake(self.rank * _WORDS + _ARRIVED)
+                self._wake()
             else:
-                self._wait_for(theirs, theirs * _WORDS + _ARRIVED)
+                self._wait()
         self._meeting = call.meeting
         return True
 
