@@ -112,7 +112,7 @@ class _Writer:
         self._module = Module()
         self._passes: dict[tuple[object, ...], Any] = {}
 
-    def write(self) -> Any:
+    def write(self) -> Module:
         """The module: ``sum`` takes units; for each it calls ``steps`` for blocks of vectors and for what is left."""
         vectors, singles = self._steps(lanes(self._program.name)), self._steps(1)
         function = self._module.add_function("sum", [WORD], is_internal=False)
