@@ -1,31 +1,30 @@
-"""The sum of two processes through shared memory: what is around the compiled kernel of ``cpu_pair.py``.
+"""The sum of two processes through shared memory: what is around the compiled code of ``cpu_pair.py``.
 
-numba is imported, and the kernel compiled (or loaded from disk), in ``prepare``.
+llvmlite is imported, and the code compiled, in ``prepare``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Final
+from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_sum
+from tfstyle_dist_kernels import cpu_compile, cpu_threads
 
 DONE, WAITS, WAKES, DIFFERS = range(4)
-PART, COPIED, MEETING, SPINS = range(4)
 ARRIVED, DIGEST, SLEEPS, SLOTS = range(4)
 
 _NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
-_REST_WORDS: Final = 64
 _logger = logging.getLogger("tfstyle_dist.kernels")
-_ready: set[torch.dtype] = set()
+_code: dict[torch.dtype, int] = {}
 
-unavailable = cpu_sum.unavailable
+unavailable = cpu_compile.unavailable
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -33,45 +32,25 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def is_ready(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> bool:
+def is_ready(dtype: torch.dtype) -> bool:
     """Whether a sum of this dtype would start at once, with nothing left to import or to compile."""
-    return dtype in _ready
+    return dtype in _code
 
 
-def prepare(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
-    """Imports numba and compiles the kernel for a dtype, or loads it from disk.
+def prepare(dtype: torch.dtype) -> None:
+    """Imports llvmlite and compiles the code for a dtype.
 
     Raises:
-        RuntimeError: numba cannot be used here.
+        RuntimeError: llvmlite cannot be used here.
     """
-    if dtype in _ready:
+    if dtype in _code:
         return
-    if (reason := unavailable()) is not None:
-        raise RuntimeError(f"the compiled sum between processes cannot be used: {reason}")
-    with cpu_sum.loading():
+    with cpu_compile.compiling():
         begin = time.perf_counter()
-        memory = torch.zeros(256, dtype=torch.int64)
-        memory[0] = memory[8] = 1  # the other has come to the first meeting already
-        words = [[memory[8 * r :].data_ptr() + 8 * k for k in (0, 1, 3)] for r in range(2)]
-        slots = [memory[64 * (r + 1) :].data_ptr() for r in range(2)]
-        places = Places([[*w, s, s] for w, s in zip(words, slots, strict=True)], 0, 128)
-        PairSum(places, [torch.zeros(1, dtype=dtype)], None, 0, 0, 0).go_on()
-        _ready.add(dtype)
-        _logger.info("loaded the sum between processes for %s in %.2f s", dtype, time.perf_counter() - begin)
+        from tfstyle_dist_kernels import cpu_pair
 
-
-@cache
-def _run() -> Any:
-    from tfstyle_dist_kernels import cpu_pair
-
-    return cpu_sum.cached(cpu_pair.make_run)
-
-
-@cache
-def _kind(dtype: torch.dtype) -> Any:
-    import numpy as np
-
-    return np.empty(0, _NAMES[dtype])
+        _code[dtype] = cpu_pair.compile_pair(_NAMES[dtype])
+        _logger.info("compiled the sum between processes for %s in %.2f s", dtype, time.perf_counter() - begin)
 
 
 class Places:
@@ -84,10 +63,8 @@ class Places:
     """
 
     def __init__(self, addresses: Sequence[Sequence[int]], rank: int, part_bytes: int) -> None:
-        import numpy as np
-
-        self.table, self.rank, self.part_bytes = np.array(addresses, dtype=np.int64), rank, part_bytes
-        self.rest = np.empty(_REST_WORDS, dtype=np.int64)
+        self.words = [(ctypes.c_int64 * len(words))(*words) for words in addresses]
+        self.rank, self.part_bytes = rank, part_bytes
 
 
 class PairSum:
@@ -111,23 +88,33 @@ class PairSum:
         meeting: int,
         looks: int,
     ) -> None:
-        import numpy as np
+        from tfstyle_dist_kernels.cpu_pair import Request
 
-        self._alive = tensors  # an address is good as long as its tensor lives
-        self._state = np.array([0, 0, meeting, looks], dtype=np.int64)
-        pieces = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
-        ends = np.array([t.numel() for t in tensors], dtype=np.int64).cumsum()
-        dtype = tensors[0].dtype
-        self._arguments = (
-            _kind(dtype), pieces, ends, places.part_bytes // dtype.itemsize, places.table, digest,
-            float(divisor or 0), places.rank, self._state, places.rest,
-        )  # fmt: skip
+        dtype, count = tensors[0].dtype, len(tensors)
+        pieces = (ctypes.c_int64 * count)(*map(Tensor.data_ptr, tensors))
+        starts = (ctypes.c_int64 * (count + 1))(*accumulate(map(Tensor.numel, tensors), initial=0))
+        self._alive = tensors, pieces, starts, places  # an address is good as long as what is there lives
+        self._code = _code[dtype]
+        self._request = Request(
+            pieces=ctypes.addressof(pieces),
+            starts=ctypes.addressof(starts),
+            num_pieces=count,
+            part_numel=places.part_bytes // dtype.itemsize,
+            mine=ctypes.addressof(places.words[places.rank]),
+            other=ctypes.addressof(places.words[1 - places.rank]),
+            is_first=places.rank == 0,
+            digest=digest,
+            divisor=divisor or 0,
+            looks=looks,
+            meeting=meeting,
+        )
 
     def go_on(self) -> int:
         """Sums until it is ``DONE``, it ``WAITS`` for the other, the other sleeps (``WAKES``) or ``DIFFERS``."""
-        return int(_run()(*self._arguments))
+        cpu_threads.run(self._code, ctypes.addressof(self._request), 1)
+        return int(self._request.answer)
 
     @property
     def meeting(self) -> int:
         """The number of the last meeting that this process came to."""
-        return int(self._state[MEETING])
+        return int(self._request.meeting)

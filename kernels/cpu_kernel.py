@@ -1,345 +1,221 @@
-"""The compiled n-ary sum of the CPU backend: numba, with vectors and memory accesses spelled out.
+"""The machine code of the n-ary sum on the CPU, written with LLVM for one dtype, order and number of contributions.
 
-Loops are not left to the automatic vectoriser: it gives up on ten pointers that might overlap. Here a vector of
-``VECTOR_BYTES`` is a type of its own (the compiler splits it into the machine's registers, AVX2 or AVX-512), additions
-are written one by one in the order wanted, and neither reassociation nor fused multiply-add is allowed, so the bits
-are those of ``reference.py``.
+Nothing is left to an automatic vectoriser: loads, additions and stores of vectors are written one by one in the order
+wanted, so the bits are those of ``reference.py``. The compiler only has to choose instructions and registers, which
+takes some hundredths of a second.
 
-One call runs over a whole list of tensors. The work is cut into units of ``UNIT_BYTES``; every thread that calls
-``run`` with the same ``state`` takes units from a common counter until none is left.
+One call runs over a whole list of tensors, cut into units. Every thread that calls the code with the same request takes
+units from a common counter until none is left.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import ctypes
+from functools import reduce
+from typing import Any, Final, NamedTuple
 
-import numba
-import numpy as np
-from llvmlite import binding, ir
-from numba import types
-from numba.core import cgutils
-from numba.core.datamodel.models import PrimitiveModel
-from numba.extending import intrinsic, register_model
-
-from tfstyle_dist_kernels.cpu_steps import CHAIN, FOUR
+from tfstyle_dist_kernels.cpu_llvm import (
+    DOUBLE,
+    WORD,
+    WORDS,
+    Module,
+    Vector,
+    begin,
+    element_bytes,
+    integer,
+    loop,
+    pairwise,
+    total_name,
+    word,
+)
+from tfstyle_dist_kernels.cpu_steps import CHAIN, OUT, Row, steps
 
 VECTOR_BYTES: Final = 128  # of running totals; two AVX-512 or four AVX2 registers hide the latency of an addition
-UNIT_BYTES: Final = 1 << 17
 # A block of running totals stays in the first-level cache between the steps of a sum of more than 8 contributions.
 BLOCK_BYTES: Final = 1 << 14
 
-# numpy has no bfloat16 and numba no float16: their bits, in records whose field tells which of them it is.
-HALF_KINDS: Final = {
-    "float16": np.dtype([("float16", np.uint16)]),
-    "bfloat16": np.dtype([("bfloat16", np.uint16)]),
-}
-_FLOAT16, _BFLOAT16 = (numba.from_dtype(kind) for kind in HALF_KINDS.values())
-_HALF: Final = (_FLOAT16, _BFLOAT16)
-_LLVM: Final = {
-    types.float32: ir.FloatType(),
-    types.float64: ir.DoubleType(),
-    types.int8: ir.IntType(8),
-    types.int16: ir.IntType(16),
-    types.int32: ir.IntType(32),
-    types.int64: ir.IntType(64),
-}
+UNIT_WORDS: Final = 3
 
 
-class Vector(types.Type):  # type: ignore[misc]
-    """A vector of ``VECTOR_BYTES`` of running totals, as numba's type system sees it."""
+class Request(ctypes.Structure):
+    """What the code is called with; addresses are those of int64 arrays.
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
-        self.lanes = VECTOR_BYTES * 8 // dtype.bitwidth
-        self.llvm = ir.VectorType(_LLVM[dtype], self.lanes)
-        super().__init__(name=f"Vector({dtype})")
-
-
-class _VectorModel(PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm)
-
-
-register_model(Vector)(_VectorModel)
-
-
-def _vector_of(kind: Any) -> Vector:
-    """The vector of running totals for an array type of the elements."""
-    return Vector(types.float32 if kind.dtype in _HALF else kind.dtype)
-
-
-def _splat(vector: Any, value: int) -> Any:
-    return ir.Constant(vector, [value] * vector.count)
-
-
-def _load(typing_context: Any, kind: Any, address: Any) -> Any:
-    """Loads a vector of elements and widens it to running totals."""
-    vector = _vector_of(kind)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def load(element: Any, align: int) -> Any:
-            pointer = builder.inttoptr(arguments[1], ir.VectorType(element, vector.lanes).as_pointer())
-            return builder.load(pointer, align=align)
-
-        if kind.dtype == _FLOAT16:
-            return builder.fpext(load(ir.HalfType(), 2), vector.llvm)
-        if kind.dtype == _BFLOAT16:  # the upper half of a float32
-            integers = ir.VectorType(ir.IntType(32), vector.lanes)
-            bits = builder.zext(load(ir.IntType(16), 2), integers)
-            return builder.bitcast(builder.shl(bits, _splat(integers, 16)), vector.llvm)
-        return load(vector.llvm.element, vector.dtype.bitwidth // 8)
-
-    return vector(kind, types.int64), generate
-
-
-def _rounded_to_bfloat16(builder: Any, vector: Vector, value: Any) -> Any:
-    """Rounds to nearest, ties to even; a NaN stays one."""
-    integers = ir.VectorType(ir.IntType(32), vector.lanes)
-    bits = builder.bitcast(value, integers)
-    is_odd = builder.and_(builder.lshr(bits, _splat(integers, 16)), _splat(integers, 1))
-    bits = builder.lshr(builder.add(bits, builder.add(is_odd, _splat(integers, 0x7FFF))), _splat(integers, 16))
-    bits = builder.select(builder.fcmp_unordered("uno", value, value), _splat(integers, 0x7FC0), bits)
-    return builder.trunc(bits, ir.VectorType(ir.IntType(16), vector.lanes))
-
-
-def _store(typing_context: Any, kind: Any, address: Any, value: Any) -> Any:
-    """Rounds a vector of running totals to elements and stores it."""
-    return _storing(kind, value, is_streaming=False)
-
-
-def _stream(typing_context: Any, kind: Any, address: Any, value: Any) -> Any:
-    """As ``_store``, past the caches; the address must be a multiple of 64."""
-    return _storing(kind, value, is_streaming=True)
-
-
-def _storing(kind: Any, vector: Vector, is_streaming: bool) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, align = arguments[2], 2 if kind.dtype in _HALF else vector.dtype.bitwidth // 8
-        if kind.dtype == _FLOAT16:
-            value = builder.fptrunc(value, ir.VectorType(ir.HalfType(), vector.lanes))
-        elif kind.dtype == _BFLOAT16:
-            value = _rounded_to_bfloat16(builder, vector, value)
-        pointer = builder.inttoptr(arguments[1], value.type.as_pointer())
-        stored = builder.store(value, pointer, align=64 if is_streaming else align)
-        if is_streaming:
-            stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, vector), generate
-
-
-def _add(typing_context: Any, a: Any, b: Any) -> Any:
-    """Adds two vectors; integers wrap around."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return (builder.fadd if isinstance(a.dtype, types.Float) else builder.add)(*arguments)
-
-    return a(a, b), generate
-
-
-def _divide(typing_context: Any, a: Any, divisor: Any) -> Any:
-    """Divides a vector by a number, correctly rounded; integers stay as they are (the caller refuses them)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, number = arguments
-        if not isinstance(a.dtype, types.Float):
-            return value
-        single = context.cast(builder, number, divisor, a.dtype)
-        undefined = ir.Constant(value.type, ir.Undefined)
-        first = builder.insert_element(undefined, single, ir.Constant(ir.IntType(32), 0))
-        everywhere = builder.shuffle_vector(first, undefined, _splat(ir.VectorType(ir.IntType(32), a.lanes), 0))
-        return builder.fdiv(value, everywhere)
-
-    return a(a, divisor), generate
-
-
-def _take(typing_context: Any, counters: Any, index: Any) -> Any:
-    """Adds 1 to a counter that threads share, and returns what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(counters)(context, builder, arguments[0])
-        pointer = builder.gep(array.data, [arguments[1]])
-        # Sequentially consistent: what this thread stored, also past the caches, is seen by who reads the counter.
-        builder.fence("seq_cst")
-        return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "seq_cst")
-
-    return types.int64(counters, types.int64), generate
-
-
-def _copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        to, start = (builder.inttoptr(address, byte) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, to, start, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-load, store, stream, add, divide, take, copy_bytes = map(
-    intrinsic, (_load, _store, _stream, _add, _divide, _take, _copy_bytes)
-)
-
-
-def _four(kind: Any, row: Any, first: int, offset: int) -> Any:
-    """The pairwise sum of 4 contributions."""
-    left = add(load(kind, row[first] + offset), load(kind, row[first + 1] + offset))
-    return add(left, add(load(kind, row[first + 2] + offset), load(kind, row[first + 3] + offset)))
-
-
-four = numba.njit(_four, no_cpython_wrapper=True)
-
-
-def _sum_range(
-    kind: Any,
-    total_kind: Any,
-    out_kind: Any,
-    row: Any,
-    out: int,
-    steps: Any,
-    divisor: float,
-    scratch: int,
-    is_streaming: bool,
-    num_vectors: int,
-    element_bytes: int,
-    out_bytes: int,
-) -> None:
-    """Sums ``num_vectors`` whole vectors that start at the addresses in ``row`` to the address ``out``.
-
-    A row of ``steps`` (see ``cpu_steps.py``) is one pass over a block.
+    Attributes:
+        units: The address of [units, UNIT_WORDS]: where the row of the unit's tensor begins, in bytes from ``rows``;
+            the first element; the number of elements.
+        num_units: How many they are.
+        rows: The address of [tensors, N + 2]: the addresses of the contributions and of the output, and whether the
+            output is written past the caches.
+        scratch: The address of ``scratch_bytes(num_levels)`` for each thread.
+        divisor: What to divide by, if the program divides.
+        num_taken: Units taken so far: 0.
+        num_threads: Threads that came so far: 0.
     """
-    block = BLOCK_BYTES // VECTOR_BYTES
-    if steps.shape[0] == 1:
-        block = max(num_vectors, 1)
-    for start in range(0, num_vectors, block):
-        end = min(start + block, num_vectors)
-        for step in range(steps.shape[0]):
-            first, last, shape = steps[step, 0], steps[step, 1], steps[step, 2]
-            begin, low, high, target = steps[step, 3], steps[step, 4], steps[step, 5], steps[step, 6]
-            for place in range(start, end):
-                offset = place * element_bytes
-                here = scratch + (place - start) * VECTOR_BYTES
-                if shape == CHAIN:
-                    if begin >= 0:
-                        total = add(load(total_kind, here + begin * BLOCK_BYTES), load(kind, row[first] + offset))
-                    else:
-                        total = load(kind, row[first] + offset)
-                    for index in range(first + 1, last):
-                        total = add(total, load(kind, row[index] + offset))
-                elif shape == FOUR:
-                    total = four(kind, row, first, offset)
-                else:
-                    total = add(four(kind, row, first, offset), four(kind, row, first + 4, offset))
-                for level in range(high - 1, low - 1, -1):
-                    total = add(load(total_kind, here + level * BLOCK_BYTES), total)
-                if target >= 0:
-                    store(total_kind, here + target * BLOCK_BYTES, total)
-                    continue
-                if divisor != 0:
-                    total = divide(total, divisor)
-                if is_streaming:
-                    stream(out_kind, out + place * out_bytes, total)
-                else:
-                    store(out_kind, out + place * out_bytes, total)
+
+    _fields_ = (
+        ("units", ctypes.c_int64),
+        ("num_units", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("scratch", ctypes.c_int64),
+        ("divisor", ctypes.c_double),
+        ("num_taken", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+    )
 
 
-sum_range = numba.njit(_sum_range, no_cpython_wrapper=True)
+_FIELDS: Final = [name for name, *_ in Request._fields_]
 
 
-def _run(
-    kind: Any,
-    total_kind: Any,
-    out_kind: Any,
-    addresses: Any,
-    numels: Any,
-    first_units: Any,
-    steps: Any,
-    divisor: float,
-    may_stream: bool,
-    state: Any,
-    scratch: Any,
-    num_levels: int,
-) -> bool:
-    """Sums units of the list until none is left; several threads may run it with the same ``state``.
+class Program(NamedTuple):
+    """What is compiled.
 
-    Args:
-        kind: An empty array of the elements' dtype (uint16 for bfloat16).
-        total_kind: An empty array of the running totals' dtype.
-        out_kind: An empty array of the outputs' dtype.
-        addresses: int64 [T, N + 1], the addresses of the contributions to each tensor and of its output.
-        numels: int64 [T], the number of elements of each tensor.
-        first_units: int64 [T + 1], the number of units before each tensor, and of all.
-        steps: int64 [steps, 7], see ``_sum_range``.
-        divisor: What to divide by, or 0.
-        may_stream: Whether outputs that are no contribution are written past the caches.
-        state: int64 [2] of zeros, shared: units taken, units finished.
-        scratch: int64, this thread's own, of ``scratch_words(N, num_levels)``.
-        num_levels: How many blocks of running totals ``steps`` uses.
-
-    Returns:
-        Whether this call finished the last of all units.
+    Attributes:
+        name: The dtype of the contributions.
+        out_name: The dtype of the output.
+        n: The number of contributions.
+        order: The order of summation.
+        divides: Whether the sum is divided.
     """
-    lanes = VECTOR_BYTES // total_kind.itemsize
-    element_bytes, out_bytes = kind.itemsize, out_kind.itemsize
-    unit_numel = UNIT_BYTES // total_kind.itemsize
-    n, last_unit = addresses.shape[1] - 1, first_units[-1]
-    shifted = scratch[:n]
-    levels = (scratch.ctypes.data + 8 * n + 63) // 64 * 64
-    ends = levels + num_levels * BLOCK_BYTES
-    tensor, is_last = 0, False
-    while True:
-        unit = take(state, 0)
-        if unit >= last_unit:
-            return is_last
-        while first_units[tensor + 1] <= unit:
-            tensor += 1
-        row = addresses[tensor]
-        start = (unit - first_units[tensor]) * unit_numel
-        count = min(unit_numel, numels[tensor] - start)
-        whole = count // lanes
-        out = row[n] + start * out_bytes
-        is_streaming = may_stream and out % 64 == 0
-        for index in range(n):
-            shifted[index] = row[index] + start * element_bytes
-            if row[index] == row[n]:  # the line to be written was just read
-                is_streaming = False
-        sum_range(
-            kind, total_kind, out_kind, shifted, out, steps, divisor, levels, is_streaming, whole,
-            lanes * element_bytes, lanes * out_bytes,
-        )  # fmt: skip
-        rest = count - whole * lanes
-        if rest > 0:  # copied to where whole vectors can be read
-            for index in range(n):
-                here = ends + index * VECTOR_BYTES
-                copy_bytes(here, shifted[index] + whole * lanes * element_bytes, rest * element_bytes)
-                shifted[index] = here
-            sum_range(
-                kind, total_kind, out_kind, shifted, ends + n * VECTOR_BYTES, steps, divisor, levels, False, 1,
-                lanes * element_bytes, lanes * out_bytes,
-            )  # fmt: skip
-            copy_bytes(out + whole * lanes * out_bytes, ends + n * VECTOR_BYTES, rest * out_bytes)
-        is_last = take(state, 1) + 1 == last_unit
+
+    name: str
+    out_name: str
+    n: int
+    order: str
+    divides: bool
 
 
-def has_float16() -> bool:
-    """Whether this processor converts float16 itself; the functions that would do it instead are not there."""
-    features = binding.get_host_cpu_features()
-    return features.get("f16c", False) or not binding.get_process_triple().startswith(("x86", "i386", "i686"))
+def lanes(name: str) -> int:
+    """How many elements of a dtype a vector sums."""
+    return VECTOR_BYTES // element_bytes(total_name(name))
 
 
-def scratch_words(n: int, num_levels: int) -> int:
-    """The int64 words of scratch memory that one thread needs."""
-    return n + (128 + num_levels * BLOCK_BYTES + (n + 1) * VECTOR_BYTES) // 8
+def scratch_bytes(num_levels: int) -> int:
+    """The bytes of scratch memory of one thread."""
+    return num_levels * BLOCK_BYTES
 
 
-def make_run(is_cached: bool) -> Any:
-    """``run``, compiled at its first call for each dtype.
+def compile_program(program: Program) -> int:
+    """The address of the code: a C function of one argument, the address of a request."""
+    return write_program(program).compile("sum")
 
-    Args:
-        is_cached: Keep the machine code on disk (``__pycache__`` beside this file or, where that cannot be written,
-            the user's cache folder).
 
-    Raises:
-        RuntimeError: There is no folder to keep it in.
-    """
-    return numba.njit(nogil=True, cache=is_cached)(_run)
+def write_program(program: Program) -> Module:
+    """The module with the code, whose function ``sum`` it is."""
+    return _Writer(program).write()
+
+
+class _Writer:
+    """Writes the functions of one program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._module = Module()
+        self._passes: dict[tuple[object, ...], Any] = {}
+
+    def write(self) -> Module:
+        """The module: ``sum`` takes units; for each it calls ``steps`` for blocks of vectors and for what is left."""
+        vectors, singles = self._steps(lanes(self._program.name)), self._steps(1)
+        function = self._module.add_function("sum", [WORD], is_internal=False)
+        builder = begin(function)
+        request = builder.inttoptr(function.args[0], WORDS)
+        units, num_units, rows, scratch, bits = (
+            word(builder, request, _FIELDS.index(name)) for name in ("units", "num_units", "rows", "scratch", "divisor")
+        )
+        num_taken, num_threads = (
+            builder.gep(request, [integer(_FIELDS.index(name))]) for name in ("num_taken", "num_threads")
+        )
+        units, divisor = builder.inttoptr(units, WORDS), builder.bitcast(bits, DOUBLE)
+        thread = builder.atomic_rmw("add", num_threads, integer(1), "seq_cst")
+        num_levels = steps(self._program.n, self._program.order)[1]
+        scratch = builder.add(scratch, builder.mul(thread, integer(scratch_bytes(num_levels))))
+        next_unit = builder.append_basic_block("next")
+        builder.branch(next_unit)
+        builder.position_at_end(next_unit)
+        number = builder.atomic_rmw("add", num_taken, integer(1), "seq_cst")
+        with builder.if_then(builder.icmp_signed(">=", number, num_units), likely=False):
+            # What this thread stored past the caches is seen by who knows that it came back.
+            builder.fence("seq_cst")
+            builder.ret_void()
+        unit = builder.gep(units, [builder.mul(number, integer(UNIT_WORDS))])
+        row, start, count = (word(builder, unit, index) for index in range(UNIT_WORDS))
+        row = builder.add(rows, row)
+        is_streaming = word(builder, builder.inttoptr(row, WORDS), self._program.n + 1)
+        width = lanes(self._program.name)
+        end = builder.add(start, builder.and_(count, integer(-width)))
+        block = width * (BLOCK_BYTES // VECTOR_BYTES)
+        with loop(builder, start, end, block) as first:
+            left = builder.sub(end, first)
+            size = builder.select(builder.icmp_signed("<", left, integer(block)), left, integer(block))
+            builder.call(vectors, [row, first, size, scratch, divisor, is_streaming])
+        rest = builder.and_(count, integer(width - 1))
+        with builder.if_then(builder.icmp_signed(">", rest, integer(0)), likely=False):
+            builder.call(singles, [row, end, rest, scratch, divisor, integer(0)])
+        builder.branch(next_unit)
+        return self._module
+
+    def _steps(self, width: int) -> Any:
+        """A function that takes all steps for elements ``first`` to ``first + count``, ``width`` at a time."""
+        function = self._module.add_function(f"steps_{width}", [WORD, WORD, WORD, WORD, DOUBLE, WORD])
+        row, first, count, scratch, divisor, is_streaming = function.args
+        builder = begin(function)
+        for step in steps(self._program.n, self._program.order)[0]:
+            inputs = builder.add(row, integer(8 * step[0]))
+            out = builder.add(row, integer(8 * self._program.n))
+            arguments = [inputs, out, first, count, scratch, divisor]
+            if step[6] == OUT and width > 1:
+                with builder.if_else(builder.icmp_signed("!=", is_streaming, integer(0))) as (then, otherwise):
+                    with then:
+                        builder.call(self._pass(step, width, is_streaming=True), arguments)
+                    with otherwise:
+                        builder.call(self._pass(step, width, is_streaming=False), arguments)
+            else:
+                builder.call(self._pass(step, width, is_streaming=False), arguments)
+        builder.ret_void()
+        return function
+
+    def _pass(self, step: Row, width: int, *, is_streaming: bool) -> Any:
+        """A function that takes one step; steps that differ only in which contributions they add have one."""
+        first, last, *rest = step
+        key = (last - first, *rest, width, is_streaming)
+        if key not in self._passes:
+            function = self._module.add_function(f"pass_{len(self._passes)}", [*[WORD] * 5, DOUBLE])
+            self._write_pass(function, step, width, is_streaming)
+            self._passes[key] = function
+        return self._passes[key]
+
+    def _write_pass(self, function: Any, step: Row, width: int, is_streaming: bool) -> None:
+        first_input, last_input, shape, start, low, high, target = step
+        element = Vector(self._program.name, width)
+        total = Vector(total_name(self._program.name), width)
+        result = Vector(self._program.out_name, width)
+        builder = begin(function)
+        row, out, first, count, scratch, divisor = function.args
+        row = builder.inttoptr(row, WORDS)
+        shift = builder.mul(first, integer(element_bytes(element.name)))
+        inputs = [builder.add(word(builder, row, index), shift) for index in range(last_input - first_input)]
+        out = word(builder, builder.inttoptr(out, WORDS), 0)
+        out = builder.add(out, builder.mul(first, integer(element_bytes(result.name))))
+        divides = self._program.divides and target == OUT
+        divisors = element.spread(builder, divisor) if divides else None
+        add = element.adding(builder)
+        with loop(builder, integer(0), count, width) as place:
+
+            def level(number: int) -> Any:
+                here = builder.add(scratch, builder.mul(place, integer(element_bytes(total.name))))
+                return builder.add(here, integer(number * BLOCK_BYTES))
+
+            offset = builder.mul(place, integer(element_bytes(element.name)))
+            parts = [element.load(builder, builder.add(address, offset)) for address in inputs]
+            if start != OUT:
+                parts.insert(0, total.load(builder, level(start)))
+            value = reduce(add, parts) if shape == CHAIN else pairwise(add, parts)
+            for number in range(high - 1, low - 1, -1):
+                value = add(total.load(builder, level(number)), value)
+            if divides:
+                value = builder.fdiv(value, divisors)
+            if target == OUT:
+                here = builder.add(out, builder.mul(place, integer(element_bytes(result.name))))
+                result.store(builder, here, value, is_streaming=is_streaming)
+            else:
+                total.store(builder, level(target), value)
+        builder.ret_void()

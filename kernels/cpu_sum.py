@@ -1,32 +1,35 @@
 """The compiled CPU backend: a list of n-ary sums in one pass over memory, with the bits of ``reference.py``.
 
-numba is imported, and the kernel compiled (or loaded from disk), at the first call that needs it or in ``prepare``.
+llvmlite is imported, and code compiled, at the first call that needs it or in ``prepare``.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from itertools import chain
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_threads, reference
+from tfstyle_dist_kernels import cpu_compile, cpu_threads, reference
 from tfstyle_dist_kernels.cpu_steps import steps
 
 # Below this traffic a second thread costs more than it saves.
-SHARED_ABOVE_BYTES: Final = 2 << 20
+SHARED_ABOVE_BYTES: Final = 1 << 18
 # Outputs of a call with more traffic than the caches hold are written past them: they would be evicted before anybody
 # reads them, and the lines need not be read first.
 STREAMED_ABOVE_BYTES: Final = 32 << 20
+# The running totals of one unit of work: enough for long reads, and enough units that threads end together.
+MIN_UNIT_BYTES: Final = 1 << 15
+MAX_UNIT_BYTES: Final = 1 << 20
+UNITS_PER_THREAD: Final = 8
 
 _NAMES: Final = {
     torch.float32: "float32",
@@ -41,32 +44,18 @@ _NAMES: Final = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 _logger = logging.getLogger("tfstyle_dist.kernels")
-_lock = threading.RLock()
-_ready: set[tuple[str, str]] = set()
+_code: dict[tuple[str, str, int, str, bool], int] = {}
 _local = threading.local()
-_was_forked_while_loading = False
+
+unavailable = cpu_compile.unavailable
 
 
-def unavailable() -> str | None:
-    """Why this backend cannot be used here, or ``None`` if it can. It does not import numba."""
-    if _was_forked_while_loading:
-        return "this process was forked while its parent was loading numba"
-    return _missing()
-
-
-@cache
-def _missing() -> str | None:
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed: pip install 'tfstyle_dist[cpu]'"
-    return None
-
-
-def is_ready(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> bool:
-    """Whether a sum of this dtype would start at once, with nothing left to import or to compile."""
-    return (_NAMES.get(dtype, ""), _NAMES.get(out_dtype or dtype, "")) in _ready
+def is_ready(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divides: bool) -> bool:
+    """Whether such a sum would start at once, with nothing left to import or to compile."""
+    return (_NAMES.get(dtype, ""), _NAMES.get(out_dtype, ""), n, order, divides) in _code
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -74,30 +63,33 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def prepare(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
-    """Imports numba and compiles the kernel for a dtype, or loads it from disk; says so in the log if it takes long.
+def prepare(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divides: bool) -> int:
+    """Imports llvmlite and compiles one kind of sum, if that has not been done.
 
     Args:
         dtype: The dtype of the contributions.
-        out_dtype: The dtype of the output, ``dtype`` by default.
+        out_dtype: The dtype of the output.
+        n: The number of contributions.
+        order: The order of summation.
+        divides: Whether the sum is divided.
+
+    Returns:
+        The address of the code.
 
     Raises:
         RuntimeError: The backend is unavailable.
     """
-    key = (_NAMES[dtype], _NAMES[out_dtype or dtype])
-    if key in _ready:
-        return
-    if (reason := unavailable()) is not None:
-        raise RuntimeError(f"the numba backend cannot be used: {reason}")
-    with loading():
-        if key in _ready or not _takes(dtype, None):
-            return
-        begin = time.perf_counter()
-        ones = [torch.ones(1, dtype=dtype) for _ in range(2)]
-        table = _Table([ones], [torch.empty(1, dtype=out_dtype or dtype)], *key)
-        table.run("add_n", None, 1)
-        _ready.add(key)
-        _logger.info("loaded the CPU kernel for %s in %.2f s", key[0], time.perf_counter() - begin)
+    key = (_NAMES[dtype], _NAMES[out_dtype], n, order, divides)
+    code = _code.get(key)
+    if code is not None:
+        return code
+    with cpu_compile.compiling():
+        if key not in _code:
+            begin = time.perf_counter()
+            kernel = _kernel()
+            _code[key] = kernel.compile_program(kernel.Program(*key))
+            _logger.info("compiled the sum of %d x %s on the CPU in %.2f s", n, key[0], time.perf_counter() - begin)
+        return _code[key]
 
 
 @cache
@@ -105,43 +97,6 @@ def _kernel() -> ModuleType:
     from tfstyle_dist_kernels import cpu_kernel
 
     return cpu_kernel
-
-
-@cache
-def _run() -> Any:
-    return cached(_kernel().make_run)
-
-
-def cached(make_run: Callable[[bool], Any]) -> Any:
-    """A kernel that is kept on disk once it is compiled, or, where no folder can be written, one that is not."""
-    try:
-        return make_run(True)
-    except RuntimeError as error:
-        _logger.warning("the CPU kernel is compiled anew in every process: %s; set NUMBA_CACHE_DIR", error)
-        return make_run(False)
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """One thread loads at a time; a process that is forked meanwhile knows that it cannot use numba."""
-    with _lock:
-        yield
-
-
-@cache
-def _kind(name: str) -> Any:
-    """The empty array that tells the kernel a dtype."""
-    import numpy as np
-
-    return np.empty(0, _kernel().HALF_KINDS.get(name, name))
-
-
-@cache
-def _rows(n: int, order: str) -> tuple[Any, int]:
-    import numpy as np
-
-    rows, num_levels = steps(n, order)
-    return np.array(rows, dtype=np.int64), num_levels
 
 
 @torch.no_grad()
@@ -183,23 +138,23 @@ def sum_lists(
     if not _takes(dtype, divisor):
         reference.sum_lists(contributions, outs, order, divisor=divisor)
         return
-    prepare(dtype, out_dtype)
-    simple = [_is_simple(parts, out) for parts, out in zip(contributions, outs, strict=True)]
-    if not all(simple):
+    code = prepare(dtype, out_dtype, len(contributions[0]), order, divisor is not None)
+    if not _are_contiguous(chain(chain.from_iterable(contributions), outs)):
+        simple = [_is_simple(parts, out) for parts, out in zip(contributions, outs, strict=True)]
         left = [t for t, is_simple in enumerate(simple) if not is_simple]
         reference.sum_lists([contributions[t] for t in left], [outs[t] for t in left], order, divisor=divisor)
         contributions = [parts for parts, is_simple in zip(contributions, simple, strict=True) if is_simple]
         outs = [out for out, is_simple in zip(outs, simple, strict=True) if is_simple]
         if not outs:
             return
-    table = _Table(contributions, outs, _NAMES[dtype], _NAMES[out_dtype])
+    table = _Table(contributions, outs)
     overlapping = table.find_overlaps()
     if overlapping:
         reference.sum_lists(
             [contributions[t] for t in overlapping], [outs[t] for t in overlapping], order, divisor=divisor
         )
         table.leave_out(overlapping)
-    table.run(order, divisor, torch.get_num_threads())
+    table.run(code, order, divisor, torch.get_num_threads())
 
 
 def _takes(dtype: torch.dtype, divisor: int | float | None) -> bool:
@@ -210,8 +165,20 @@ def _takes(dtype: torch.dtype, divisor: int | float | None) -> bool:
 
 @cache
 def _has_float16() -> bool:
-    with _lock:
-        return bool(_kernel().has_float16())
+    from tfstyle_dist_kernels import cpu_llvm
+
+    return cpu_llvm.has_float16()
+
+
+def _are_contiguous(tensors: Iterable[Tensor]) -> bool:
+    """Whether all are plain row-major tensors, as nearly all are; each test runs over the whole list at once."""
+    tensors = list(tensors)
+    return (
+        set(map(type, tensors)) <= _PLAIN
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and not (tensors[0].is_complex() and any(map(Tensor.is_conj, tensors)))
+    )
 
 
 def _is_simple(parts: Sequence[Tensor], out: Tensor) -> bool:
@@ -235,85 +202,77 @@ def _is_simple(parts: Sequence[Tensor], out: Tensor) -> bool:
 class _Table:
     """Addresses and sizes of a list of tensors."""
 
-    def __init__(
-        self, contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor], name: str, out_name: str
-    ) -> None:
+    def __init__(self, contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor]) -> None:
         import numpy as np
 
         self._np, self._alive = np, (contributions, outs)  # an address is good as long as its tensor lives
-        self.kind, self.out_kind = _kind(name), _kind(out_name)
-        self.total_kind = _kind("float32") if name in _kernel().HALF_KINDS else self.kind
         self.n = len(contributions[0])
-        rows = [[t.data_ptr() for t in (*parts, out)] for parts, out in zip(contributions, outs, strict=True)]
-        self.addresses = np.array(rows, dtype=np.int64)
+        inputs = np.fromiter(map(Tensor.data_ptr, chain.from_iterable(contributions)), np.int64)
+        self.rows = np.zeros((len(outs), self.n + 2), dtype=np.int64)
+        self.rows[:, :-2] = inputs.reshape(-1, self.n)
+        self.rows[:, -2] = np.fromiter(map(Tensor.data_ptr, outs), np.int64)
         factor = 2 if outs[0].is_complex() else 1
-        self.numels = np.array([out.numel() * factor for out in outs], dtype=np.int64)
+        self.numels = np.fromiter(map(Tensor.numel, outs), np.int64) * factor
+        self.name, self.itemsize = _NAMES[contributions[0][0].dtype], contributions[0][0].itemsize // factor
+        self.out_name, self.out_itemsize = _NAMES[outs[0].dtype], outs[0].itemsize // factor
 
     def find_overlaps(self) -> list[int]:
         """The tensors whose output shares memory with a contribution other than element by element."""
-        inputs, outs, numels = self.addresses[:, :-1], self.addresses[:, -1:], self.numels[:, None]
-        shared = (inputs < outs + numels * self.out_kind.itemsize) & (outs < inputs + numels * self.kind.itemsize)
-        if self.kind is self.out_kind:
+        inputs, outs = self.rows[:, :-2], self.rows[:, -2:-1]
+        numels = self.numels[:, None]
+        shared = (inputs < outs + numels * self.out_itemsize) & (outs < inputs + numels * self.itemsize)
+        if self.name == self.out_name:
             shared &= inputs != outs
         return [int(t) for t in self._np.flatnonzero(shared.any(axis=1))] if shared.any() else []
 
     def leave_out(self, tensors: Sequence[int]) -> None:
         """Drops tensors."""
-        self.addresses = self._np.delete(self.addresses, tensors, axis=0)
+        self.rows = self._np.delete(self.rows, tensors, axis=0)
         self.numels = self._np.delete(self.numels, tensors)
 
-    def run(self, order: str, divisor: int | float | None, num_threads: int) -> None:
+    def run(self, code: int, order: str, divisor: int | float | None, num_threads: int) -> None:
         """Sums them all in one pass, in up to ``num_threads`` threads."""
-        np, kernel, run = self._np, _kernel(), _run()
-        rows, num_levels = _rows(self.n, order)
-        units = np.zeros(len(self.numels) + 1, dtype=np.int64)
-        unit_numel = kernel.UNIT_BYTES // self.total_kind.itemsize
-        np.cumsum(-(-self.numels // unit_numel), out=units[1:])
-        num_bytes = int(self.numels.sum()) * (self.n * self.kind.itemsize + self.out_kind.itemsize)
-        state = np.zeros(2, dtype=np.int64)
-        words = kernel.scratch_words(self.n, num_levels)
-        arguments = (
-            self.kind, self.total_kind, self.out_kind, self.addresses, self.numels, units, rows, float(divisor or 0),
-            num_bytes > STREAMED_ABOVE_BYTES, state,
-        )  # fmt: skip
-
-        def work() -> bool:
-            return bool(run(*arguments, _scratch(words), num_levels))
-
-        if int(units[-1]) == 0:
-            return
-        if num_threads > 1 and num_bytes > SHARED_ABOVE_BYTES and units[-1] > 1:
-            cpu_threads.share(work, min(num_threads, int(units[-1])))
-        else:
-            work()
+        kernel, numels = _kernel(), self.numels.tolist()
+        num_bytes = sum(numels) * (self.n * self.itemsize + self.out_itemsize)
+        if num_bytes <= SHARED_ABOVE_BYTES:
+            num_threads = 1
+        if num_bytes > STREAMED_ABOVE_BYTES:  # but where the line to be written was just read
+            inputs, outs = self.rows[:, :-2], self.rows[:, -2:-1]
+            self.rows[:, -1:] = (inputs != outs).all(axis=1, keepdims=True) & (outs % 64 == 0)
+        units, units_address = _units(tuple(numels), self.n, kernel.lanes(self.name), num_threads)
+        scratch = _scratch(num_threads * kernel.scratch_bytes(steps(self.n, order)[1]) + 64)
+        request = kernel.Request(
+            units_address,
+            len(units),
+            self.rows.__array_interface__["data"][0],
+            (scratch.__array_interface__["data"][0] + 63) // 64 * 64,
+            divisor or 0,
+        )
+        cpu_threads.run(code, ctypes.addressof(request), num_threads if len(units) > 1 else 1)
 
 
-def _scratch(words: int) -> Any:
-    """This thread's scratch memory, kept from call to call."""
+@lru_cache(maxsize=64)
+def _units(numels: tuple[int, ...], n: int, lanes: int, num_threads: int) -> tuple[Any, int]:
+    """The parts of the work, as ``cpu_kernel.Request`` describes them, and their address."""
+    import numpy as np
+
+    kernel = _kernel()
+    smallest, largest = (size // kernel.VECTOR_BYTES * lanes for size in (MIN_UNIT_BYTES, MAX_UNIT_BYTES))
+    unit = min(max(sum(numels) // (num_threads * UNITS_PER_THREAD) // lanes * lanes, smallest), largest)
+    rows = [
+        (8 * (n + 2) * tensor, start, min(unit, numel - start))
+        for tensor, numel in enumerate(numels)
+        for start in range(0, numel, unit)
+    ]
+    units = np.array(rows, dtype=np.int64)
+    return units, units.__array_interface__["data"][0]
+
+
+def _scratch(nbytes: int) -> Any:
+    """Scratch memory for one call in this thread, kept from call to call."""
     import numpy as np
 
     scratch = getattr(_local, "scratch", None)
-    if scratch is None or len(scratch) < words:
-        scratch = _local.scratch = np.empty(words, dtype=np.int64)
+    if scratch is None or len(scratch) < nbytes:
+        scratch = _local.scratch = np.empty(nbytes, dtype=np.uint8)
     return scratch
-
-
-def _before_fork() -> None:
-    global _fork_found_lock
-    _fork_found_lock = _lock.acquire(blocking=False)
-
-
-def _after_fork_in_parent() -> None:
-    if _fork_found_lock:
-        _lock.release()
-
-
-def _after_fork_in_child() -> None:
-    global _lock, _was_forked_while_loading
-    if not _fork_found_lock:  # numba's own locks are held by a thread that does not exist here
-        _was_forked_while_loading = True
-    _lock = threading.RLock()
-
-
-_fork_found_lock = True
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

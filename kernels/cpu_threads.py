@@ -1,75 +1,63 @@
-"""Threads that help with one large sum: they take units of work from a counter that all share.
+"""Runs one function in all threads that torch uses on the CPU.
 
-Neither of numba's thread pools would do. Its own ("workqueue") ends the process when two Python threads call it at
-once, as replica threads do, and that of OpenMP ends a process that forks, as data loaders do. Here the compiled code is
-serial, releases the interpreter's lock and runs in ordinary Python threads. The caller takes units like the helpers
-and never waits for a helper that has not begun, so a busy machine, a helper lost in a fork or one that serves another
-caller only mean less help.
+A thread pool of our own would lose: after each of torch's parallel operations its threads keep their cores busy for
+some milliseconds, waiting for the next one. So the next one is ours: the call goes to the OpenMP library that torch
+itself has loaded, and to the same threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import queue
-import threading
-from collections.abc import Callable
-from typing import Final
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
 
-# A helper that has begun runs native code over at most one unit more; this is a limit for a stopped process.
-_LIMIT_SECONDS: Final = 300.0
+import torch
 
-_lock = threading.Lock()
-_inboxes: list[queue.SimpleQueue[Callable[[], None]]] = []
+_Function: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_is_forked = False
 
 
-def share(work: Callable[[], bool], num_threads: int) -> None:
-    """Runs ``work`` in this thread and, at the same time, in up to ``num_threads - 1`` helpers.
+def run(function: int, argument: int, num_threads: int) -> None:
+    """Calls C code without the interpreter's lock, in this thread and in others of torch's pool at the same time.
+
+    In a forked process, which has none of its parent's threads, and where torch has no OpenMP, this thread is alone.
 
     Args:
-        work: Takes units until none is left; returns whether it finished the last of all. It must release the
-            interpreter's lock and must not raise.
-        num_threads: How many threads may work, this one included.
-
-    Raises:
-        RuntimeError: A helper did not finish the unit it took.
+        function: The address of a function of one address.
+        argument: What each thread calls it with.
+        num_threads: In how many threads at most, this one included. Give ``torch.get_num_threads()``: a pool that
+            torch finds in another size than it left it is made anew.
     """
-    finished = threading.Lock()
-    finished.acquire()
-
-    def help_out() -> None:
-        if work():
-            finished.release()
-
-    for inbox in _helpers(num_threads - 1):
-        inbox.put(help_out)
-    if not work() and not finished.acquire(timeout=_LIMIT_SECONDS):
-        raise RuntimeError(f"a helper thread of a sum did not finish its part within {_LIMIT_SECONDS:.0f} seconds")
+    parallel = None if num_threads < 2 or _is_forked else _openmp()
+    if parallel is None:
+        _Function(function)(argument)
+    else:
+        parallel(function, argument, num_threads, 0)
 
 
-def _helpers(count: int) -> list[queue.SimpleQueue[Callable[[], None]]]:
-    """The inboxes of ``count`` helpers; threads are started when first needed and live as long as the process."""
-    if len(_inboxes) < count:
-        with _lock:
-            while len(_inboxes) < count:
-                inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-                name = f"tfstyle-sum-{len(_inboxes) + 1}"
-                threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
-                _inboxes.append(inbox)
-    return _inboxes[:count]
+def has_helpers() -> bool:
+    """Whether other threads can help this process."""
+    return not _is_forked and _openmp() is not None
 
 
-def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        job = inbox.get()
-        job()
-        del job
+@cache
+def _openmp() -> Any:
+    """The entry point that GNU's OpenMP defines and those of Intel and LLVM have too."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
 
 
-def _forget_helpers() -> None:
-    """A forked child has none of its parent's threads."""
-    global _lock
-    _lock = threading.Lock()
-    _inboxes.clear()
+def _after_fork_in_child() -> None:
+    global _is_forked
+    _is_forked = True
 
 
-os.register_at_fork(after_in_child=_forget_helpers)
+os.register_at_fork(after_in_child=_after_fork_in_child)

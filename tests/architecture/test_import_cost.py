@@ -14,7 +14,7 @@ EXPENSIVE = (
     "torch._dynamo",
     "torch._inductor",
     "triton",
-    "numba",
+    "llvmlite",
     "torch_xla",
     "accelerate",
     "keras",

@@ -50,7 +50,7 @@ CHECKPOINT_STORAGE = f"{PACKAGE}.train.checkpoint.dcp"
 
 OPTIONAL_PACKAGES = (
     "triton",
-    "numba",
+    "llvmlite",
     "torch_xla",
     "accelerate",
     "keras",

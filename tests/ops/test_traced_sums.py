@@ -65,6 +65,6 @@ def test_operators_are_registered_correctly(dtype: torch.dtype) -> None:
     xs = make(3, (5, 4), dtype)
     operators = torch.ops.tfstyle_dist
     torch.library.opcheck(operators.aggregate.default, (xs, "tree", None, "torch"))
-    torch.library.opcheck(operators.aggregate.default, ([t.T for t in xs], "add_n", 2.0, "numba"))
+    torch.library.opcheck(operators.aggregate.default, ([t.T for t in xs], "add_n", 2.0, "llvm"))
     torch.library.opcheck(operators.aggregate_into.default, (xs, torch.empty(5, 4, dtype=dtype), "add_n", 3.0, "torch"))
     torch.library.opcheck(operators.aggregate_list.default, (xs + xs, 3, "accumulate_n", 3.0, "auto"))

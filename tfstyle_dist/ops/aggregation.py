@@ -40,7 +40,7 @@ def aggregate(
             float16 and bfloat16, of float32. It may share memory with any contribution. Without it the result
             is a new tensor, which shares memory with no contribution, also when there is only one.
         divisor: What to divide the sum by, in a true division; the number of values for a mean.
-        backend: ``"torch"``; ``"numba"``, compiled for the CPU; ``"triton"``, compiled for GPUs; or ``"auto"``, the
+        backend: ``"torch"``; ``"llvm"``, compiled for the CPU; ``"triton"``, compiled for GPUs; or ``"auto"``, the
             fastest of them that is installed.
 
     Returns:
@@ -119,12 +119,12 @@ def aggregate_list(
         [tensor(4.), tensor([6.])]
     """
     order = ORDERS[AggregationMethod.validate(method)]
-    checked = check_lists(contribution_lists, outs, divisor)
+    checked, are_alike = check_lists(contribution_lists, outs, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
         return traced_list(checked, order, outs, divisor, backend)
     with torch.no_grad():
-        return sum_list(checked, order, outs, divisor, backend)
+        return sum_list(checked, order, outs, divisor, backend, are_alike=are_alike)
 
 
 def aggregate_columns(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-import os
-import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, Protocol, cast
@@ -18,14 +15,14 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops.cost_model import Problem, backend_seconds
 
-MODULES: Final = {"triton": "triton_sum", "numba": "cpu_sum", "torch": "reference"}
+MODULES: Final = {"triton": "triton_sum", "llvm": "cpu_sum", "torch": "reference"}
 NAMES: Final = ("auto", *MODULES)
 
 # A sum that moves fewer bytes and has fewer contributions in all than this is not worth a look at the model.
 SMALL_BYTES: Final = 1 << 20
 SMALL_COUNT: Final = 32
-# What it costs to import numba and to load a compiled kernel from disk.
-LOADING_SECONDS: Final = 0.5
+# What it costs to compile a sum, and to import the compiler before.
+COMPILING_SECONDS: Final = 0.15
 
 
 class Backend(Protocol):
@@ -60,18 +57,24 @@ def explicit(backend: str, device: torch.device) -> Backend:
     module, reason = _find(backend)
     if reason is None and module is not None:
         reason = module.unavailable()
-    if reason is None and backend == "numba" and device.type != "cpu":
+    if reason is None and backend == "llvm" and device.type != "cpu":
         reason = f"it sums tensors on the CPU, and these are on {device}"
     if reason is not None or module is None:
         raise InvalidArgumentError(f"backend={backend!r} was asked for, but {reason}; or write backend='auto'")
     return module
 
 
-def automatic(problem: Problem, out_dtype: torch.dtype) -> str:
-    """The name of the backend that is fastest in the model, of those that are there and ready.
+def automatic(problem: Problem, out_dtype: torch.dtype, order: str, divides: bool) -> str:
+    """The name of the backend that is fastest in the model, of those that are there.
 
-    numba is loaded in a thread of its own, and only once the sums so far would have gained more by it than loading it
-    costs; until it is ready, torch sums, with the same bits.
+    On the CPU a kind of sum (dtypes, number of contributions, order) is compiled only once the sums of that kind so far
+    would have gained more by it than compiling costs; until then torch sums, with the same bits.
+
+    Args:
+        problem: What is to be summed.
+        out_dtype: The dtype of the outputs.
+        order: The order of summation.
+        divides: Whether the sums are divided.
     """
     if problem.device == "cuda":
         module, reason = _find("triton")
@@ -85,12 +88,13 @@ def automatic(problem: Problem, out_dtype: torch.dtype) -> str:
         return "torch"
     if (reason := _warm_up.reason()) is not None:
         return _say("torch", "cpu", reason)
-    return _say("numba", "cpu") if _warm_up.is_ready(problem.dtype, out_dtype, gain) else "torch"
+    key = (problem.dtype, out_dtype, problem.n, order, divides)
+    return _say("llvm", "cpu") if _warm_up.is_ready(key, gain) else "torch"
 
 
 def fastest(problem: Problem) -> str:
     """The name that ``automatic`` settles on when everything is loaded; loads nothing itself."""
-    compiled = "triton" if problem.device == "cuda" else "numba"
+    compiled = "triton" if problem.device == "cuda" else "llvm"
     module, reason = _find(compiled)
     if module is None or reason is not None or module.unavailable() is not None:
         return "torch"
@@ -104,7 +108,7 @@ def _is_worth_a_look(problem: Problem) -> bool:
 
 
 def _gain(problem: Problem) -> float:
-    return backend_seconds(problem, "torch") - backend_seconds(problem, "numba")
+    return backend_seconds(problem, "torch") - backend_seconds(problem, "llvm")
 
 
 def _find(backend: str) -> tuple[Backend | None, str | None]:
@@ -129,57 +133,43 @@ def _say(backend: str, device: str, reason: str = "") -> str:
 
 
 class WarmUp:
-    """Loads CPU kernels in the background when they begin to pay.
+    """Compiles code for the CPU when it begins to pay.
 
     Args:
         module: name of the kernels' module; it offers ``unavailable``, ``has_kernel``, ``is_ready`` and ``prepare``.
-        name: what is loaded, for the log.
     """
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module, self._name = module, name
-        self._lock = threading.Lock()
-        self._lost_seconds = 0.0
-        self._asked: set[tuple[torch.dtype, torch.dtype]] = set()
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lost_seconds: dict[tuple[Any, ...], float] = {}
         self._failure: str | None = None
-        os.register_at_fork(after_in_child=self._forget_lock)
 
     def reason(self) -> str | None:
-        """Why numba is never used here, if so."""
+        """Why compiled code is never used here, if so."""
         module, reason = _import(self._module)
         return self._failure or reason or (None if module is None else module.unavailable())
 
-    def is_ready(self, dtype: torch.dtype, out_dtype: torch.dtype, gain: float) -> bool:
-        """Whether the kernel is loaded; if not, notes the time lost without it and begins to load it if it pays."""
+    def is_ready(self, key: tuple[Any, ...], gain: float) -> bool:
+        """Whether the code is there; if not, notes the time lost without it and compiles it if that pays.
+
+        Args:
+            key: what the module's ``is_ready`` and ``prepare`` take; the dtype comes first.
+            gain: how many seconds the code would save now.
+        """
         module = _import(self._module)[0]
-        if module.is_ready(dtype, out_dtype):
+        if module.is_ready(*key):
             return True
-        if not module.has_kernel(dtype) or (dtype, out_dtype) in self._asked:
+        # Threads that count at the same time may lose a count: the code is compiled one sum later.
+        self._lost_seconds[key] = self._lost_seconds.get(key, 0.0) + gain
+        if self._lost_seconds[key] < COMPILING_SECONDS or not module.has_kernel(key[0]):
             return False
-        with self._lock:
-            self._lost_seconds += gain
-            if self._lost_seconds < LOADING_SECONDS or (dtype, out_dtype) in self._asked:
-                return False
-            self._asked.add((dtype, out_dtype))
-            # The next dtype has to earn its loading again.
-            self._lost_seconds = 0.0
-        get_logger().info("loading %s for %s in the background; torch sums until it is ready", self._name, dtype)
-        # Not a daemon: a compiler that is stopped in the middle may crash the end of the process.
-        thread = threading.Thread(target=self._load, args=(module, dtype, out_dtype), name="tfstyle-load-numba")
-        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
-            thread.start()
-        return False
-
-    def _load(self, module: Any, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         try:
-            module.prepare(dtype, out_dtype)
-        except Exception as error:  # whatever an installed numba may raise, torch can sum
-            self._failure = f"numba did not load: {error!r}"
+            module.prepare(*key)
+        except Exception as error:  # whatever an installed compiler may raise, torch can sum
+            self._failure = f"no sum could be compiled: {error!r}"
             get_logger().warning("%s; torch sums instead", self._failure, exc_info=get_logger().level <= logging.DEBUG)
-
-    def _forget_lock(self) -> None:
-        """In a forked child: the thread that may have held the lock is not there."""
-        self._lock = threading.Lock()
+            return False
+        return True
 
 
-_warm_up = WarmUp("cpu_sum", "the numba backend")
+_warm_up = WarmUp("cpu_sum")

@@ -85,7 +85,7 @@ def choose_method(problem: Problem) -> tuple[int, str]:
 
 
 def backend_seconds(problem: Problem, backend: str) -> float:
-    """The modelled time of the sum in ``"torch"``, or in a compiled backend (``"numba"``, ``"triton"``)."""
+    """The modelled time of the sum in ``"torch"``, or in a compiled backend (``"llvm"``, ``"triton"``)."""
     device = "cpu" if problem.device == "cpu" else "cuda"
     if device == "cpu":
         speed = CORE_BYTES_PER_SECOND * min(max(problem.num_threads, 1), MAX_USEFUL_CORES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from typing import Final, cast
@@ -34,7 +33,7 @@ def sum_one(
         if nbytes * len(dense) < backends.SMALL_BYTES and len(dense) < backends.SMALL_COUNT and first.is_cpu:
             backend = "torch"
         else:
-            backend = _choose(dense, 1, nbytes, first.dtype if out is None else out.dtype)
+            backend = _choose(dense, 1, nbytes, first.dtype if out is None else out.dtype, order, divisor is not None)
     _log(len(dense), 1, nbytes, first, order, backend)
     if backend == "torch":
         return reference.sum_checked(dense, out, order, divisor=divisor)
@@ -51,12 +50,21 @@ def sum_list(
     outs: Sequence[Tensor] | None,
     divisor: int | float | None,
     backend: str,
+    *,
+    are_alike: bool = False,
 ) -> list[Tensor]:
-    """The sums of checked contributions to each tensor; one call of the backend for each device, dtype and number."""
+    """The sums of checked contributions to each tensor; one call of the backend for each device, dtype and number.
+
+    ``are_alike`` says that all tensors are known to be dense, of one dtype and device and equally many.
+    """
     results: list[Tensor | None] = [None] * len(checked) if outs is None else list(outs)
-    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[torch.device, torch.dtype, torch.dtype, int], Sequence[int]] = {}
     dense: list[Sequence[Tensor]] = []
-    for index, (present, out) in enumerate(zip(checked, results, strict=True)):
+    if are_alike:
+        dense, first = list(checked), checked[0][0]
+        out_dtype = first.dtype if outs is None else outs[0].dtype
+        groups[first.device, first.dtype, out_dtype, len(checked[0])] = range(len(checked))
+    for index, (present, out) in enumerate(() if are_alike else zip(checked, results, strict=True)):
         if out is None and present[0].layout is not torch.strided and all(t.is_sparse for t in present):
             results[index] = sum_sparse(present, divisor)
             dense.append(present)
@@ -64,11 +72,14 @@ def sum_list(
         parts = all_dense(present)
         dense.append(parts)
         first = parts[0]
-        groups[first.device, first.dtype, first.dtype if out is None else out.dtype, len(parts)].append(index)
+        key = (first.device, first.dtype, first.dtype if out is None else out.dtype, len(parts))
+        cast("list[int]", groups.setdefault(key, [])).append(index)
     for (device, _, out_dtype, n), indices in groups.items():
         lists = [dense[i] for i in indices]
-        nbytes = sum(parts[0].nbytes for parts in lists)
-        name = _choose(lists[0], len(lists), nbytes, out_dtype) if backend == "auto" else backend
+        nbytes = sum(map(Tensor.numel, [parts[0] for parts in lists])) * lists[0][0].itemsize
+        name = backend
+        if backend == "auto":
+            name = _choose(lists[0], len(lists), nbytes, out_dtype, order, divisor is not None)
         _log(n, len(lists), nbytes, lists[0][0], order, name)
         if name == "torch":
             for i, parts in zip(indices, lists, strict=True):
@@ -89,11 +100,13 @@ def _tell_autograd(changed: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version([out for out in changed if not out.is_inference()])
 
 
-def _choose(contributions: Sequence[Tensor], num_tensors: int, nbytes: int, out_dtype: torch.dtype) -> str:
+def _choose(
+    contributions: Sequence[Tensor], num_tensors: int, nbytes: int, out_dtype: torch.dtype, order: str, divides: bool
+) -> str:
     first = contributions[0]
     threads = torch.get_num_threads()
     problem = Problem(len(contributions), nbytes, first.dtype, first.device.type, num_tensors, threads)
-    return backends.automatic(problem, out_dtype)
+    return backends.automatic(problem, out_dtype, order, divides)
 
 
 @cache

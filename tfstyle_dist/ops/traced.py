@@ -13,7 +13,7 @@ from tfstyle_dist_kernels import library
 
 
 def traced_one(
-    present: list[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
+    present: Sequence[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
 ) -> Tensor:
     """``sum_one`` as an operator of the graph that is being traced."""
     number = None if divisor is None else float(divisor)
@@ -25,7 +25,7 @@ def traced_one(
 
 
 def traced_list(
-    checked: list[list[Tensor]],
+    checked: Sequence[Sequence[Tensor]],
     order: str,
     outs: Sequence[Tensor] | None,
     divisor: int | float | None,

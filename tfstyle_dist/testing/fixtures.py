@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tfstyle_dist.testing import messages, processes
-from tfstyle_dist.testing.reset import is_of_the_process
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -147,7 +146,7 @@ class _World:
         environment.pop("PYTEST_CURRENT_TEST", None)
         return cls(
             environment,
-            frozenset(thread for thread in threading.enumerate() if not is_of_the_process(thread)),
+            frozenset(threading.enumerate()),
             frozenset(processes.children(os.getpid())),
             frozenset(path.name for path in _SHARED_MEMORY.glob(f"{_SHARED_MEMORY_PREFIX}*")),
         )

@@ -14,11 +14,6 @@ from tfstyle_dist.testing import processes
 _PATIENCE = 1.0
 
 
-def is_of_the_process(thread: threading.Thread) -> bool:
-    """Whether a thread serves the sums of the whole process: it may begin in any test, and outlive it."""
-    return thread.name.startswith(("tfstyle-sum-", "tfstyle-load-numba"))
-
-
 @dataclass(frozen=True)
 class RankState:
     """What a rank process looked like before a test.
@@ -82,7 +77,7 @@ class RankState:
         threads = [
             f"thread {thread.name}"
             for thread in threading.enumerate()
-            if thread not in self.threads and not thread.daemon and not is_of_the_process(thread)
+            if thread not in self.threads and not thread.daemon
         ]
         children = processes.children(os.getpid()) - self.children
         return threads + [f"child process {pid}" for pid in sorted(children)]
