@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +58,25 @@ def reduced(
                     totals[place] = flat[offset : offset + count].view(variables[place].shape)
                 offset += count
         return [(totals[p], v) for p, v in enumerate(variables) if p in totals]
+
+
+@contextmanager
+def in_grad(parameters: Iterable[torch.Tensor], sums: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, ``.grad`` of the parameters holds these sums, and nothing where there is none; afterwards what it held.
+
+    Args:
+        parameters: those that a ``torch.optim`` optimizer updates.
+        sums: by the ``id`` of a parameter.
+    """
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in kept:
+            total = sums.get(id(parameter))
+            parameter.grad = None if total is None else total.to(parameter.dtype)
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def value_of(variable: Any) -> Any:
