@@ -63,7 +63,8 @@ def test_variables_come_sorted_by_name() -> None:
         [0.001008966937661171, 0.004035869147628546, 0.0340803824365139],
     ]
     for ours, theirs in zip(adam, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+        # TensorFlow rounds 1 - 0.999 to float32, which is 1.3e-5 less.
+        assert ours == pytest.approx(theirs, rel=2e-5)
     _, centered = two_variables(tfd.train.RMSPropOptimizer(0.1, centered=True))
     firsts = [
         0.8617900013923645,
@@ -73,7 +74,7 @@ def test_variables_come_sorted_by_name() -> None:
         0.09810002148151398,
         0.0,
     ]
-    assert [values[0] for values in centered] == pytest.approx(firsts, rel=5e-5)
+    assert [values[0] for values in centered] == pytest.approx(firsts, rel=1e-6)
     assert two_variables(tfd.train.GradientDescentOptimizer(0.1))[1] == []
     model = nn.Linear(2, 1)
     wrapped = tfd.train.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
