@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, Player, in_forms, on_ranks
 
+import tfstyle_dist as tfd
 from tfstyle_dist.testing.runner import run_script
 
 ONE = ("one replica", 0, [])
@@ -218,6 +219,7 @@ def test_parameter_server_trains_and_an_evaluator_measures_meanwhile(tmp_path: P
     scores = re.findall(r"\[evaluator 0\] step (\d+): test accuracy (\S+)", output)
     assert scores[-1][0] == "400"
     assert float(scores[-1][1]) >= 0.94
+    assert ("optimizer/state/model/0.weight/exp_avg", [128, 64]) in tfd.train.list_variables(tmp_path)
 
 
 @pytest.mark.slow

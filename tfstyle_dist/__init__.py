@@ -94,21 +94,21 @@ _HOMES = {
     "Variable": "variables",
     "VariableAggregation": "core.enums",
     "VariableSynchronization": "core.enums",
-    "cluster_resolver": "",
-    "coordinator": "",
-    "errors": "core",
-    "experimental": "",
+    "cluster_resolver": "cluster_resolver",
+    "coordinator": "coordinator",
+    "errors": "core.errors",
+    "experimental": "experimental",
     "experimental_set_strategy": "strategies",
     "get_replica_context": "strategies",
     "get_strategy": "strategies",
     "has_strategy": "strategies",
     "in_cross_replica_context": "strategies",
-    "model_parallel": "",
-    "nn": "",
-    "tpu": "",
-    "train": "",
+    "model_parallel": "model_parallel",
+    "nn": "nn",
+    "tpu": "tpu",
+    "train": "train",
 }
-"""Where each public name is defined: a module of the package; nothing for a module that is public itself."""
+"""Where each public name is defined: a module of the package; one of the same name is what is public."""
 
 __all__ = list(_HOMES)
 

@@ -40,21 +40,19 @@ def assert_usable(strategy: Any) -> None:
     count = strategy.num_replicas_in_sync
     assert strategy.run(all_reduce).values == (count,) * count
     assert strategy.run(lambda: merge(lambda s: 5)) == 5
-    with strategy.scope():
-        model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build(strategy)
     before = model.weight.detach().clone()
     strategy.run(lambda: train_step(model, optimizer))
     torch.testing.assert_close(model.weight.detach(), before - 0.1)
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(torch.ones(1, 1)).sum().backward()
+    model(torch.ones(1, model.in_features)).sum().backward()
     optimizer.step()
 
 
-def build(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(strategy: Any, features: int = 1) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     with strategy.scope():
-        model = torch.nn.Linear(1, 1)
+        model = torch.nn.Linear(features, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -79,7 +79,7 @@ class Outputs(nn.Module):
     def forward(self, inputs: torch.Tensor, scale: float, mask: torch.Tensor | None = None) -> Any:
         result = self.linear(self.norm(inputs)) * scale
         if self.what is not None:
-            return self.what
+            return self.what(inputs)
         return {"loss": result.mean(), "pair": (result, [inputs]), "none": mask, "size": 7}
 
 
@@ -96,7 +96,9 @@ def test_outputs_of_local_replicas_are_put_together() -> None:
         # The statistics are those of the first replica, which saw the first 2 examples.
         torch.testing.assert_close(model.module.norm.running_mean, 0.1 * inputs[:2].mean(0))
         with pytest.raises(TypeError, match="returned a object, which cannot be put together from 2"):
-            accelerator.prepare(Outputs(object()))(inputs, 1.0)
+            accelerator.prepare(Outputs(lambda inputs: object()))(inputs, 1.0)
+        with pytest.raises(TypeError, match="returned 2, 3 on its replicas, which cannot be put together from 2"):
+            accelerator.prepare(Outputs(len))(inputs, 1.0)
         with strategy.scope():
             owned = nn.Linear(1, 1)
         with pytest.raises(ValueError, match="Build the model outside of the scope"):

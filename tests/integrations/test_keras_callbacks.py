@@ -147,7 +147,7 @@ def test_checkpoints_and_going_on(strategy: tfd.Strategy, rank: int, shared_tmp_
     first = made(strategy)
     stop = keras.callbacks.LambdaCallback(on_epoch_end=cut)
     callbacks = [backup(), keras.callbacks.ModelCheckpoint(path), stop]
-    with pytest.raises((Cut, RuntimeError)):
+    with pytest.raises(Cut if rank == 0 else RuntimeError):
         first.fit(X, Y, batch_size=64, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
     assert (shared_tmp_path / "of rank 0").is_dir()
     assert not (shared_tmp_path / "of rank 1").exists()
@@ -159,8 +159,7 @@ def test_checkpoints_and_going_on(strategy: tfd.Strategy, rank: int, shared_tmp_
     np.testing.assert_allclose(history.history["loss"], whole[2:], atol=1e-5)
     np.testing.assert_allclose(weights_of(second), weights_of(plain), atol=1e-5)
     assert int(second.optimizer.iterations) == int(plain.optimizer.iterations)
-    saved = keras.models.load_model(path)
-    assert saved.evaluate(*TEST, verbose=0)[1] > 0
+    np.testing.assert_array_equal(weights_of(keras.models.load_model(path)), weights_of(first))
 
 
 def test_tensorboard_is_written_once(strategy: tfd.Strategy, rank: int, shared_tmp_path: Path) -> None:

@@ -96,6 +96,22 @@ print("third epoch's rate is 0:", abs(history["val_loss"][2] - history["val_loss
 print("moved statistics:", float(np.abs(keras.ops.convert_to_numpy(model.layers[2].moving_mean)).sum()) > 0.1)
 loaded = keras.models.load_model("m.keras", custom_objects={"Scaled": Scaled})
 print("loaded agrees:", np.allclose(loaded.predict(x_test, verbose=0), model.predict(x_test, verbose=0), atol=1e-4))
+
+model.optimizer.learning_rate = 0.05
+model.fit(tfk.DatasetCreator(dataset_fn), steps_per_epoch=10, verbose=0)
+model.save("state.keras")
+custom = {"custom_objects": {"Scaled": Scaled}}
+momentum = [keras.ops.convert_to_numpy(m) for m in keras.models.load_model("state.keras", **custom).optimizer.momentums]
+print("momentum in the file:", all(np.abs(m).max() > 0 for m in momentum if m.size > 1))
+with strategy_async.scope():
+    again = keras.models.load_model("state.keras", **custom)
+print("iterations in the file:", int(again.optimizer.iterations) == 190)
+again.optimizer.learning_rate = 0.0
+before = [keras.ops.convert_to_numpy(v) for v in again.trainable_variables]
+again.fit(x[:32], y[:32], batch_size=32, verbose=0)
+after = [keras.ops.convert_to_numpy(v) for v in again.trainable_variables]
+went_on = [np.allclose(b - a, 0.9 * m, atol=1e-6) for a, b, m in zip(before, after, momentum)]
+print("momentum on the servers:", all(went_on))
 weights = [w + 1 for w in model.get_weights()]
 model.set_weights(weights)
 print("set on the servers:", all(np.allclose(a, b) for a, b in zip(model.get_weights(), weights)))
@@ -128,7 +144,8 @@ def test_sync_and_async_side_by_side(tmp_path: Path) -> None:
     assert "keys accuracy learning_rate loss val_accuracy val_loss" in output
     (last,) = re.findall(r"validation \S+ \S+ (\S+)", output)
     assert float(last) > 0.9
-    for line in ("third epoch's rate is 0", "moved statistics", "loaded agrees", "set on the servers"):
+    lines = ("third epoch's rate is 0", "moved statistics", "loaded agrees", "set on the servers")
+    for line in (*lines, "momentum in the file", "iterations in the file", "momentum on the servers"):
         assert f"{line}: True" in output, output
     assert output.count("refused:") == 4
     for text in ("train_on_batch under", "needs steps_per_epoch=", "takes a function", "global_clipnorm=1.0"):

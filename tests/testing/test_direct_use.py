@@ -33,8 +33,9 @@ def test_group_of_a_test_is_gone_after_it() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.gpu
 @pytest.mark.distributed(workers=2, backend="nccl")
-def test_absent_backend_skips(process_group: dist.ProcessGroup) -> None:
+def test_nccl_group(process_group: dist.ProcessGroup) -> None:
     values = torch.ones(1, device="cuda")
     dist.all_reduce(values, group=process_group)
     assert values.item() == 2

@@ -118,6 +118,22 @@ def test_setup_and_teardown_errors_of_a_rank_fail_the_test(inner: InnerPytest) -
     )
 
 
+def test_nccl_without_gpus_skips(inner: InnerPytest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = inner.run(
+        "-rs",
+        source="""
+        import pytest
+
+        @pytest.mark.distributed(workers=2, backend="nccl")
+        def test_sum(process_group):
+            raise AssertionError("must not run")
+        """,
+    )
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED *: backend 'nccl' needs 2 CUDA devices, this machine has 0"])
+
+
 def test_skip_reaches_the_session(inner: InnerPytest) -> None:
     result = inner.run(
         "-rs",

@@ -35,7 +35,7 @@ def test_adadelta() -> None:
         [2.5922261102095945e-06, 2.593515546323033e-06, 5.519294063560665e-06],
     ]
     for ours, theirs in zip(state, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=5e-5)
+        assert ours == pytest.approx(theirs, rel=1e-6)
     w, _ = two_variables(tfd.train.AdadeltaOptimizer())
     torch.testing.assert_close(w.detach(), torch.tensor([0.9999988675, 1.9999998808, 2.9999995232]))
 
@@ -63,7 +63,8 @@ def test_variables_come_sorted_by_name() -> None:
         [0.001008966937661171, 0.004035869147628546, 0.0340803824365139],
     ]
     for ours, theirs in zip(adam, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=5e-5)
+        # TensorFlow rounds 1 - 0.999 to float32, which is 1.3e-5 less.
+        assert ours == pytest.approx(theirs, rel=2e-5)
     _, centered = two_variables(tfd.train.RMSPropOptimizer(0.1, centered=True))
     firsts = [
         0.8617900013923645,
@@ -73,7 +74,7 @@ def test_variables_come_sorted_by_name() -> None:
         0.09810002148151398,
         0.0,
     ]
-    assert [values[0] for values in centered] == pytest.approx(firsts, rel=5e-5)
+    assert [values[0] for values in centered] == pytest.approx(firsts, rel=1e-6)
     assert two_variables(tfd.train.GradientDescentOptimizer(0.1))[1] == []
     model = nn.Linear(2, 1)
     wrapped = tfd.train.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -13,15 +13,14 @@ def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its name.
-        homes: for each public name the module below the package that defines it; empty for a name that is itself a
-            module of the package.
+        homes: for each public name the module below the package that defines it, or the module itself that it names.
     """
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes[name]
-        found = getattr(import_module(f"{package}.{home}"), name) if home else import_module(f"{package}.{name}")
+        module = import_module(f"{package}.{homes[name]}")
+        found = module if homes[name].rpartition(".")[2] == name else getattr(module, name)
         setattr(sys.modules[package], name, found)
         return found
 

@@ -172,7 +172,7 @@ class Monitor:
         function, self.running = self.running, ""
         if not self._measures:
             times = self._times_of(function)
-            times.calls += 1
+            times.calls += finished
             self._unmeasured += 1
             if self._unmeasured >= self.every - 1 or times.calls < _ALL_OF_THE_FIRST:
                 self._measure(True)

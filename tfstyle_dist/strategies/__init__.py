@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tfstyle_dist.core.lazy import loader
 
 if TYPE_CHECKING:
-    from tfstyle_dist.strategies.base import RunOptions as RunOptions, Strategy as Strategy
+    from tfstyle_dist.strategies.base import Strategy as Strategy
     from tfstyle_dist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from tfstyle_dist.strategies.contexts import (
         experimental_set_strategy as experimental_set_strategy,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from tfstyle_dist.strategies.replica_context import ReplicaContext as ReplicaContext
+    from tfstyle_dist.strategies.running import RunOptions as RunOptions
     from tfstyle_dist.strategies.tpu import (
         DeviceAssignment as DeviceAssignment,
         ExperimentalTPUStrategy as ExperimentalTPUStrategy,
@@ -40,7 +41,7 @@ _HOMES = {
     "OneDeviceStrategy": "one_device",
     "ParameterServerStrategy": "parameter_server",
     "ReplicaContext": "replica_context",
-    "RunOptions": "base",
+    "RunOptions": "running",
     "Strategy": "base",
     "StrategyExtended": "extended",
     "TPUStrategy": "tpu",

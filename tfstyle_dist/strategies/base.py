@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -25,43 +25,21 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
-from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.ops.pair_sums import find_pair_sum
-from tfstyle_dist.runtime.clocks import COMMUNICATION, COMPUTE
-from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
-from tfstyle_dist.runtime.rendezvous import ThreadedRun
+from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies import reductions
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.inputs import InputMethods
-from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.strategies.running import RunMethods
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.training import TrainingMethods
-from tfstyle_dist.values import PerReplica, ValueContext, local_results, regroup, select_arguments, select_replica
+from tfstyle_dist.values import PerReplica, ValueContext, local_results
 from tfstyle_dist.variables import ParameterStore, Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
 
-class RunOptions:
-    """Options of ``strategy.run`` (``tf.distribute.RunOptions``); they matter on TPUs only.
-
-    Args:
-        experimental_enable_dynamic_batch_size: whether batches may vary in size.
-        experimental_bucketizing_dynamic_shape: whether shapes are rounded up to buckets.
-        experimental_xla_options: options for the XLA compiler.
-    """
-
-    def __init__(
-        self,
-        experimental_enable_dynamic_batch_size: bool = True,
-        experimental_bucketizing_dynamic_shape: bool = False,
-        experimental_xla_options: Any = None,
-    ) -> None:
-        self.experimental_enable_dynamic_batch_size = experimental_enable_dynamic_batch_size
-        self.experimental_bucketizing_dynamic_shape = experimental_bucketizing_dynamic_shape
-        self.experimental_xla_options = experimental_xla_options
-
-
-class Strategy(InputMethods, TrainingMethods):
+class Strategy(RunMethods, InputMethods, TrainingMethods):
     """State and policy of one way to distribute training (``tf.distribute.Strategy``).
 
     Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.
@@ -183,109 +161,6 @@ class Strategy(InputMethods, TrainingMethods):
                 raise mixing_error(self, frame.strategy, "scope()")
             raise scope_in_replica_context(self)
         return Scope(self)
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Calls ``fn`` once on each replica.
-
-        With one local replica the result comes back bare; with several, leaves that are not the same object on all
-        replicas come back as ``PerReplica``.
-
-        Args:
-            fn: the function; in it ``get_replica_context()`` is the replica's context.
-            args: positional arguments, a list or tuple; ``PerReplica`` leaves are unpacked for each replica, all else
-                is passed as it is.
-            kwargs: keyword arguments, likewise.
-            options: accepted for TF's signature.
-
-        Returns:
-            The nest that ``fn`` returns, regrouped over the local replicas.
-
-        Raises:
-            RuntimeError: called in replica context or with another strategy in force; or the replicas made
-                different calls.
-            ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
-            Exception: whatever a replica raises, the same object.
-        """
-        if self._closed:
-            raise RuntimeError(f"{self!r} was closed; make a new strategy to run again.")
-        frame = current_frame()
-        if frame is not None:
-            if frame.strategy is not self:
-                raise mixing_error(self, frame.strategy, "run")
-            if frame.replica is not None:
-                raise WrongContextError(
-                    f"{self!r}.run was called in replica context (inside another run). Call it outside, or "
-                    f"inside merge_call."
-                )
-        arguments, keywords = self._run_arguments(fn, args, kwargs)
-        self.parameter_store.ensure_equal()
-        counts, finished = self.monitor.begin(name_of(fn)), False
-        try:
-            result = self._run_replicas(fn, arguments, keywords)
-            finished = True
-            return result
-        finally:
-            if counts:
-                self.monitor.end(finished)
-
-    def _run_replicas(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        if self.worker.num_local_replicas == 1:
-            with region("run", self.monitor.running):
-                return self._run_alone(fn, arguments, keywords)
-        functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
-        try:
-            return regroup(self.worker.executor.run(functions))
-        except BaseException as error:
-            self._report_failure(error)
-            raise
-
-    def _run_arguments(self, fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        if not callable(fn):
-            raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
-        if not isinstance(args, list | tuple):
-            raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}.")
-        return args, kwargs or {}
-
-    def _run_alone(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        context = ReplicaContext(self, self.worker.group.rank)
-        if self.worker.group.size == 1:
-            with entered(Frame(self, context)):
-                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
-        try:
-            with entered(Frame(self, context)):
-                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
-        except BaseException as error:
-            self._report_failure(error)
-            error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {self.num_replicas_in_sync}")
-            raise
-
-    def _report_failure(self, error: BaseException) -> None:
-        """Leaves word for the other workers, unless the group itself failed: then one of them is the reason."""
-        group = self.worker.group
-        if error is not group.errored():
-            group.report_failure(f"{type(error).__name__}: {error}")
-
-    def _replica_function(
-        self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Callable[[ThreadedRun], Any]:
-        def call(run: ThreadedRun) -> Any:
-            context = ReplicaContext(self, self.worker.replica_id(replica), local_replica_id=replica, run=run)
-            clock = self.worker.clocks[replica]
-            clock.enter(COMPUTE)
-            with region("run", self.monitor.running), entered(Frame(self, context)):
-                result = fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
-            clock.leave()
-            return result
-
-        return call
 
     def require_cross_replica_context(self, what: str, instead: str) -> None:
         """Raises RuntimeError when this thread is in this strategy's replica context.

@@ -17,8 +17,9 @@ from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_together
 from tfstyle_dist.variables.shared_home import SharedHome

@@ -12,7 +12,8 @@ from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.strategies.base import RunOptions, Strategy
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables.adoption import adopt_module
 
 

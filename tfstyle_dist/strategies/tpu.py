@@ -21,9 +21,9 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.gradients.graph import GraphReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies.base import RunOptions
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredVariables
+from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.values import is_uneven
 
 _WARM_UP_STEPS = 3

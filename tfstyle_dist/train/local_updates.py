@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,13 +49,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: l
         )
 
     def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
-        order = [id(v) for _, v in payloads[0]]
-        for number, other in enumerate(payloads):
-            if [id(v) for _, v in other] != order:
-                raise RuntimeError(
-                    f"apply_gradients: replica {number} lists other variables, or another order, than replica 0. Give "
-                    "the same list on every replica; a missing gradient is None."
-                )
+        same_variables(payloads)
         with entered(Frame(strategy)), strategy.worker.clocks[0].counting(UPDATE), torch.no_grad():
             if not central:
                 optimizer.begin_step()
@@ -67,6 +62,23 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: l
         return [None] * len(payloads)
 
     replica.meet(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
+
+
+def same_variables(payloads: Sequence[Sequence[tuple[Any, Any]]]) -> list[Any]:
+    """The variables of some pairs of gradient and variable, which must be the same on every replica.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    variables = [v for _, v in payloads[0]]
+    order = [id(v) for v in variables]
+    for number, other in enumerate(payloads):
+        if [id(v) for _, v in other] != order:
+            raise RuntimeError(
+                f"apply_gradients: replica {number} lists other variables, or another order, than replica 0. Give the "
+                "same list on every replica; a missing gradient is None."
+            )
+    return variables
 
 
 def update_copy(optimizer: TFOptimizer, grad: torch.Tensor, variable: Any, replica: int) -> None:

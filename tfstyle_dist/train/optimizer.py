@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
 from tfstyle_dist.train.shared_rule import SharedRule, is_shared
 from tfstyle_dist.train.sums import reduced, value_of
+from tfstyle_dist.train.update_rule import UpdateRule
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
 from tfstyle_dist.variables.record import Placement
@@ -24,7 +24,7 @@ from tfstyle_dist.variables.record import Placement
 GradsAndVars = Sequence[tuple[Any, Any]]
 
 
-class TFOptimizer(abc.ABC):
+class TFOptimizer(UpdateRule):
     """Base of the optimizers of ``tf.compat.v1.train``.
 
     In replica context ``apply_gradients`` sums the gradients over all replicas and updates once, so scale the loss
@@ -38,10 +38,7 @@ class TFOptimizer(abc.ABC):
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._slots: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        # For variables that were updated without aggregation: the slots of the copies of replicas 1, 2, ...
-        self.copy_slots: dict[int, dict[int, dict[str, Any]]] = {}
+        super().__init__(name)
         self._shared_rule: SharedRule | None = None
 
     def get_name(self) -> str:
@@ -81,8 +78,7 @@ class TFOptimizer(abc.ABC):
         if not variables:
             raise ValueError(
                 "compute_gradients found no trainable variable that the loss depends on. Compute the loss from "
-                "parameters "
-                "that require gradients, or give var_list."
+                "parameters that require gradients, or give var_list."
             )
         self._claim(variables, ())
         found = gradients(
@@ -175,14 +171,7 @@ class TFOptimizer(abc.ABC):
         self._update([(g, v) for g, v in pairs if g is not None])
 
     def _reduce_and_update(self, strategy: Strategy, payloads: list[list[tuple[Any, Any]]], method: int) -> None:
-        variables = [v for _, v in payloads[0]]
-        for replica, other in enumerate(payloads):
-            if [id(v) for _, v in other] != [id(v) for v in variables]:
-                raise RuntimeError(
-                    f"apply_gradients: replica {replica} lists other variables, or another order, than replica "
-                    f"0. Give the same "
-                    "list on every replica; a missing gradient is None."
-                )
+        variables = local_updates.same_variables(payloads)
         columns = [[value_of(p[i][0]) for p in payloads] for i in range(len(variables))]
         self._update(reduced(f"{self._name}.apply_gradients", strategy, variables, columns, method))
 
@@ -192,16 +181,20 @@ class TFOptimizer(abc.ABC):
                 "No gradients provided for any variable: all are None. Does the loss depend on the variables?"
             )
         with get_strategy().worker.clocks[0].counting(UPDATE):
-            if self._push(pairs):
-                return
-            self.begin_step()
-            shared = [(g, v) for g, v in pairs if is_shared(v)]
-            if shared:
-                self._shared_rule = self._shared_rule or SharedRule(self, [v for _, v in shared])
-                self._shared_rule.apply(shared, self._slots)
-            with torch.no_grad():
-                for grad, variable in pairs if not shared else [(g, v) for g, v in pairs if not is_shared(v)]:
-                    self._update_one(grad, variable)
+            self.update_variables(pairs)
+
+    def update_variables(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """One step with summed gradients, the same on all workers; at least one pair."""
+        if self._push(pairs):
+            return
+        self.begin_step()
+        shared = [(g, v) for g, v in pairs if is_shared(v)]
+        if shared:
+            self._shared_rule = self._shared_rule or SharedRule(self, [v for _, v in shared])
+            self._shared_rule.apply(shared, self._slots)
+        with torch.no_grad():
+            for grad, variable in pairs if not shared else [(g, v) for g, v in pairs if not is_shared(v)]:
+                self._update_one(grad, variable)
 
     def _push(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> bool:
         """Gives the gradients to the parameter servers, if that is where the variables live."""
@@ -225,15 +218,6 @@ class TFOptimizer(abc.ABC):
         with torch.no_grad():
             for grad, parameter in pairs:
                 self._update_one(grad, parameter)
-
-    def parameter_slots(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The slots of one parameter as they are; empty when there are none."""
-        entry = self._slots.get(id(parameter))
-        return {} if entry is None else dict(entry[1])
-
-    def put_parameter_slots(self, parameter: torch.Tensor, slots: Mapping[str, Any]) -> None:
-        """Replaces slots of one parameter."""
-        self.slots_of(parameter).update(slots)
 
     def without_slots(self) -> dict[str, Any]:
         """The settings alone; the slots live beside the variables."""
@@ -260,117 +244,6 @@ class TFOptimizer(abc.ABC):
         if not others and record is not None and len(record.components) > 1:
             record.fan_out()
 
-    def update_tensor(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
-        """Applies the rule to one copy."""
-        grad = grad.to(target.device, target.dtype)
-        if grad.is_sparse and self.row_wise:
-            self._update_rows(target, grad.coalesce(), slots)
-        else:
-            self.update(target, grad.to_dense() if grad.is_sparse else grad, slots)
-
-    def _update_rows(self, target: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
-        """Applies the rule to the rows that have a gradient, as TF's sparse updates do."""
-        rows = grad.indices()[0]
-        part = target[rows]
-        row_slots = {
-            k: s[rows] if isinstance(s, torch.Tensor) and s.shape == target.shape else s for k, s in slots.items()
-        }
-        self.update(part, grad.values(), row_slots)
-        target[rows] = part
-        for key, slot in row_slots.items():
-            if isinstance(slots[key], torch.Tensor) and slots[key].shape == target.shape:
-                slots[key][rows] = slot
-
-    # ---- state ------------------------------------------------------------------------------------------------
-
-    row_wise = True
-    """Whether a sparse gradient touches its rows alone."""
-
-    updates_copies = True
-    """Whether the rule can be applied to one replica's copy alone."""
-
-    def begin_step(self) -> None:
-        """Called once before the variables of a step are updated."""
-        return
-
-    @abc.abstractmethod
-    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
-        """The fresh state of one variable, by slot name."""
-
-    @abc.abstractmethod
-    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
-        """Changes ``value`` and ``slots`` in place by the rule of this optimizer."""
-
-    def slots_of(self, variable: Any) -> dict[str, Any]:
-        """The state of one variable; made at the first call."""
-        key = id(variable)
-        if key not in self._slots:
-            self._slots[key] = (variable, self.make_slots(value_of(variable).detach()))
-        return self._slots[key][1]
-
-    def common_variables(self) -> dict[str, torch.Tensor]:
-        """State that belongs to no variable, by name, as ``variables`` shows it."""
-        return {}
-
-    def variables(self) -> list[torch.Tensor]:
-        """The optimizer's state, sorted by name: the slots of each variable, and what belongs to none.
-
-        Returns:
-            The slot tensors themselves, empty before the first update; copies of Adam's powers of beta.
-        """
-        named = []
-        for number, (variable, slots) in enumerate(self._slots.values()):
-            record = find_record(variable)
-            name = "Variable" if record is None or not record.local_name else record.local_name
-            named += [(f"{name}/{self._name}", number, place, slot) for place, slot in enumerate(slots.values())]
-        if self._slots:
-            named += [(name, 0, 0, value) for name, value in self.common_variables().items()]
-        return [slot for *_, slot in sorted(named, key=lambda entry: entry[:3])]
-
-    def get_slot_names(self) -> list[str]:
-        """The names of the state tensors."""
-        return sorted({name for _, slots in self._slots.values() for name in slots})
-
-    def get_slot(self, var: torch.Tensor, name: str) -> Any:
-        """One state tensor of ``var``; ``None`` when there is none yet."""
-        entry = self._slots.get(id(var))
-        return None if entry is None else entry[1].get(name)
-
-    def slot_variables(self) -> list[Any]:
-        """The variables that have slots, in the order in which they were first updated."""
-        return [variable for variable, _ in self._slots.values()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All state, variables numbered in the order in which they were first updated."""
-        return {"slots": [dict(slots) for _, slots in self._slots.values()], "common": self.common_state()}
-
-    def load_state_dict(self, state: dict[str, Any], variables: Sequence[torch.Tensor]) -> None:
-        """Restores what ``state_dict`` gave.
-
-        Args:
-            state: the saved state.
-            variables: the variables in the order in which they were first updated.
-        """
-        if len(variables) != len(state["slots"]):
-            raise ValueError(f"The state has {len(state['slots'])} variables, but {len(variables)} were given.")
-        self.copy_slots.clear()
-        self.load_common_state(state["common"])
-        for variable, saved in zip(variables, state["slots"], strict=True):
-            slots = self.slots_of(variable)
-            for name, value in saved.items():
-                if isinstance(value, torch.Tensor) and isinstance(slots.get(name), torch.Tensor):
-                    slots[name].copy_(value)
-                else:
-                    slots[name] = value
-
-    def common_state(self) -> dict[str, Any]:
-        """State that belongs to no variable."""
-        return {}
-
-    def load_common_state(self, state: dict[str, Any]) -> None:
-        """Restores ``common_state``."""
-        return
-
     # ---- ownership --------------------------------------------------------------------------------------------
 
     def _check(self, strategy: Strategy, variables: Sequence[Any]) -> None:
@@ -391,10 +264,9 @@ class TFOptimizer(abc.ABC):
                 continue
             if grads and grads[place] is not None and _is_own_grad(record, grads[place]):
                 raise RuntimeError(
-                    f"apply_gradients was given the .grad of {record.describe()!r}, which backward() has "
-                    f"already reduced over the "
-                    "replicas; summing it again would scale it wrongly. Use compute_gradients(loss), or call "
-                    "strategy.set_gradient_policy(parameters, reduce_at='apply') before the first backward()."
+                    f"apply_gradients was given the .grad of {record.describe()!r}, which backward() has already "
+                    "reduced over the replicas; summing it again would scale it wrongly. Use compute_gradients(loss), "
+                    "or call strategy.set_gradient_policy(parameters, reduce_at='apply') before the first backward()."
                 )
             record.policy.reduce_at = "apply"
 

@@ -14,6 +14,7 @@ import torch
 
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
 from tfstyle_dist.train import local_updates
+from tfstyle_dist.train.sums import in_grad
 from tfstyle_dist.variables import find_record
 
 if TYPE_CHECKING:
@@ -54,18 +55,12 @@ class SharedRule(torch.optim.Optimizer):
         given = {id(variable): grad for grad, variable in pairs}
         here = {id(variable) for variable in known}
         known.extend(variable for _, variable in pairs if id(variable) not in here)
-        kept = [(variable, variable.grad) for variable in known]
         for variable in known:
-            grad = given.get(id(variable))
-            variable.grad = None if grad is None else grad.to(variable.dtype)
             entry = slots.get(id(variable))
             if entry is not None and self.state.get(variable) is not entry[1]:
                 self.state[variable] = entry[1]  # e.g. of a checkpoint; the runner shares it
-        try:
+        with in_grad(known, given):
             self.step()
-        finally:
-            for variable, grad in kept:
-                variable.grad = grad
         for _, variable in pairs:
             slots[id(variable)] = (variable, self.state[variable])
             record = find_record(variable)

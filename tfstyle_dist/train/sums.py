@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened, widened_type
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.strategies.base import Strategy
@@ -44,7 +46,7 @@ def reduced(
         for (dtype, device), members in places.items():
             parts = [_flat(sums[p], variables[p]) for p in members]
             used_here = [float(sums[p] is not None) for p in members]
-            flags = torch.tensor(used_here, dtype=_accumulated(dtype), device=device)
+            flags = torch.tensor(used_here, dtype=widened_type(dtype), device=device)
             flat = torch.cat([*parts, flags])
             flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
             # Workers that trace one program have the same gradients; reading the flags would cut it in two.
@@ -58,6 +60,25 @@ def reduced(
         return [(totals[p], v) for p, v in enumerate(variables) if p in totals]
 
 
+@contextmanager
+def in_grad(parameters: Iterable[torch.Tensor], sums: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, ``.grad`` of the parameters holds these sums, and nothing where there is none; afterwards what it held.
+
+    Args:
+        parameters: those that a ``torch.optim`` optimizer updates.
+        sums: by the ``id`` of a parameter.
+    """
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    try:
+        for parameter, _ in kept:
+            total = sums.get(id(parameter))
+            parameter.grad = None if total is None else total.to(parameter.dtype)
+        yield
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
 def value_of(variable: Any) -> Any:
     """The tensor that a variable, or a plain tensor, means in the calling context."""
     return variable._tfstyle_value() if isinstance(variable, Replicated) else variable
@@ -65,10 +86,5 @@ def value_of(variable: Any) -> Any:
 
 def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
     if total is None:
-        return torch.zeros(variable.numel(), dtype=_accumulated(variable.dtype), device=value_of(variable).device)
-    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(_accumulated(variable.dtype))
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of ``dtype`` travel."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        return torch.zeros(variable.numel(), dtype=widened_type(variable.dtype), device=value_of(variable).device)
+    return (total.to_dense() if total.is_sparse else total).reshape(-1).to(widened_type(variable.dtype))

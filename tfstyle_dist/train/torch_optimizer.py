@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.train.optimizer import TFOptimizer
+from tfstyle_dist.train.sums import in_grad
 
 
 class Optimizer(TFOptimizer):
@@ -36,25 +37,21 @@ class Optimizer(TFOptimizer):
         self.torch_optimizer = torch_optimizer
         self._claim([p for g in torch_optimizer.param_groups for p in g["params"]], ())
 
-    def _update(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+    updates_copies = False
+
+    def update_variables(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         """Puts the sums into ``.grad`` and steps once."""
         given = {id(v): g for g, v in pairs}
-        unknown = set(given) - {id(p) for g in self.torch_optimizer.param_groups for p in g["params"]}
+        known = [parameter for group in self.torch_optimizer.param_groups for parameter in group["params"]]
+        unknown = given.keys() - {id(parameter) for parameter in known}
         if unknown:
             raise ValueError(
-                f"{len(unknown)} variable(s) given to apply_gradients are not in the torch optimizer's groups."
+                f"{len(unknown)} variable(s) given to apply_gradients are not in the groups of {self._name}, which "
+                f"wraps {type(self.torch_optimizer).__name__}. Build that optimizer over them, or call its "
+                "add_param_group."
             )
-        kept = []
-        for group in self.torch_optimizer.param_groups:
-            for parameter in group["params"]:
-                kept.append((parameter, parameter.grad))
-                grad = given.get(id(parameter))
-                parameter.grad = None if grad is None else grad.to(parameter.dtype)
-        self.torch_optimizer.step()
-        for parameter, grad in kept:
-            parameter.grad = grad
-
-    updates_copies = False
+        with in_grad(known, given):
+            self.torch_optimizer.step()
 
     def variables(self) -> list[torch.Tensor]:
         """The tensors of the torch optimizer's state, in the order of its parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,13 +118,17 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
 
 
 _default_creator: list[Callable[[VariableSpec], Variable]] = []
+_DEFAULT_STRATEGY = "tfstyle_dist.strategies.default"
+"""Loaded by name when it is first needed: it is in a layer above."""
 
 
 def set_default_creator(creator: Callable[[VariableSpec], Variable]) -> None:
-    """Says how variables are made outside every scope; called once, by the default strategy's module."""
+    """Says how variables are made outside every scope; called once, by ``_DEFAULT_STRATEGY``."""
     _default_creator[:] = [creator]
 
 
 def default_creator(spec: VariableSpec) -> Variable:
     """Outside every scope: an ordinary variable of the default strategy."""
+    if not _default_creator:  # the program has asked for no strategy yet
+        import_module(_DEFAULT_STRATEGY)
     return _default_creator[0](spec)

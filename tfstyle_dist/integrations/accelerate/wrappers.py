@@ -154,10 +154,13 @@ def _together(outputs: Sequence[Any], weights: Sequence[float], device: torch.de
     if isinstance(first, list | tuple):
         entries = [_together(list(column), weights, device) for column in zip(*outputs, strict=True)]
         return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+    what = f"a {type(first).__name__}"
     if first is None or isinstance(first, bool | int | float | str):
-        return first
+        if all(o == first for o in outputs):
+            return first
+        what = f"{', '.join(map(repr, outputs))} on its replicas"
     raise TypeError(
-        f"The model returned a {type(first).__name__}, which cannot be put together from {len(outputs)} local "
-        "replicas. Return tensors, or lists, tuples and dicts of them (a transformers model: config.use_cache=False), "
-        "or use one replica for each process."
+        f"The model returned {what}, which cannot be put together from {len(outputs)} local replicas. Return tensors, "
+        "or lists, tuples and dicts of them (a transformers model: config.use_cache=False), or use one replica for "
+        "each process."
     )

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tfstyle_dist.input.sampler import mixed_seed
 from tfstyle_dist.strategies.base import Strategy
-
-_APART = 1_000_003
 
 
 class RandomNumbers:
@@ -31,7 +30,7 @@ class RandomNumbers:
             return
         before = self._get()
         if self._states is None:
-            torch.manual_seed((torch.initial_seed() + self._rank * _APART) % 2**63)
+            torch.manual_seed(mixed_seed(torch.initial_seed(), self._rank))
         else:
             self._set(self._states)
         try:

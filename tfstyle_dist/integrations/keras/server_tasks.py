@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,14 @@ import torch
 from tfstyle_dist.coordinator.context import experimental_get_current_worker_index
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
+from tfstyle_dist.integrations.keras.server_state import ITERATIONS, slot_variables
+from tfstyle_dist.integrations.keras.share import APART, CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
 from tfstyle_dist.parameter_server.wire import Op
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables import find_record
-
-_APART = 1_000_003
 
 
 class ServerOptimizer:
@@ -71,15 +70,37 @@ class ServerOptimizer:
     def update_parameters(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """On a server: one step over the variables that live there."""
         for grad, parameter in pairs:
-            known = self._made.get(id(parameter))
-            if known is None:
-                optimizer = keras.optimizers.deserialize(self._config)
-                if self._rate is not None:
-                    optimizer.learning_rate = self._rate
-                known = self._made[id(parameter)] = (optimizer, keras.Variable(parameter))
-            optimizer, variable = known
+            optimizer, variable = self._of(parameter)
             with torch.no_grad():
                 optimizer.apply([grad.to_dense() if grad.is_sparse else grad], [variable])
+
+    def parameter_slots(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """On a server: the state of one variable by name, for snapshots and files; empty before its first update."""
+        if id(parameter) not in self._made:
+            return {}
+        return {name: v.value for name, v in self._slots(parameter).items()}
+
+    def put_parameter_slots(self, parameter: torch.Tensor, slots: Mapping[str, Any]) -> None:
+        """On a server: replaces state of one variable."""
+        own = self._slots(parameter)
+        with torch.no_grad():
+            for name, value in slots.items():
+                own[name].assign(value)
+
+    def _slots(self, parameter: torch.Tensor) -> dict[str, Any]:
+        optimizer, variable = self._of(parameter)
+        return {ITERATIONS: optimizer.iterations, **slot_variables(optimizer, variable)}
+
+    def _of(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """The optimizer of one variable, and the variable as Keras knows it."""
+        known = self._made.get(id(parameter))
+        if known is None:
+            optimizer, variable = keras.optimizers.deserialize(self._config), keras.Variable(parameter)
+            optimizer.build([variable])
+            if self._rate is not None:
+                optimizer.learning_rate = self._rate
+            known = self._made[id(parameter)] = (optimizer, variable)
+        return known
 
 
 def _nobody() -> None:
@@ -210,7 +231,7 @@ class WorkerModel:
             with torch.no_grad():
                 for variable, rule in self._ledger.entries:
                     if rule == "seed":
-                        variable.value[0] = (int(variable.value[0]) + self._index * _APART) % 2**31
+                        variable.value[0] = (int(variable.value[0]) + self._index * APART) % 2**31
         return self._ledger
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tfstyle_dist.coordinator import ClusterCoordinator
 from tfstyle_dist.input.options import InputContext
+from tfstyle_dist.integrations.keras import server_state
 from tfstyle_dist.integrations.keras.backend import DataAdapter, keras
 from tfstyle_dist.integrations.keras.server_tasks import (
     MakeBatches,
@@ -173,6 +174,7 @@ class _Work(DataAdapter):  # type: ignore[misc]
         model = self._model
         if self._copies is None:
             adopt(self._strategy, model)
+            server_state.state_of(self._strategy, self._optimizer, model).send_if_loaded()
             self._copies = self._coordinator.create_per_worker_resource(MakeModel(model))
         pulled = [v.value for v in model.variables]
         arguments = (self._copies, self._batches, pulled, self._optimizer)

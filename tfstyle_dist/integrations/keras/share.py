@@ -11,7 +11,8 @@ import torch
 from tfstyle_dist.integrations.keras.backend import keras
 
 _SEED_STATE = "seed_generator_state"
-_APART = 1_000_003
+APART = 1_000_003
+"""Between the seeds of neighbouring replicas."""
 
 
 class _Current(threading.local):
@@ -74,7 +75,7 @@ class Ledger:
                 value = variable.value
                 start = torch.zeros_like(value) if rule == "sum" else value.clone()
                 if rule == "seed" and replica:
-                    start[0] = (start[0].to(torch.int64) + replica * _APART) % 2**31
+                    start[0] = (start[0].to(torch.int64) + replica * APART) % 2**31
                 mapping.append((variable, start))
         return mapping
 

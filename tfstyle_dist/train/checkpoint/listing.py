@@ -145,6 +145,13 @@ def checkpoints_iterator(
         timeout: seconds to wait for a new one; ``None`` waits for ever.
         timeout_fn: called when the time is up; the iterator goes on unless it returns true.
 
+    Yields:
+        The path of the newest checkpoint, each once; those that came and went while the caller was busy are left out.
+
+    Example:
+        >>> for path in checkpoints_iterator("/data/job1", timeout=3600):
+        ...     checkpoint.restore(path).expect_partial()
+
     Source: ``tf.train.checkpoints_iterator``.
     """
     seen: str | None = None
