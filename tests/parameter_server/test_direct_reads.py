@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import shared_values, wire
-from tfstyle_dist.parameter_server.shared_values import SharedVariables, ValuesReader
+from tfstyle_dist.parameter_server import board, wire
+from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.table import VariableTable
+from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 
-needs_x86 = pytest.mark.skipif(not shared_values.possible(), reason="needs Linux on x86-64")
+needs_x86 = pytest.mark.skipif(not board.possible(), reason="needs Linux on x86-64")
 
 
 def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:

@@ -17,11 +17,11 @@ from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import OutOfRangeError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import pickling, wire, zmq_link
-from tfstyle_dist.parameter_server.client import Work
 from tfstyle_dist.parameter_server.cluster import as_addresses
-from tfstyle_dist.parameter_server.remote import RemoteRecord
+from tfstyle_dist.parameter_server.records import RemoteRecord
 from tfstyle_dist.parameter_server.variable import ServerVariable
 from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
+from tfstyle_dist.parameter_server.work import Work
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 

@@ -1,10 +1,7 @@
-"""The client's end of the link to one parameter server: requests, posted writes, deadlines, liveness."""
+"""The client's end of the link to one parameter server: requests, posted writes, answers."""
 
 from __future__ import annotations
 
-import threading
-import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,42 +10,18 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import env
-from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
-from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import shared_values, wire, zmq_link
-from tfstyle_dist.parameter_server.segment import Segment
-from tfstyle_dist.parameter_server.shared_values import ValuesReader
+from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server.connection import Connection
+from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.wire import Header, Kind, Operation
+from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
 _MOST_POSTED = 256
 _GATHERED = 1 << 20
 """Writes are sent together until they have so many bytes."""
 _MOST_GATHERED = 1024
-_ADVICE = (
-    ", and its variables with it. Start the program again from a checkpoint; under "
-    "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
-)
 Taker = Callable[[list[Operation]], list[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Work:
-    """The scheduled function on whose behalf requests are made.
-
-    Attributes:
-        closure: its number; 0 outside of functions.
-        attempt: how often it was started.
-        low_water: all functions with smaller numbers are finished.
-    """
-
-    closure: int = 0
-    attempt: int = 0
-    low_water: int = 0
-
-
-NO_WORK = Work()
 
 
 @dataclass(slots=True)
@@ -57,8 +30,8 @@ class _Waiting:
     take: Taker | None  # None: a posted write, whose answer nobody waits for
 
 
-class ServerLink:
-    """A connection to one server; calls from several threads take turns.
+class ServerLink(Connection):
+    """Requests to one server; calls from several threads take turns.
 
     Args:
         context: sockets and keys.
@@ -69,114 +42,23 @@ class ServerLink:
     """
 
     def __init__(
-        self,
-        context: zmq_link.Context,
-        address: str,
-        name: str,
-        hello: dict[str, Any],
-        timeout: timedelta | None,
+        self, context: zmq_link.Context, address: str, name: str, hello: dict[str, Any], timeout: timedelta | None
     ) -> None:
-        self._context, self.address, self.name, self._hello, self._timeout = context, address, name, hello, timeout
-        self._lock = threading.RLock()
+        super().__init__(context, address, name, hello, timeout)
         self._number = 0
         self._waiting: deque[_Waiting] = deque()
         self._posted_error: Exception | None = None
-        self._lost: str | None = None
-        self._socket: Any = None
-        self._monitor: Any = None
-        self._up = False
-        self._poller: Any = None
-        self._segment: Segment | None = None
-        self._shared = False
         self._gathered: list[Operation] = []
         self._gathered_for, self._gathered_bytes = NO_WORK, 0
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._values: ValuesReader | None = None
-        self.lane = "none"
-        snapshots = hello.get("snapshots")
-        self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
-        self._incarnation = ""
 
-    # ---- life -------------------------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Connects and introduces this process; nothing when that was done before.
-
-        Raises:
-            DeadlineExceededError: the server does not answer in time.
-            UnavailableError: it refuses the keys, or was lost before.
-        """
-        with self._lock:
-            if self._lost is not None:
-                raise UnavailableError(self._lost)
-            if self._socket is not None:
-                return
-            answer = self._introduce()
-            self._shared = env.shared_memory() and bool(answer.get("host")) and answer["host"] == wire.boot_id()
-            self.lane = "shared memory" if self._shared else "ZeroMQ"
-            get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.lane)
-
-    def _introduce(self) -> dict[str, Any]:
-        """Connects and says hello; with snapshots also to a server that is just being started again."""
-        meta, deadline = wire.pack_json(self._hello), Deadline(self._timeout)
-        while True:
-            self._up = False
-            self._socket, self._monitor = self._context.connect(self.address, b"c" + uuid.uuid4().bytes)
-            self._poller = zmq_link.poller(self._socket, self._monitor)
-            try:
-                answer = self._exchange(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta, [])
-                break
-            except Exception as error:
-                if self._socket is not None:
-                    self._drop()
-                starting = isinstance(error, UnavailableError) and self._lost is None  # it has no coordinator yet
-                again = starting or (bool(self._incarnation) and isinstance(error, UnavailableError | TimeoutError))
-                if self._returns is None or not again:
-                    raise
-                self._lost = None
-                if deadline.passed():
-                    raise UnavailableError(
-                        f"{self.name} at {self.address} was lost and did not come back within {deadline}. Start it "
-                        f"again at the same address: it goes on from what it wrote to {self._returns}."
-                    ) from error
-                time.sleep(0.05)
-        before, self._incarnation = self._incarnation, str(answer["incarnation"])
-        if before not in ("", self._incarnation) and not answer.get("restored"):
-            folder, self._returns = self._returns, None
-            raise self._broken(f"was started again and found nothing of this program in {folder}")
-        return answer
-
-    def forgive(self) -> bool:
-        """Lets a server that was lost come back, if it can; whether it was lost."""
-        if self._lost is None or self._returns is None:
-            return False
-        self._lost = None
-        return True
-
-    @property
-    def may_return(self) -> bool:
-        """Whether the server was lost and can come back."""
-        return self._lost is not None and self._returns is not None
-
-    def close(self, goodbye: bool = True) -> None:
-        """Takes leave and closes the connection."""
-        with self._lock:
-            if self._socket is None:
-                return
-            if goodbye and self._lost is None:
-                self._socket.linger = 1000
-                self._socket.send(wire.message(Header(Kind.GOODBYE, 0), b""))
-            self._drop()
-
-    def _drop(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._socket = self._monitor = self._poller = self._values = None
+    def _abandon(self, why: str) -> None:
+        """Writes that were not answered are lost, or perhaps not: ``finish`` says so."""
+        writes = len(self._gathered) + sum(w.take is None for w in self._waiting)
+        if writes and self._posted_error is None:
+            self._posted_error = UnavailableError(f"{why} {writes} requests with writes had not been answered.")
+        self._waiting.clear()
         self._gathered, self._gathered_bytes = [], 0
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -187,6 +69,7 @@ class ServerLink:
             self.flush()
             sizes, frames = wire.split(parts)
             body = wire.pack_json({**meta, "sizes": sizes})
+            self._drain()
             return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, frames)
 
     def alive(self) -> None:
@@ -270,15 +153,16 @@ class ServerLink:
             )
             head = wire.message(header, meta)
             if shared:
-                assert self._segment is not None
-                _pack(tensors, sizes, self._segment.request(total))
-                self._socket.send(head)
+                assert self.local is not None
+                assert self.local.segment is not None
+                _pack(tensors, sizes, self.local.segment.request(total))
+                self._send_message([head])
             elif total == 0:
-                self._socket.send(head)
+                self._send_message([head])
             elif flags:
                 flat = torch.empty(total, dtype=torch.uint8)
                 _pack(tensors, sizes, flat)
-                self._socket.send_multipart([head, wire.tensor_bytes(flat)])
+                self._send_message([head, wire.tensor_bytes(flat)])
             else:
                 self._socket.send(head)
                 for chunk in wire.stream(tensors):
@@ -301,18 +185,7 @@ class ServerLink:
             if error is not None:
                 raise error
 
-    # ---- waiting ----------------------------------------------------------------------------------------------
-
-    def _exchange(self, header: Header, meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
-        while self._waiting:
-            self._receive()
-        self._socket.send_multipart([wire.message(header, meta), *frames])
-        message = self._next_message()
-        answer = Header.unpack(message[0])
-        body = memoryview(message[0])[wire.HEADER_SIZE :]
-        if answer.kind is Kind.ERROR:
-            raise wire.unpack_error(body, self.name)
-        return wire.unpack_json(body)
+    # ---- answers ----------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Takes the next answer: they come in the order of the requests."""
@@ -333,8 +206,9 @@ class ServerLink:
         if filler.total != header.data_bytes:
             raise self._broken(f"sent {header.data_bytes} bytes for {filler.total}")
         if header.flags & wire.FLAG_SHARED:
-            assert self._segment is not None
-            filler.take(wire.tensor_bytes(self._segment.answer(header.data_bytes)))
+            assert self.local is not None
+            assert self.local.segment is not None
+            filler.take(wire.tensor_bytes(self.local.segment.answer(header.data_bytes)))
         elif header.flags & wire.FLAG_INLINE:
             filler.take(memoryview(message[1]))
         else:
@@ -344,44 +218,6 @@ class ServerLink:
                 frame = self._socket.recv(copy=False)
                 taken += len(frame.buffer)
                 filler.take(frame.buffer)
-
-    def _next_message(self) -> list[bytes]:
-        self._wait()
-        message: list[bytes] = self._socket.recv_multipart()
-        return message
-
-    def _wait(self) -> None:
-        if self._lost is not None:
-            raise UnavailableError(self._lost)
-        deadline, failures = Deadline(self._timeout), 0
-        while True:
-            left = deadline.remaining()
-            ready = dict(self._poller.poll(1000 if left is None else min(left, 1.0) * 1000))
-            # News first: what comes after a connection was lost is no answer to what was sent before.
-            if self._monitor in ready:
-                event = zmq_link.news(self._monitor)
-                if event == "up":
-                    self._up = True
-                elif event == "down" and self._up:
-                    raise self._broken("closed the connection or is gone" + ("" if self._returns else _ADVICE))
-                elif event is not None:
-                    failures += 1  # while keys were exchanged
-                if event == "refused" or failures >= zmq_link.MOST_FAILURES:
-                    raise self._broken("refused this process' key (TFSTYLE_PS_KEYS)")
-            if self._socket in ready:
-                return
-            if deadline.passed():
-                raise DeadlineExceededError(
-                    f"{self.name} at {self.address} did not answer within {deadline}. Is it running, and does it "
-                    "have the same keys (TFSTYLE_PS_KEYS)?"
-                )
-
-    def _broken(self, what: str) -> UnavailableError:
-        """Remembers that the server is lost; what was sent and not answered may or may not have been applied."""
-        self._lost = f"{self.name} at {self.address} {what}."
-        self._waiting.clear()
-        self._drop()
-        return UnavailableError(self._lost)
 
     # ---- shared memory ----------------------------------------------------------------------------------------
 
@@ -397,62 +233,38 @@ class ServerLink:
         """
         with self._lock:
             self.connect()
-            if not self._shared or not shared_values.possible():
+            if self.local is None:
                 return None
-            self.finish()
-            self._look()
-            if self._values is None or any(v not in self._values and v not in self._values.private for v in variables):
-                private = set() if self._values is None else self._values.private
-                try:
-                    self._values = ValuesReader(self.call({"method": "values"}))
-                except OSError as error:
-                    get_logger().info("%s: its variables cannot be read directly (%s)", self.name, error)
-                    self._values = ValuesReader({"process": 0, "files": [], "bytes": [], "variables": []})
-                self._values.private = private | {v for v in variables if v not in self._values}
-            return self._values
+            if self._gathered or self._waiting:
+                self.finish()
+            if not self.local.open:
+                self._look()
+            elif self.local.ended():
+                raise self._gone()
+            found: ValuesReader | None = self.local.values(variables)
+            return found
 
-    def _look(self) -> None:
-        """Notices that the server is gone."""
-        if self._lost is not None:
-            raise UnavailableError(self._lost)
-        while (event := zmq_link.news(self._monitor)) is not None:
-            if event == "up":
-                self._up = True
-            elif event == "down" and self._up:
-                raise self._broken("closed the connection or is gone" + ("" if self._returns else _ADVICE))
+    def sweep(self) -> None:
+        """Gives back values that are not used in place any more."""
+        with self._lock:
+            if self.local is not None:
+                self.local.sweep()
+
+    def _drain(self) -> None:
+        """Takes all answers that are on their way; ``finish`` raises their errors."""
+        while self._waiting:
+            self._receive()
 
     def _use_segment(self, request_bytes: int, answer_bytes: int) -> bool:
         """Whether this batch uses shared memory; makes the segment large enough and free for it."""
         needed = max(request_bytes, answer_bytes)
-        if not self._shared or needed <= wire.INLINE:
+        if self.local is None or needed <= wire.INLINE:
             return False
-        if self._waiting:
-            # The earlier requests' bytes must have been taken before they are overwritten.
-            error, self._posted_error = self._posted_error, None
-            while self._waiting:
-                self._receive()
-            self._posted_error = error or self._posted_error
-        if self._segment is None or self._segment.half < needed:
-            half = max(1 << 20, 1 << (needed - 1).bit_length())
-            try:
-                segment = Segment.create(half)
-            except OSError as error:
-                get_logger().warning("%s: no shared memory (%s); tensors travel by ZeroMQ", self.name, error)
-                self._shared, self.lane = False, "ZeroMQ"
-                return False
-            try:
-                self.call({"method": "segment", "path": str(segment.path), "half": half})
-            except (OSError, RuntimeError, PermissionError) as error:
-                if self._lost is not None:
-                    segment.close()
-                    raise
-                get_logger().warning("%s cannot map shared memory (%s); tensors travel by ZeroMQ", self.name, error)
-                self._shared, self.lane = False, "ZeroMQ"
-                segment.close()
-                return False
-            segment.unlink()
-            self._segment = segment
-        return True
+        self._drain()  # the earlier requests' bytes must have been taken before they are overwritten
+        if self.local.make_segment(needed):
+            return True
+        self.local, self.lane = None, "ZeroMQ"
+        return False
 
 
 def _pack(tensors: Sequence[torch.Tensor], sizes: Sequence[int], flat: torch.Tensor) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from tfstyle_dist.parameter_server.remote import RemoteRecord
+    from tfstyle_dist.parameter_server.records import RemoteRecord
 
 
 class Pull:
@@ -23,17 +23,38 @@ class Pull:
         self.versions: dict[int, int] = {}
         self._fresh = not record.fixed and (same_step or is_placeholder(local))
         self._local = local
+        self._owner: Any = None
+        # A leased copy is left to the server, unless rows were picked from it: their gradients refer to it.
+        self._in_place = not self._fresh and (record.leased is None or record.looked_up == steps)
         if self._fresh and steps is not None and record.looked_up == steps:
             raise RuntimeError(
                 f"A function picks rows of {record.describe()!r} and reads the whole of it too: the gradients of the "
                 "rows would be lost. Read the whole first, or only rows."
             )
 
+    @property
+    def may_lease(self) -> bool:
+        """Whether the local copy may be the server's own memory: in a function, of a whole tensor."""
+        record = self._record
+        whole = len(record.shards) == 1 and record.kind != "buffer"
+        return whole and self._steps is not None and record.looked_up != self._steps
+
+    def adopt(self, data: torch.Tensor, version: int, owner: Any) -> None:
+        """The local copy is the server's own memory.
+
+        Args:
+            data: its bytes.
+            version: of them.
+            owner: that reads from the server.
+        """
+        self._target = data.view(self._local.dtype).view(self._local.shape)
+        self._owner, self._in_place, self.versions[0] = owner, False, version
+
     def target(self, place: int, version: int) -> torch.Tensor:
         """The flat bytes that one shard's go into."""
         if self._target is None:
             local = self._local.detach()
-            if not self._fresh:
+            if self._in_place:
                 self._target = local
             else:
                 self._target = torch.empty(local.shape, dtype=local.dtype)
@@ -48,9 +69,12 @@ class Pull:
         record = self._record
         for place, version in self.versions.items():
             record.versions[place] = version
-        if self._target is not None and self._fresh:
-            old = record.components[0]
-            record.components[0] = renewed(old, self._target)
+        if self._target is not None and not self._in_place:
+            if self._fresh:
+                record.components[0] = renewed(record.components[0], self._target)
+            else:
+                record.components[0].data = self._target
+            record.leased = self._owner
         if self._steps is not None:
             record.stamp = self._steps
         record.written = False
@@ -66,6 +90,21 @@ def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         if name.startswith("_tfstyle"):
             fresh.__dict__[name] = value
     return fresh
+
+
+def give_back(record: RemoteRecord) -> None:
+    """Before a write: a local copy that is the server's memory is not needed any more, unless the function holds it.
+
+    The next read pulls; the server can write in place.
+    """
+    local = record.components[0]
+    if record.leased is None or record.fixed or local.grad is not None or record.looked_up == record.stamp:
+        return
+    owner, record.leased = record.leased, None
+    record.components[0] = renewed(local, placeholder(local.shape, local.dtype))
+    record.versions = [0] * len(record.shards)
+    del local
+    owner.sweep()
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,11 +1,10 @@
-"""Tensors whose values live on parameter servers, as one process sees them: pulling, writing, pushing gradients."""
+"""The tensors on all parameter servers, as one process sees them: pulling, writing, pushing gradients."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,85 +12,13 @@ import torch
 
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
-from tfstyle_dist.parameter_server.client import NO_WORK, ServerLink, Work
-from tfstyle_dist.parameter_server.local_copies import Pull
+from tfstyle_dist.parameter_server.client import ServerLink
+from tfstyle_dist.parameter_server.local_copies import Pull, give_back
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard, gradient_parts, record_shape
 from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
-from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Some rows of a tensor on one server.
-
-    Attributes:
-        number: of the variable on the server; no other in the cluster has it.
-        server: task index of the server.
-        start: first row.
-        rows: how many; a scalar has one.
-        offset: of its first element in the whole tensor.
-        numel: number of its elements.
-    """
-
-    number: int
-    server: int
-    start: int
-    rows: int
-    offset: int
-    numel: int
-
-
-class RemoteRecord(Record):
-    """What a process knows of one tensor on the servers; ``components[0]`` is its local copy.
-
-    Attributes:
-        shards: where its rows are.
-        versions: of the shards in the local copy; 0: never pulled.
-        created: the servers have it; before, the local copy is what counts.
-        fixed: the local copy must stay the same object (a parameter or buffer of a module on a worker).
-        stamp: the step in which the local copy was pulled.
-        key: number of the tensor in the cluster.
-    """
-
-    __slots__ = ("baseline", "created", "fixed", "key", "looked_up", "shards", "stamp", "table", "versions", "written")
-
-    def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.placement = Placement.REMOTE
-        self.key, self.shards = key, tuple(shards)
-        self.versions = [0] * len(self.shards)
-        self.created = self.fixed = False
-        self.stamp = -1
-        self.written = False  # by this process since it was pulled
-        self.table = False  # workers pull only the rows they use
-        self.looked_up = -1  # the step in which rows of it were picked
-        self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
-
-    def read(self) -> torch.Tensor:
-        """The local copy, fresh enough for the calling context."""
-        if self.created:
-            self.store.servers.refresh([self], read=True)  # type: ignore[attr-defined]
-        return self.components[0]
-
-    def fan_out(self) -> None:
-        """After somebody wrote into the local copy outside of a step: the servers take it over."""
-        if self.created:
-            servers: Servers = self.store.servers  # type: ignore[attr-defined]
-            servers.write(self, Op.ASSIGN, self.components[0].detach())
-
-    def set_data(self, data: torch.Tensor) -> None:
-        """``tensor.data = data``: the servers take the value over."""
-        local = self.components[0]
-        if data.shape != local.shape or data.dtype != local.dtype:
-            raise TypeError(
-                f"{self.describe()!r} is a {local.dtype} of shape {tuple(local.shape)} on the parameter servers and "
-                f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
-                "adopts it."
-            )
-        with torch.no_grad():
-            local.copy_(data)
-        self.fan_out()
 
 
 class Servers:
@@ -173,6 +100,7 @@ class Servers:
         for link in self.links:
             try:
                 link.finish()
+                link.sweep()
             except Exception as error:
                 first = first or error
         if first is not None:
@@ -232,15 +160,21 @@ class Servers:
     ) -> list[tuple[RemoteRecord, int]]:
         """Copies what shared memory holds; gives those that must be asked for."""
         values = link.values([record.shards[place].number for record, place in entries])
+        for record, _ in entries:
+            if record.leased is not None and record.leased is not values:
+                record.versions = [0] * len(record.shards)  # the server may use that memory again
         if values is None:
             return entries
         rest = []
         for record, place in entries:
-            number = record.shards[place].number
+            number, pull = record.shards[place].number, pulls[id(record)]
             if number not in values:
                 rest.append((record, place))
             elif values.version(number) != record.versions[place]:
-                pull = pulls[id(record)]
+                leased = values.lease(number) if pull.may_lease else None
+                if leased is not None:
+                    pull.adopt(*leased, values)
+                    continue
                 version = values.copy(number, pull.target(place, 0))
                 if version is None:
                     rest.append((record, place))
@@ -264,7 +198,7 @@ class Servers:
 
         def pull() -> None:
             used = []
-            for shard, places, ids in _by_shard(record, rows):
+            for shard, places, ids in by_shard(record, rows):
                 operation = Operation(Op.PULL_ROWS, dtype_number(local.dtype), shard.number, 0, len(ids))
 
                 part = result if places is None else torch.empty((len(ids), *result.shape[1:]), dtype=local.dtype)
@@ -296,6 +230,7 @@ class Servers:
         self._before_write()
         flat = value.detach().contiguous().view(-1)
         with self._lock:
+            give_back(record)
             for shard in record.shards:
                 part = flat[shard.offset : shard.offset + shard.numel]
                 self._send(shard, Operation(op, dtype_number(flat.dtype), shard.number), [part])
@@ -305,7 +240,7 @@ class Servers:
         """Adds values to some rows; a row named twice gets both."""
         self._before_write()
         with self._lock:
-            for shard, places, ids in _by_shard(record, rows):
+            for shard, places, ids in by_shard(record, rows):
                 part = values.detach() if places is None else values.detach()[places]
                 operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, len(ids))
                 self._send(shard, operation, [ids, part.contiguous()])
@@ -322,7 +257,7 @@ class Servers:
         with self._lock:
             by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
             for record, grad in pairs:
-                for shard, operation, tensors in _gradient_parts(record, grad):
+                for shard, operation, tensors in gradient_parts(record, grad):
                     operation.argument, operation.extra = self._count(shard), rule
                     operations, data = by_server.setdefault(shard.server, ([], []))
                     operations.append(operation)
@@ -396,46 +331,6 @@ class Servers:
     def call_all(self, meta: dict[str, Any], parts: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Calls a method on every server."""
         return [self.call(server, meta, parts) for server in range(len(self.links))]
-
-
-def record_shape(record: RemoteRecord) -> torch.Size:
-    """Shape of the whole tensor."""
-    return record.components[0].shape
-
-
-def _by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
-    """For each shard with some of the rows: their places, and their numbers inside the shard."""
-    rows = rows.detach().to(torch.int64).contiguous().view(-1)
-    if len(record.shards) == 1:
-        yield record.shards[0], None, rows
-        return
-    for number, shard in enumerate(record.shards):
-        # Numbers out of range go to the last shard, whose server refuses them.
-        last = number == len(record.shards) - 1
-        mask = (rows >= shard.start) if last else (rows >= shard.start) & (rows < shard.start + shard.rows)
-        if number == 0:
-            mask |= rows < 0
-        places = mask.nonzero().view(-1)
-        if len(places):
-            yield shard, places, rows[places] - shard.start
-
-
-def _gradient_parts(record: RemoteRecord, grad: torch.Tensor) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
-    dtype = record.components[0].dtype
-    number = dtype_number(dtype)
-    if grad.is_sparse:
-        grad = grad.coalesce()
-        rows, values = grad.indices()[0], grad.values().to(dtype)
-        for shard, places, ids in _by_shard(record, rows):
-            part = (values if places is None else values[places]).contiguous()
-            nbytes = part.numel() * part.element_size()
-            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, len(ids), nbytes), [ids, part]
-        return
-    flat = grad.detach().to("cpu", dtype).contiguous().view(-1)
-    for shard in record.shards:
-        part = flat[shard.offset : shard.offset + shard.numel]
-        nbytes = part.numel() * part.element_size()
-        yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, nbytes), [part]
 
 
 def _in_batches(

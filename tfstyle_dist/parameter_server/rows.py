@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.parameter_server.remote import RemoteRecord
+from tfstyle_dist.parameter_server.records import RemoteRecord
 
 
 class _Lookup(torch.autograd.Function):

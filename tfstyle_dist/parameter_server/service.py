@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import CancelledError, UnavailableError
+from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import pickling, wire, zmq_link
+from tfstyle_dist.parameter_server.door import Door, Visitor
 from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
@@ -26,10 +27,15 @@ _MAX_CLIENTS = 4096
 class _Client:
     """What the server knows of one connection."""
 
-    __slots__ = ("buffer", "header", "name", "operations", "refused", "role", "segment", "skip", "taken")
+    __slots__ = (
+        "buffer", "column", "header", "identity", "name", "operations", "refused", "role", "segment", "skip", "taken",
+        "visitor",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.role, self.name = "", "somebody"
+    def __init__(self, identity: bytes) -> None:
+        self.identity, self.role, self.name = identity, "", "somebody"
+        self.visitor: Visitor | None = None
+        self.column = -1  # where it marks what it uses in place
         self.header: Header | None = None  # of the batch whose bytes are on their way
         self.operations: list[wire.Operation] = []
         self.buffer, self.taken = torch.empty(0, dtype=torch.uint8), 0
@@ -66,6 +72,9 @@ class ParameterServer:
         self._restored = False
         self._ended = False
         self._heard: float | None = None
+        self._poller = zmq_link.poller(self._socket)
+        self._door: Door | None = None
+        self._through: Visitor | None = None  # the connection that the message at work came through
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -78,11 +87,15 @@ class ParameterServer:
         Raises:
             UnavailableError: a coordinator was there, and then was silent for too long.
         """
-        poller = zmq_link.poller(self._socket)
         try:
             while not self._ended:
-                if poller.poll(self._rest_ms()):
-                    self._take()
+                for entry, event in self._poller.poll(self._rest_ms()):
+                    if entry == self._socket:
+                        self._take()
+                    elif self._door is not None and entry == self._door.number:
+                        self._door.admit()
+                    else:
+                        self._visit(entry, event)
                 if self.jobs.busy:
                     self.jobs.tick()
                 if self._keeper is not None:
@@ -90,10 +103,13 @@ class ParameterServer:
                 if self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
         finally:
-            for client in self._clients.values():
-                _drop_segment(client)
+            for client in list(self._clients.values()):
+                self._forget(client)
+            if self._door is not None:
+                self._door.shut()
             self._socket.close(0)
             self._stop_keeping(forget=self._ended)
+            self.table.shared.close()
 
     def _rest_ms(self) -> int:
         """How long nothing needs to be done unless a message comes."""
@@ -117,13 +133,50 @@ class ParameterServer:
                 if len(self._clients) >= _MAX_CLIENTS:
                     get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
                     continue
-                client = self._clients[identity] = _Client()
+                client = self._clients[identity] = _Client(identity)
             if client.refused:
                 continue
             if client.skip:
                 client.skip = max(client.skip - len(parts[0]), 0)
                 continue
             self._take_message(identity, client, parts)
+
+    def _visit(self, number: int, event: int) -> None:
+        """Takes the messages of a client that came through the door."""
+        visitor = None if self._door is None else self._door.visitors.get(number)
+        if self._door is None or visitor is None:
+            return
+        here = (not event & zmq_link.POLLOUT or visitor.flush()) and visitor.read()
+        self._through = visitor
+        try:
+            while here and (parts := visitor.frames.take()) is not None:
+                if visitor.client is None:
+                    here = self._door.identify(visitor, parts[0])
+                elif not visitor.client.refused:
+                    self._take_message(visitor.client.identity, visitor.client, parts)
+                here = here and self._door.visitors.get(number) is visitor
+        except WireError as error:
+            get_logger().warning("%s closes a connection: %s", self._name, error)
+            here = False
+        finally:
+            self._through = None
+        if not here:
+            self._door.close(visitor)
+            if visitor.client is not None:
+                self._forget(visitor.client)
+        else:
+            self._poller.modify(number, zmq_link.POLLIN | (zmq_link.POLLOUT if visitor.waits else 0))
+
+    def _forget(self, client: _Client) -> None:
+        """A client is gone: its shared memory and what it used in place are free."""
+        self._clients.pop(client.identity, None)
+        _drop_segment(client)
+        self.table.shared.leave(client.column)
+        client.column, client.role = -1, ""
+        if self._door is not None:
+            self._door.forget(client)
+            if client.visitor is not None:
+                self._door.close(client.visitor)
 
     def _take_message(self, identity: bytes, client: _Client, parts: list[bytes]) -> None:
         header = None
@@ -147,13 +200,17 @@ class ParameterServer:
 
     def _send(self, identity: bytes, parts: list[Any]) -> bool:
         try:
-            self._socket.send_multipart([identity, *parts])
+            if self._through is not None:
+                if self._through.send(parts):
+                    return True
+            else:
+                self._socket.send_multipart([identity, *parts])
+                return True
         except zmq_link.ZMQError:
-            client = self._clients.pop(identity, None)  # it is gone
-            if client is not None:
-                _drop_segment(client)
-            return False
-        return True
+            pass
+        if (client := self._clients.get(identity)) is not None:  # it is gone
+            self._forget(client)
+        return False
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -173,9 +230,8 @@ class ParameterServer:
             body = wire.pack_json(answer)
             self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
         elif header.kind is Kind.GOODBYE:
-            _drop_segment(client)
-            self._clients.pop(identity, None)
             self._ended = self._ended or client.role == "coordinator"
+            self._forget(client)
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
@@ -185,6 +241,9 @@ class ParameterServer:
             raise WireError(f"unknown role {role!r}")
         if role == "coordinator":
             if session != self.session:
+                for other in list(self._clients.values()):
+                    if other is not client:
+                        self._forget(other)  # they work for the coordinator before
                 self._begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
         elif not self.session:
@@ -205,6 +264,7 @@ class ParameterServer:
     def _begin_session(self, session: str, snapshots: dict[str, Any] | None) -> None:
         """Works for a coordinator from now on; if this process was started again, with what the one before had."""
         self._stop_keeping(forget=False)
+        self.table.shared.close()
         self.session, self.table, self.jobs = session, VariableTable(), Jobs()
         self._restored = False
         if snapshots is not None:
@@ -221,10 +281,9 @@ class ParameterServer:
 
     def _forget_earlier(self, client: _Client) -> None:
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
-        for identity, other in list(self._clients.items()):
+        for other in list(self._clients.values()):
             if other is not client and other.role == "worker" and other.name == client.name:
-                _drop_segment(other)
-                del self._clients[identity]
+                self._forget(other)
 
     def _batch(self, identity: bytes, client: _Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
         operations = wire.unpack_operations(meta)
@@ -241,6 +300,8 @@ class ParameterServer:
         elif header.data_bytes == 0:
             self._execute(identity, client, header, operations, torch.empty(0, dtype=torch.uint8))
         else:
+            if self._through is not None:
+                raise WireError("tensors do not come through the door")
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
 
@@ -287,6 +348,8 @@ class ParameterServer:
             _pack(answer, flat)
             reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_INLINE)
             self._send(identity, [wire.message(reply, meta), wire.tensor_bytes(flat)])
+        elif self._through is not None:
+            raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
         else:
             self._stream(identity, header, meta, answer, total)
 
@@ -299,7 +362,8 @@ class ParameterServer:
                 self._socket.send(identity, zmq_link.SNDMORE)
                 self._socket.send(chunk)
             except zmq_link.ZMQError:
-                self._clients.pop(identity, None)
+                if (client := self._clients.get(identity)) is not None:
+                    self._forget(client)
                 return
 
     # ---- calls ------------------------------------------------------------------------------------------------
@@ -311,8 +375,13 @@ class ParameterServer:
             client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
             Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
             return {}
+        if method == "door":
+            self._door = self._door or Door(self._poller, zmq_link.POLLIN)
+            return {"name": self._door.name, "token": self._door.token(client)}
         if method == "values":
-            return self.table.shared.describe(self.table.variables)
+            if client.column < 0 and client.visitor is not None:  # its end will be noticed
+                client.column = self.table.shared.join()
+            return self.table.shared.describe(self.table.variables, client.column)
         if method == "fence":
             self.table.fence(int(meta["closure"]), int(meta["attempt"]))
             return {}
@@ -320,6 +389,7 @@ class ParameterServer:
             return {
                 "variables": len(self.table.variables), "applied": self.table.applied,
                 "duplicates": self.table.duplicates, "clients": len(self._clients),
+                "leases": self.table.shared.leases(),
                 "unsaved": int(self._keeper is not None and self._keeper.unsaved),
             }  # fmt: skip
         if client.role != "coordinator":

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, NotFoundError
-from tfstyle_dist.parameter_server.shared_values import SharedVariables
+from tfstyle_dist.parameter_server.shared_values import Home, SharedVariables
 from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
@@ -66,17 +66,17 @@ class StoredVariable:
         rows_only: a table that is never pulled as a whole.
 
     Attributes:
-        word: where the clients of this host read the version, once the variable is shared with them.
+        home: where the clients of this host read it, once it is shared with them.
     """
 
-    __slots__ = ("_version", "name", "number", "parameter", "rows_only", "word")
+    __slots__ = ("_version", "_writing", "home", "name", "number", "parameter", "rows_only")
 
     def __init__(
         self, number: int, name: str, parameter: torch.nn.Parameter, version: int = 1, rows_only: bool = False
     ) -> None:
         self.number, self.name, self.parameter, self.rows_only = number, name, parameter, rows_only
-        self.word: Any = None
-        self._version = version
+        self.home: Home | None = None
+        self._version, self._writing = version, False
 
     @property
     def version(self) -> int:
@@ -86,17 +86,27 @@ class StoredVariable:
     @version.setter
     def version(self, value: int) -> None:
         self._version = value
-        if self.word is not None:
-            self.word[0] = 2 * value
+        if self.home is not None:
+            self.home.publish(value)
 
-    def begin_write(self) -> None:
-        """Counts a change, and tells the clients that share the variable to wait for ``end_write``."""
+    def begin_write(self, keep: bool = True) -> torch.Tensor | None:
+        """Counts a change; what clients of this host use in place is left alone until ``end_write``.
+
+        Args:
+            keep: the write needs the old value in ``parameter``; otherwise it makes every element anew.
+
+        Returns:
+            The old value, if ``parameter`` does not hold it now.
+        """
         self._version += 1
-        if self.word is not None:
-            self.word[0] = 2 * self._version - 1
+        if self.home is None or self._writing:
+            return None
+        self._writing = True
+        return self.home.begin(self, keep)
 
     def end_write(self) -> None:
-        """The change is made."""
+        """The change is made, and can be seen."""
+        self._writing = False
         self.version = self._version
 
 
@@ -163,7 +173,7 @@ class VariableTable:
             data.fill_(first)
         stored = self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data), rows_only=True)
         if room is not None:
-            stored.word = room[1]
+            stored.home = room[1]
             stored.end_write()
 
     def variable(self, number: int) -> StoredVariable:
@@ -291,9 +301,7 @@ class VariableTable:
                 stored.begin_write()
             else:
                 self._step(steps)
-                stored.begin_write()
-                _write(parameter.detach(), operation.op, value.view(shape), rows)
-                stored.end_write()
+                _write(stored, operation.op, value.view(shape), rows)
             self.applied += 1
             answer.operations.append(_reply(stored))
         self._step(steps)
@@ -371,13 +379,23 @@ def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
         )
 
 
-def _write(target: torch.Tensor, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-    if op == Op.ASSIGN:
-        target.copy_(value)
-    elif op == Op.ADD:
-        target.add_(value)
-    elif op == Op.SUB:
-        target.sub_(value)
-    else:
-        assert rows is not None
-        target.index_add_(0, rows, value)
+def _write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
+    old = stored.begin_write(keep=rows is not None)
+    target = stored.parameter.detach()
+    source = target if old is None else old
+    try:
+        if op == Op.ASSIGN:
+            target.copy_(value)
+        elif op == Op.ADD:
+            torch.add(source, value, out=target)
+        elif op == Op.SUB:
+            torch.sub(source, value, out=target)
+        else:
+            assert rows is not None
+            target.index_add_(0, rows, value)
+    except BaseException:
+        if old is not None:
+            target.copy_(old)
+        raise
+    finally:
+        stored.end_write()

@@ -13,7 +13,8 @@ import torch
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.parameter_server.local_copies import is_placeholder, placeholder
 from tfstyle_dist.parameter_server.partitioners import split_rows
-from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers, Shard
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard
+from tfstyle_dist.parameter_server.remote import Servers
 from tfstyle_dist.parameter_server.rows import lookup, row_numbers
 from tfstyle_dist.parameter_server.wire import Op
 from tfstyle_dist.runtime.context import current_frame, mixing_error

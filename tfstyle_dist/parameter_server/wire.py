@@ -168,6 +168,24 @@ class Header:
 HEADER_SIZE = _HEADER.size
 
 
+def lengths(data: bytes) -> tuple[int, int] | None:
+    """How long a message is at the start of a stream: header with meta part, and inline data.
+
+    Returns:
+        ``None`` as long as its header is not there.
+
+    Raises:
+        WireError: no message begins here.
+    """
+    if len(data) < HEADER_SIZE:
+        return None
+    magic, _, _, flags, _, _, _, _, meta, inline = _HEADER.unpack_from(data)
+    inline = inline if flags & FLAG_INLINE else 0
+    if magic != MAGIC or meta > MAX_META or inline > INLINE:
+        raise WireError("this is no message of a tfstyle_dist parameter server")
+    return HEADER_SIZE + meta, inline
+
+
 @dataclass(slots=True)
 class Operation:
     """One entry of a batch, or of the answer to one.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import zmq
 
     ZMQError, Again = zmq.ZMQError, zmq.Again
-    POLLIN, RCVMORE = zmq.POLLIN, zmq.RCVMORE
+    POLLIN, POLLOUT, RCVMORE = zmq.POLLIN, zmq.POLLOUT, zmq.RCVMORE
     SNDMORE, DONTWAIT = zmq.SNDMORE, zmq.NOBLOCK
 
 _MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
@@ -30,7 +30,7 @@ _HEARTBEAT_MS, _LOST_MS = 500, 2000
 
 def __getattr__(name: str) -> Any:
     """Loads pyzmq, which is optional, when it is first needed."""
-    if name not in ("zmq", "ZMQError", "Again", "POLLIN", "RCVMORE", "SNDMORE", "DONTWAIT"):
+    if name not in ("zmq", "ZMQError", "Again", "POLLIN", "POLLOUT", "RCVMORE", "SNDMORE", "DONTWAIT"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     load()
     return globals()[name]
@@ -49,8 +49,8 @@ def load() -> None:
     except ImportError as missing:  # pragma: no cover
         raise ImportError("Parameter servers need pyzmq and cloudpickle: pip install 'tfstyle_dist[ps]'.") from missing
     globals().update(
-        zmq=zmq, ZMQError=zmq.ZMQError, Again=zmq.Again, POLLIN=zmq.POLLIN, RCVMORE=zmq.RCVMORE, SNDMORE=zmq.SNDMORE,
-        DONTWAIT=zmq.NOBLOCK,
+        zmq=zmq, ZMQError=zmq.ZMQError, Again=zmq.Again, POLLIN=zmq.POLLIN, POLLOUT=zmq.POLLOUT, RCVMORE=zmq.RCVMORE,
+        SNDMORE=zmq.SNDMORE, DONTWAIT=zmq.NOBLOCK,
     )  # fmt: skip
 
 

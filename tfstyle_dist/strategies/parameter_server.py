@@ -18,7 +18,8 @@ from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.parameter_server import pickling
 from tfstyle_dist.parameter_server.cluster import check_cluster, cluster_of
-from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers
+from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.remote import Servers
 from tfstyle_dist.parameter_server.rules import optimizer_state
 from tfstyle_dist.parameter_server.variable import RemoteStore
 from tfstyle_dist.runtime.worker import Worker

@@ -18,7 +18,8 @@ import torch
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import pickling
 from tfstyle_dist.parameter_server.local_copies import placeholder
-from tfstyle_dist.parameter_server.remote import RemoteRecord, Servers
+from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.remote import Servers
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.train.checkpoint import shards
 from tfstyle_dist.variables import find_record

@@ -96,9 +96,10 @@ def read_shards(table: VariableTable, folder: str, entries: Sequence[Mapping[str
             table.rules[entry["rule"]].put_settings({"common": entry["settings"]})
         elif entry["rule"] is None:
             stored = table.variable(entry["number"])
+            stored.begin_write()
             with torch.no_grad():
                 stored.parameter.copy_(found[0])
-            stored.version += 1
+            stored.end_write()
         else:
             parameter = table.variable(entry["number"]).parameter
             table.rules[entry["rule"]].put_slots(parameter, {entry["slot"]: found[0]})
