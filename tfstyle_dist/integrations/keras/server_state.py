@@ -12,7 +12,7 @@ import torch
 
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.remote import RemoteRecord, Shard
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard
 from tfstyle_dist.parameter_server.table import VariableTable
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
