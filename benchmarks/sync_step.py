@@ -6,11 +6,12 @@
 Each replica trains on a batch of 32 with SGD; the step is the usual one, ``zero_grad()`` and all. Machines are noisy,
 so what is compared takes turns: DDP and ours run in the same two torchrun processes, in alternating blocks of steps;
 all processes are started once a round; medians over the blocks, and medians of ratios of neighbouring blocks, are
-printed.
+printed. Compiled sums, which ours loads once they pay, are loaded from the start; ``--interpreted`` does without them.
+``floor`` is the step of one device in both ranks at once, without any communication: what ours could reach at best.
 
-Forms: one (one device, one batch), ddp and ours (torchrun, 2 ranks of one thread), replicas (ours, 2 local replicas in
-one process). With ``--tf-python``, for the multilayer perceptrons: tf_mirrored (2 logical CPUs) and tf_mwms (2
-processes).
+Forms: one (one device, one batch), floor, ddp and ours (torchrun, 2 ranks of one thread), replicas (ours, 2 local
+replicas in one process). With ``--tf-python``, for the multilayer perceptrons: tf_mirrored (2 logical CPUs) and tf_mwms
+(2 processes).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
 
 def make(form: str, name: str) -> Callable[[], object]:
     """One training step in the given form."""
-    if form in ("one", "ddp"):
+    if form in ("one", "floor", "ddp"):
         model: nn.Module = build(name)
         if form == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
@@ -128,11 +129,15 @@ def timed(steps: int, step: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def measure(forms: list[str], name: str, threads: int) -> list[list[float]]:
+def measure(forms: list[str], name: str, threads: int, compiled: bool) -> list[list[float]]:
     """Seconds per step of each form in each block, the forms taking turns."""
+    from tfstyle_dist_kernels import cpu_exchange
+
     torch.set_num_threads(threads)
     if "ddp" in forms:
         torch.distributed.init_process_group("gloo")
+    if compiled and cpu_exchange.unavailable() is None:
+        cpu_exchange.prepare(torch.float32)
     steps, blocks = BLOCKS[name]
     functions = [make(form, name) for form in forms]
     for function in functions:
@@ -146,7 +151,7 @@ def measure(forms: list[str], name: str, threads: int) -> list[list[float]]:
     return times
 
 
-def launch(forms: list[str], name: str, cores: int) -> list[list[float]]:
+def launch(forms: list[str], name: str, cores: int, interpreted: bool) -> list[list[float]]:
     """Measures forms together in fresh processes."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "seconds"
@@ -154,7 +159,7 @@ def launch(forms: list[str], name: str, cores: int) -> list[list[float]]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if ranks else []
         threads = str(max(cores // 2, 1) if ranks else cores)
         command = [sys.executable, *launcher, __file__, "--forms", *forms, "--models", name]
-        command += ["--threads", threads, "--write", str(out)]
+        command += ["--threads", threads, "--write", str(out)] + ["--interpreted"] * interpreted
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
         subprocess.run(command, check=True, env=environment, timeout=900, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())  # type: ignore[no-any-return]
@@ -169,19 +174,19 @@ def launch_tensorflow(python: str, form: str, name: str) -> float:
     return float(json.loads(said.strip().splitlines()[-1])["ms"]) / 1e3
 
 
-def report(name: str, rounds: int, cores: int, tensorflow: str | None) -> dict[str, Any]:
+def report(name: str, rounds: int, cores: int, tensorflow: str | None, interpreted: bool) -> dict[str, Any]:
     """Measures all forms, and prints their table."""
-    forms = ["one", "ddp", "ours", "replicas"]
+    forms = ["one", "floor", "ddp", "ours", "replicas"]
     theirs = ["tf_mirrored", "tf_mwms"] if tensorflow and name in WIDTHS else []
     seconds: dict[str, list[float]] = {form: [] for form in (*forms, *theirs)}
     over_ddp: list[float] = []
     for _ in range(rounds):
-        for group in (["one"], ["ddp", "ours"], ["replicas"]):
-            times = launch(group, name, cores)
+        for group in (["one"], ["floor", "ddp", "ours"], ["replicas"]):
+            times = launch(group, name, cores, interpreted)
             for form, values in zip(group, times, strict=True):
                 seconds[form].append(statistics.median(values))
-            if len(group) == 2:
-                over_ddp += [a / b for a, b in zip(*times, strict=True)]
+            if "ddp" in group:
+                over_ddp += [a / b for _, a, b in zip(*times, strict=True)]
         for form in theirs:
             assert tensorflow is not None
             seconds[form].append(launch_tensorflow(tensorflow, form, name))
@@ -209,13 +214,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tf-python", help="an interpreter that has tensorflow; default: this one, if it has")
+    parser.add_argument("--interpreted", action="store_true", help="without compiled sums")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("--forms", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.forms:
-        seconds = measure(options.forms, options.models[0], options.threads)
+        seconds = measure(options.forms, options.models[0], options.threads, not options.interpreted)
         if int(os.environ.get("RANK", "0")) == 0:
             options.write.write_text(json.dumps(seconds))
         return
@@ -224,7 +230,7 @@ def main() -> None:
         tensorflow = sys.executable
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {cores} cores")
-    results = [report(name, options.rounds, cores, tensorflow) for name in options.models]
+    results = [report(name, options.rounds, cores, tensorflow, options.interpreted) for name in options.models]
     if options.out:
         machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": cores}
         options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
