@@ -1,10 +1,10 @@
 """Sums of N contributions on the CPU, next to a plain copy of as many bytes and to what one would write otherwise.
 
 All forms of a case take turns in one process, in a random order in each round, so that each follows every other one:
-what ran before leaves its data in the caches, and its threads on the cores. What is printed is the median over the rounds
-of the ratio to another form in the same round. A copy of (N+1)*S bytes, S the bytes of one contribution, moves what a sum
-in one pass has to move. Every form that can writes to memory it has used before. tf.add_n cannot, nor can sum(list) and
-stack().sum(0): new memory is part of what they cost.
+what ran before leaves its data in the caches, and its threads on the cores. What is printed is the median over the
+rounds of the ratio to another form in the same round. A copy of (N+1)*S bytes, S the bytes of one contribution, moves
+what a sum in one pass has to move. Every form that can writes to memory it has used before. tf.add_n cannot, nor can
+sum(list) and stack().sum(0): new memory is part of what they cost.
 
     python benchmarks/aggregation_cpu.py                                 # about 3 minutes; with TensorFlow if installed
     python benchmarks/aggregation_cpu.py --case 16M-fp32-N8 --rounds 15

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_compile, cpu_threads, reference
+from tfstyle_dist_kernels import cpu_compile, reference
 from tfstyle_dist_kernels.cpu_steps import steps
+from tfstyle_dist_kernels.cpu_threads import ALONE, find_team
 
 if TYPE_CHECKING:
     from tfstyle_dist_kernels.cpu_plan import Plan
@@ -169,7 +170,7 @@ def _run(
     first, out, n = contributions[0][0], outs[0], len(contributions[0])
     numels = tuple(map(Tensor.numel, outs))
     num_bytes = sum(numels) * (n * first.itemsize + out.itemsize)
-    num_threads = torch.get_num_threads() if num_bytes > SHARED_ABOVE_BYTES else 1
+    team = find_team(torch.get_num_threads()) if num_bytes > SHARED_ABOVE_BYTES else ALONE
     if first.is_complex():
         numels = tuple(2 * numel for numel in numels)
     plan = _planner()(
@@ -177,14 +178,23 @@ def _run(
         numels,
         _NAMES[first.dtype],
         _NAMES[out.dtype],
-        num_threads,
+        team.num_threads,
         num_bytes > STREAMED_ABOVE_BYTES,
     )
     if plan.num_units < 2:
-        num_threads = 1
-    scratch = _scratch.take(num_threads * _kernel().scratch_bytes(steps(n, order)[1]))
-    request = _kernel().Request(plan.units, plan.num_units, plan.rows, scratch, divisor or 0)
-    cpu_threads.run(code, ctypes.addressof(request), num_threads)
+        team = ALONE
+    shares = (ctypes.c_int64 * team.num_threads)()
+    request = _kernel().Request(
+        plan.units,
+        plan.num_units,
+        plan.rows,
+        _scratch.take(team.num_threads * _kernel().scratch_bytes(steps(n, order)[1])),
+        divisor or 0,
+        team.num_threads,
+        ctypes.addressof(shares),
+        team.thread_number,
+    )
+    team.run(code, ctypes.addressof(request))
     return plan.left_out
 
 
