@@ -1,11 +1,12 @@
 """Sums of N contributions on the CPU, next to a plain copy of as many bytes and to what one would write otherwise.
 
-All forms of a case take turns in one process, in another order in each round; what is printed is the median over the
+All forms of a case take turns in one process, in a random order in each round, so that each follows every other one:
+what ran before leaves its data in the caches, and its threads on the cores. What is printed is the median over the
 rounds of the ratio to another form in the same round. A copy of (N+1)*S bytes, S the bytes of one contribution, moves
 what a sum in one pass has to move. Every form that can writes to memory it has used before. tf.add_n cannot, nor can
 sum(list) and stack().sum(0): new memory is part of what they cost.
 
-    python benchmarks/aggregation_cpu.py                                 # about 4 minutes; with TensorFlow if installed
+    python benchmarks/aggregation_cpu.py                                 # about 3 minutes; with TensorFlow if installed
     python benchmarks/aggregation_cpu.py --case 16M-fp32-N8 --rounds 15
     python benchmarks/aggregation_cpu.py --out benchmarks/results/aggregation_cpu.json
 """
@@ -18,6 +19,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -99,8 +101,8 @@ def forms_of(case: Case, with_tf: bool) -> dict[str, Form]:
         return outs
 
     forms: dict[str, Form] = {
-        "ours": ours(AggregationMethod.ADD_N, "auto"),
-        "ours TREE": ours(AggregationMethod.TREE, "auto"),
+        "ours": ours(AggregationMethod.ADD_N, "llvm"),  # "auto" takes it too, once that pays
+        "ours TREE": ours(AggregationMethod.TREE, "llvm"),
         "ours in torch": ours(AggregationMethod.ADD_N, "torch"),
         "torch.compile": with_compile,
         "sum(list)": lambda: [sum(column[1:], column[0]) for column in columns],
@@ -129,9 +131,6 @@ def tf_form(columns: list[tuple[torch.Tensor, ...]]) -> Form:
 
 def check(forms: dict[str, Form], case: Case) -> None:
     """All forms give the same sums up to rounding; this is also their first call, which may compile."""
-    # numba loads in the background once it pays; here it shall be there from the start.
-    tiny = [torch.ones(1, dtype=case.dtype)]
-    aggregate_list([tiny, tiny], backend="numba")
     first: list[torch.Tensor] = [t.float() for t in forms["ours"]()]
     tolerance = 1e-5 if case.dtype == torch.float32 else 0.05
     for name, form in forms.items():
@@ -160,9 +159,9 @@ def measure(case: Case, rounds: int, with_tf: bool) -> dict[str, Any]:
     for _ in range(2):
         for form in forms.values():
             form()
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffled.sample(names, len(names)):
             seconds[name].append(seconds_of(forms[name]))
 
     def ratio(other: str, name: str) -> float:
@@ -196,7 +195,7 @@ def print_tables(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append", help="default: all")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-tensorflow", action="store_true", help="leave tf.add_n out although it is installed")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
@@ -204,7 +203,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with_tf = importlib.util.find_spec("tensorflow") is not None and not options.no_tensorflow
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for package in ("numba", *(["tensorflow"] if with_tf else [])):
+    for package in ("llvmlite", *(["tensorflow"] if with_tf else [])):
         versions[package] = importlib.metadata.version(package)
     print(", ".join(f"{name} {version}" for name, version in versions.items()), f"{options.threads} threads", sep=", ")
     results = []

@@ -15,7 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_compile, cpu_threads
+from tfstyle_dist_kernels import cpu_compile
+from tfstyle_dist_kernels.cpu_threads import ALONE
 
 DONE, WAITS, WAKES, DIFFERS = range(4)
 ARRIVED, DIGEST, SLEEPS, SLOTS = range(4)
@@ -111,7 +112,7 @@ class PairSum:
 
     def go_on(self) -> int:
         """Sums until it is ``DONE``, it ``WAITS`` for the other, the other sleeps (``WAKES``) or ``DIFFERS``."""
-        cpu_threads.run(self._code, ctypes.addressof(self._request), 1)
+        ALONE.run(self._code, ctypes.addressof(self._request))
         return int(self._request.answer)
 
     @property

@@ -5,7 +5,7 @@ wanted, so the bits are those of ``reference.py``. The compiler only has to choo
 takes some hundredths of a second.
 
 One call runs over a whole list of tensors, cut into units. Every thread that calls the code with the same request takes
-units from a common counter until none is left.
+units, first from its share and then from those of the others, until none is left.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tfstyle_dist_kernels.cpu_llvm import (
     Module,
     Vector,
     begin,
+    call_number,
     element_bytes,
     integer,
     loop,
@@ -48,8 +49,10 @@ class Request(ctypes.Structure):
             output is written past the caches.
         scratch: The address of ``scratch_bytes(num_levels)`` for each thread.
         divisor: What to divide by, if the program divides.
-        num_taken: Units taken so far: 0.
-        num_threads: Threads that came so far: 0.
+        num_threads: How many threads may come. Each begins with a share of its own, the same one in every call, whose
+            addresses its core may still know.
+        shares: The address of [num_threads], how many units of each share are taken: 0.
+        thread_number: The address of a C function that gives the number of the thread; 0 if it comes alone.
     """
 
     _fields_ = (
@@ -58,8 +61,9 @@ class Request(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_int64),
         ("divisor", ctypes.c_double),
-        ("num_taken", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),
+        ("shares", ctypes.c_int64),
+        ("thread_number", ctypes.c_int64),
     )
 
 
@@ -118,24 +122,38 @@ class _Writer:
         function = self._module.add_function("sum", [WORD], is_internal=False)
         builder = begin(function)
         request = builder.inttoptr(function.args[0], WORDS)
-        units, num_units, rows, scratch, bits = (
-            word(builder, request, _FIELDS.index(name)) for name in ("units", "num_units", "rows", "scratch", "divisor")
-        )
-        num_taken, num_threads = (
-            builder.gep(request, [integer(_FIELDS.index(name))]) for name in ("num_taken", "num_threads")
-        )
-        units, divisor = builder.inttoptr(units, WORDS), builder.bitcast(bits, DOUBLE)
-        thread = builder.atomic_rmw("add", num_threads, integer(1), "seq_cst")
+        fields = {name: word(builder, request, index) for index, name in enumerate(_FIELDS)}
+        units, shares = (builder.inttoptr(fields[name], WORDS) for name in ("units", "shares"))
+        rows, num_threads, divisor = fields["rows"], fields["num_threads"], builder.bitcast(fields["divisor"], DOUBLE)
+        thread = call_number(builder, fields["thread_number"])
         num_levels = steps(self._program.n, self._program.order)[1]
-        scratch = builder.add(scratch, builder.mul(thread, integer(scratch_bytes(num_levels))))
-        next_unit = builder.append_basic_block("next")
+        scratch = builder.add(fields["scratch"], builder.mul(thread, integer(scratch_bytes(num_levels))))
+        next_share, next_unit, end_of_share, done = (
+            builder.append_basic_block(name) for name in ("next_share", "next_unit", "end_of_share", "done")
+        )
+        before = builder.block
+        builder.branch(next_share)
+        builder.position_at_end(next_share)
+        turn = builder.phi(WORD)
+        turn.add_incoming(integer(0), before)
+        owner = builder.urem(builder.add(thread, turn), num_threads)
+        first_unit = builder.udiv(builder.mul(owner, fields["num_units"]), num_threads)
+        last_unit = builder.udiv(builder.mul(builder.add(owner, integer(1)), fields["num_units"]), num_threads)
         builder.branch(next_unit)
+        builder.position_at_end(end_of_share)
+        following = builder.add(turn, integer(1))
+        turn.add_incoming(following, end_of_share)
+        builder.cbranch(builder.icmp_unsigned("<", following, num_threads), next_share, done)
+        builder.position_at_end(done)
+        # What this thread stored past the caches is seen by who knows that it came back.
+        builder.fence("seq_cst")
+        builder.ret_void()
         builder.position_at_end(next_unit)
-        number = builder.atomic_rmw("add", num_taken, integer(1), "seq_cst")
-        with builder.if_then(builder.icmp_signed(">=", number, num_units), likely=False):
-            # What this thread stored past the caches is seen by who knows that it came back.
-            builder.fence("seq_cst")
-            builder.ret_void()
+        taken = builder.atomic_rmw("add", builder.gep(shares, [owner]), integer(1), "seq_cst")
+        number = builder.add(first_unit, taken)
+        work = builder.append_basic_block("work")
+        builder.cbranch(builder.icmp_unsigned("<", number, last_unit), work, end_of_share)
+        builder.position_at_end(work)
         unit = builder.gep(units, [builder.mul(number, integer(UNIT_WORDS))])
         row, start, count = (word(builder, unit, index) for index in range(UNIT_WORDS))
         row = builder.add(rows, row)

@@ -98,6 +98,19 @@ def word(builder: Any, array: Any, index: int) -> Any:
     return builder.load(builder.gep(array, [integer(index)]))
 
 
+def call_number(builder: Any, function: Any) -> Any:
+    """What the C function of no arguments at an address gives, an int; 0 if the address is 0."""
+    pointer = ir.FunctionType(ir.IntType(32), []).as_pointer()
+    before = builder.block
+    with builder.if_then(builder.icmp_signed("!=", function, integer(0))):
+        answer = builder.sext(builder.call(builder.inttoptr(function, pointer), []), WORD)
+        calling = builder.block
+    number = builder.phi(WORD)
+    number.add_incoming(integer(0), before)
+    number.add_incoming(answer, calling)
+    return number
+
+
 @contextmanager
 def loop(builder: Any, start: Any, end: Any, step: int) -> Iterator[Any]:
     """A loop from ``start`` while below ``end``; gives the running value."""

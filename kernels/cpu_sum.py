@@ -9,27 +9,27 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import chain
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_compile, cpu_threads, reference
+from tfstyle_dist_kernels import cpu_compile, reference
 from tfstyle_dist_kernels.cpu_steps import steps
+from tfstyle_dist_kernels.cpu_threads import ALONE, find_team
+
+if TYPE_CHECKING:
+    from tfstyle_dist_kernels.cpu_plan import Plan
 
 # Below this traffic a second thread costs more than it saves.
 SHARED_ABOVE_BYTES: Final = 1 << 18
 # Outputs of a call with more traffic than the caches hold are written past them: they would be evicted before anybody
 # reads them, and the lines need not be read first.
 STREAMED_ABOVE_BYTES: Final = 32 << 20
-# The running totals of one unit of work: enough for long reads, and enough units that threads end together.
-MIN_UNIT_BYTES: Final = 1 << 15
-MAX_UNIT_BYTES: Final = 1 << 20
-UNITS_PER_THREAD: Final = 8
 
 _NAMES: Final = {
     torch.float32: "float32",
@@ -48,7 +48,6 @@ _PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 _logger = logging.getLogger("tfstyle_dist.kernels")
 _code: dict[tuple[str, str, int, str, bool], int] = {}
-_local = threading.local()
 
 unavailable = cpu_compile.unavailable
 
@@ -99,6 +98,13 @@ def _kernel() -> ModuleType:
     return cpu_kernel
 
 
+@cache
+def _planner() -> Callable[..., Plan]:
+    from tfstyle_dist_kernels.cpu_plan import make_plan
+
+    return make_plan
+
+
 @torch.no_grad()
 def sum_lists(
     contributions: Sequence[Sequence[Tensor]],
@@ -147,14 +153,49 @@ def sum_lists(
         outs = [out for out, is_simple in zip(outs, simple, strict=True) if is_simple]
         if not outs:
             return
-    table = _Table(contributions, outs)
-    overlapping = table.find_overlaps()
-    if overlapping:
-        reference.sum_lists(
-            [contributions[t] for t in overlapping], [outs[t] for t in overlapping], order, divisor=divisor
-        )
-        table.leave_out(overlapping)
-    table.run(code, order, divisor, torch.get_num_threads())
+    left_out = _run(code, contributions, outs, order, divisor)
+    if left_out:
+        parts, targets = [contributions[t] for t in left_out], [outs[t] for t in left_out]
+        reference.sum_lists(parts, targets, order, divisor=divisor)
+
+
+def _run(
+    code: int,
+    contributions: Sequence[Sequence[Tensor]],
+    outs: Sequence[Tensor],
+    order: str,
+    divisor: int | float | None,
+) -> list[int]:
+    """Sums the tensors in one pass, in up to ``torch.get_num_threads()`` threads; returns those it had to leave out."""
+    first, out, n = contributions[0][0], outs[0], len(contributions[0])
+    numels = tuple(map(Tensor.numel, outs))
+    num_bytes = sum(numels) * (n * first.itemsize + out.itemsize)
+    team = find_team(torch.get_num_threads()) if num_bytes > SHARED_ABOVE_BYTES else ALONE
+    if first.is_complex():
+        numels = tuple(2 * numel for numel in numels)
+    plan = _planner()(
+        (*map(Tensor.data_ptr, chain.from_iterable(contributions)), *map(Tensor.data_ptr, outs)),
+        numels,
+        _NAMES[first.dtype],
+        _NAMES[out.dtype],
+        team.num_threads,
+        num_bytes > STREAMED_ABOVE_BYTES,
+    )
+    if plan.num_units < 2:
+        team = ALONE
+    shares = (ctypes.c_int64 * team.num_threads)()
+    request = _kernel().Request(
+        plan.units,
+        plan.num_units,
+        plan.rows,
+        _scratch.take(team.num_threads * _kernel().scratch_bytes(steps(n, order)[1])),
+        divisor or 0,
+        team.num_threads,
+        ctypes.addressof(shares),
+        team.thread_number,
+    )
+    team.run(code, ctypes.addressof(request))
+    return plan.left_out
 
 
 def _takes(dtype: torch.dtype, divisor: int | float | None) -> bool:
@@ -199,80 +240,19 @@ def _is_simple(parts: Sequence[Tensor], out: Tensor) -> bool:
     return True
 
 
-class _Table:
-    """Addresses and sizes of a list of tensors."""
+class _Scratch(threading.local):
+    """Memory for one call in a thread, kept from call to call."""
 
-    def __init__(self, contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor]) -> None:
-        import numpy as np
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._address = 0
 
-        self._np, self._alive = np, (contributions, outs)  # an address is good as long as its tensor lives
-        self.n = len(contributions[0])
-        inputs = np.fromiter(map(Tensor.data_ptr, chain.from_iterable(contributions)), np.int64)
-        self.rows = np.zeros((len(outs), self.n + 2), dtype=np.int64)
-        self.rows[:, :-2] = inputs.reshape(-1, self.n)
-        self.rows[:, -2] = np.fromiter(map(Tensor.data_ptr, outs), np.int64)
-        factor = 2 if outs[0].is_complex() else 1
-        self.numels = np.fromiter(map(Tensor.numel, outs), np.int64) * factor
-        self.name, self.itemsize = _NAMES[contributions[0][0].dtype], contributions[0][0].itemsize // factor
-        self.out_name, self.out_itemsize = _NAMES[outs[0].dtype], outs[0].itemsize // factor
-
-    def find_overlaps(self) -> list[int]:
-        """The tensors whose output shares memory with a contribution other than element by element."""
-        inputs, outs = self.rows[:, :-2], self.rows[:, -2:-1]
-        numels = self.numels[:, None]
-        shared = (inputs < outs + numels * self.out_itemsize) & (outs < inputs + numels * self.itemsize)
-        if self.name == self.out_name:
-            shared &= inputs != outs
-        return [int(t) for t in self._np.flatnonzero(shared.any(axis=1))] if shared.any() else []
-
-    def leave_out(self, tensors: Sequence[int]) -> None:
-        """Drops tensors."""
-        self.rows = self._np.delete(self.rows, tensors, axis=0)
-        self.numels = self._np.delete(self.numels, tensors)
-
-    def run(self, code: int, order: str, divisor: int | float | None, num_threads: int) -> None:
-        """Sums them all in one pass, in up to ``num_threads`` threads."""
-        kernel, numels = _kernel(), self.numels.tolist()
-        num_bytes = sum(numels) * (self.n * self.itemsize + self.out_itemsize)
-        if num_bytes <= SHARED_ABOVE_BYTES:
-            num_threads = 1
-        if num_bytes > STREAMED_ABOVE_BYTES:  # but where the line to be written was just read
-            inputs, outs = self.rows[:, :-2], self.rows[:, -2:-1]
-            self.rows[:, -1:] = (inputs != outs).all(axis=1, keepdims=True) & (outs % 64 == 0)
-        units, units_address = _units(tuple(numels), self.n, kernel.lanes(self.name), num_threads)
-        scratch = _scratch(num_threads * kernel.scratch_bytes(steps(self.n, order)[1]) + 64)
-        request = kernel.Request(
-            units_address,
-            len(units),
-            self.rows.__array_interface__["data"][0],
-            (scratch.__array_interface__["data"][0] + 63) // 64 * 64,
-            divisor or 0,
-        )
-        cpu_threads.run(code, ctypes.addressof(request), num_threads if len(units) > 1 else 1)
+    def take(self, nbytes: int) -> int:
+        """The address of at least so many bytes, a multiple of 64."""
+        if self._buffer.numel() < nbytes + 64:
+            self._buffer = torch.empty(nbytes + 64, dtype=torch.uint8)
+            self._address = (self._buffer.data_ptr() + 63) // 64 * 64
+        return self._address
 
 
-@lru_cache(maxsize=64)
-def _units(numels: tuple[int, ...], n: int, lanes: int, num_threads: int) -> tuple[Any, int]:
-    """The parts of the work, as ``cpu_kernel.Request`` describes them, and their address."""
-    import numpy as np
-
-    kernel = _kernel()
-    smallest, largest = (size // kernel.VECTOR_BYTES * lanes for size in (MIN_UNIT_BYTES, MAX_UNIT_BYTES))
-    unit = min(max(sum(numels) // (num_threads * UNITS_PER_THREAD) // lanes * lanes, smallest), largest)
-    rows = [
-        (8 * (n + 2) * tensor, start, min(unit, numel - start))
-        for tensor, numel in enumerate(numels)
-        for start in range(0, numel, unit)
-    ]
-    units = np.array(rows, dtype=np.int64)
-    return units, units.__array_interface__["data"][0]
-
-
-def _scratch(nbytes: int) -> Any:
-    """Scratch memory for one call in this thread, kept from call to call."""
-    import numpy as np
-
-    scratch = getattr(_local, "scratch", None)
-    if scratch is None or len(scratch) < nbytes:
-        scratch = _local.scratch = np.empty(nbytes, dtype=np.uint8)
-    return scratch
+_scratch = _Scratch()

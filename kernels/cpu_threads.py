@@ -11,7 +11,7 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -19,40 +19,61 @@ _Function: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _is_forked = False
 
 
-def run(function: int, argument: int, num_threads: int) -> None:
-    """Calls C code without the interpreter's lock, in this thread and in others of torch's pool at the same time.
+class Team(NamedTuple):
+    """Threads that can run a function together.
 
-    In a forked process, which has none of its parent's threads, and where torch has no OpenMP, this thread is alone.
+    Attributes:
+        num_threads: How many, this one included.
+        thread_number: The address of a C function by which each finds its number; 0 if there is one.
+    """
+
+    num_threads: int
+    thread_number: int
+
+    def run(self, function: int, argument: int) -> None:
+        """Calls C code in all of them at the same time, without the interpreter's lock.
+
+        Args:
+            function: The address of a function of one address.
+            argument: What each thread calls it with.
+        """
+        if self.num_threads == 1:
+            _Function(function)(argument)
+        else:
+            _openmp().GOMP_parallel(function, argument, self.num_threads, 0)
+
+
+ALONE: Final = Team(1, 0)
+
+
+def find_team(num_threads: int) -> Team:
+    """The threads that can help; none in a forked process, which has not its parent's, and where torch has no OpenMP.
 
     Args:
-        function: The address of a function of one address.
-        argument: What each thread calls it with.
-        num_threads: In how many threads at most, this one included. Give ``torch.get_num_threads()``: a pool that
-            torch finds in another size than it left it is made anew.
+        num_threads: ``torch.get_num_threads()``: a pool that torch finds in another size than it left it is made anew.
     """
-    parallel = None if num_threads < 2 or _is_forked else _openmp()
-    if parallel is None:
-        _Function(function)(argument)
-    else:
-        parallel(function, argument, num_threads, 0)
-
-
-def has_helpers() -> bool:
-    """Whether other threads can help this process."""
-    return not _is_forked and _openmp() is not None
+    if num_threads < 2 or _is_forked or _openmp() is None:
+        return ALONE
+    return Team(num_threads, _number_address())
 
 
 @cache
 def _openmp() -> Any:
-    """The entry point that GNU's OpenMP defines and those of Intel and LLVM have too."""
+    """Torch's OpenMP, if it has the entry point that GNU's defines and those of Intel and LLVM offer too."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+        openmp = ctypes.CDLL(str(library))
+        parallel, _ = openmp.GOMP_parallel, openmp.omp_get_thread_num
     except (OSError, AttributeError):
         return None
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
-    return parallel
+    return openmp
+
+
+@cache
+def _number_address() -> int:
+    return ctypes.cast(_openmp().omp_get_thread_num, ctypes.c_void_p).value or 0
 
 
 def _after_fork_in_child() -> None:

@@ -83,14 +83,15 @@ def check_lists(
     if outs is not None and len(outs) != num_tensors:
         raise InvalidArgumentError(f"outs has {len(outs)} tensors but every replica gives {num_tensors}")
     columns = list(zip(*contribution_lists, strict=True))
-    if columns:
-        check_column(0, columns[0], None if outs is None else outs[0], divisor)
+    targets: Sequence[Tensor | None] = [None] * num_tensors if outs is None else outs
+    checked: list[Sequence[Tensor]] = []
+    for t, (column, out) in enumerate(zip(columns, targets, strict=True)):
+        checked.append(check_column(t, column, out, divisor))
         # torch.compile would have to follow each step of the short cut.
-        are_alike = not torch.compiler.is_compiling() and _are_alike(contribution_lists)
-        if are_alike and (outs is None or _are_outputs(outs, contribution_lists[0])):
+        may_skip = t == 0 and num_tensors > 1 and not torch.compiler.is_compiling() and _are_alike(contribution_lists)
+        if may_skip and (outs is None or _are_outputs(outs, contribution_lists[0])):
             return cast("list[Sequence[Tensor]]", columns), True
-    checked = [check_column(t, column, None if outs is None else outs[t], divisor) for t, column in enumerate(columns)]
-    return cast("list[Sequence[Tensor]]", checked), False
+    return checked, False
 
 
 def _are_alike(lists: Sequence[Sequence[Tensor | None]]) -> bool:
