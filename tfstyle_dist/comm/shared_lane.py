@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -111,6 +112,7 @@ class SharedLane:
         crowded = size > len(os.sched_getaffinity(0))
         self._spins, self._looks = (0, 0) if crowded else (_SPINS, _LOOKS)
         self._meeting = 0
+        self._lock = threading.Lock()
         self._pair: PairLane | None = None
 
     def use_compiled(self, find: FindPair) -> None:
@@ -150,6 +152,7 @@ class SharedLane:
         words, mine, turn = self._words, self.rank * _WORDS, meeting % 2
         words[mine + _DIGEST + turn] = digest
         words[mine + _ARRIVED] = meeting
+        self._fence()
         if self._missing() is None:
             self._wake()
         else:
@@ -161,6 +164,12 @@ class SharedLane:
         """A worker that did not come yet to the meeting that this one came to."""
         words, meeting = self._words, self._meeting
         return next((r for r in self._others if words[r * _WORDS + _ARRIVED] < meeting), None)
+
+    def _fence(self) -> None:
+        """Makes what was written before visible before anything is read after: of two who write a word and then read the
+        other's, one sees what the other wrote. Taking a lock is the one atomic operation that Python has."""
+        self._lock.acquire()
+        self._lock.release()
 
     def _wake(self) -> None:
         """Wakes those who sleep; the worker that comes last does so for all."""
@@ -176,12 +185,12 @@ class SharedLane:
         words, last, sleeps = self._words, self.size * _WORDS, self.rank * _WORDS + _SLEEPS
         deadline, looked = Deadline(self.timeout), time.monotonic()
         words[sleeps] = 1
+        self._fence()
         try:
             while True:
                 seen = words[last]
                 if (rank := self._missing()) is None:
                     return
-                # The last one may just have missed the flag, or two took each other for the last: a sleep is short.
                 self._futex.wait(last, seen)
                 if time.monotonic() - looked > _LOOK_SECONDS:
                     looked = time.monotonic()
