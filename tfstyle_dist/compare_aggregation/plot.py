@@ -18,13 +18,16 @@ def draw(found: Sequence[Findings], path: Path) -> None:
         width = 1.2 + 3.0 * (len(found) - 1 - index) / max(len(found) - 1, 1)  # curves that coincide stay visible
         curves.plot(f.run.losses, styles[index % 4], linewidth=width, alpha=0.75, color=f"C{index}")
     curves.set(xlabel="step", ylabel="loss over the global batch", title="Loss (colors as on the right)")
+    curves.grid(alpha=0.3)
+    largest = f"largest difference: {max(f.difference for f in found):.1e}"
+    curves.annotate(largest, (0.98, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize="small")
     places = range(len(found))
     times = [f.milliseconds for f in found]
     errors = [[max(f.milliseconds - f.low, 0) for f in found], [max(f.high - f.milliseconds, 0) for f in found]]
     bars.barh(places, times, xerr=errors, color=[f"C{index}" for index in places], alpha=0.8, error_kw={"capsize": 3})
     for place, value in zip(places, times, strict=True):
-        bars.annotate(f" {value:.2f}", (0, place), va="center", color="white", fontsize="small", fontweight="bold")
+        bars.annotate(f" {value:.2f}", (0, place), va="center", fontsize="small", fontweight="bold")
     bars.set_yticks(places, [f.run.name.replace(", ", "\n", 1) for f in found], fontsize="x-small")
     bars.invert_yaxis()
-    bars.set(xlabel="milliseconds per step: median, 20 % to 80 %", title="Time of a step")
+    bars.set(xlabel="milliseconds per step (bar: median, line: 20 % to 80 %)", title="Time of a step")
     figure.savefig(path, dpi=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,12 +119,14 @@ def prepare(strategies: dict[str, Strategy], methods: Sequence[str], build: Call
 def train(runs: Sequence[Run], steps: int) -> None:
     """Trains all for some steps, in turns, so that they share what else the machine does; one step warms up.
 
+    The order differs from step to step, equally on all workers: what ran before is felt by who comes next.
+
     Raises:
         FloatingPointError: A loss is not finite.
     """
+    shuffled = random.Random(0)
     for step in range(steps + 1):
-        shift = step % len(runs)
-        for run in (*runs[shift:], *runs[:shift]):
+        for run in shuffled.sample(runs, len(runs)):
             batch = run.batches[step % len(run.batches)]
             begin = time.perf_counter()
             loss = float(run.step(batch))
