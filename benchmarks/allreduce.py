@@ -6,8 +6,8 @@
 All forms take turns in the same processes, so that a busy machine disturbs them alike; what is printed is the median
 time and the median of the round-by-round ratios of Gloo's time to ours. All ranks start together, after a meeting in
 shared memory: they leave Gloo's barrier at times that differ by more than a small sum takes. ``--sockets`` keeps ours
-out of shared memory, ``--interpreted`` does without the compiled sum of two ranks, which else is loaded before anything
-is timed. The results of all forms are compared with each other first.
+out of shared memory, ``--interpreted`` does without the compiled sums, which else are compiled before anything is
+timed. The results of all forms are compared with each other first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def measure(sizes: list[int], seconds: float, compiled: bool) -> list[dict[str, 
 
     torch.set_num_threads(1)
     if compiled and cpu_exchange.unavailable() is None:
-        cpu_exchange.prepare(torch.float32)
+        for order in ("add_n", "tree"):
+            cpu_exchange.prepare(torch.float32, int(os.environ["WORLD_SIZE"]), order)
     results = []
     with td.MirroredStrategy() as strategy:
         group: Any = strategy.worker.group

@@ -55,6 +55,10 @@ class Module:
             function.linkage = "internal"
         return function
 
+    def intrinsic(self, name: str, types: Sequence[Any]) -> Any:
+        """A function of LLVM's own, for some types."""
+        return self._module.declare_intrinsic(name, types)
+
     def compile(self, name: str) -> int:
         """The address of the machine code of a function."""
         engine = binding.create_mcjit_compiler(binding.parse_assembly(str(self._module)), _machine())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.pair import Said
+from tfstyle_dist.comm.compiled import Said
 from tfstyle_dist.comm.shared_lane import (
     _WHOLE_STEP_BYTES,
     SLOT_BYTES,
@@ -23,8 +23,9 @@ from tfstyle_dist.comm.shared_lane import (
     remove_segment,
 )
 from tfstyle_dist.gradients.pieces import GradientPieces
-from tfstyle_dist.ops import aggregate, aggregate_into, backends, pair_sums
-from tfstyle_dist.ops.pair_sums import find_pair_sum
+from tfstyle_dist.ops import aggregate, aggregate_into, backends, lane_sums
+from tfstyle_dist.ops.cost_model import ORDERS
+from tfstyle_dist.ops.lane_sums import find_lane_sum
 from tfstyle_dist_kernels import cpu_exchange
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the lane needs x86-64")
@@ -50,6 +51,10 @@ def together(lanes: list[SharedLane], call: Callable[[SharedLane], object]) -> l
     """Each lane in a thread of its own, as if it were a process."""
     with ThreadPoolExecutor(len(lanes)) as pool:
         return list(pool.map(call, lanes))
+
+
+def not_called(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    raise AssertionError("this sum is compiled")
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -129,19 +134,24 @@ def test_after_different_calls_the_slots_are_used_in_the_same_turn(open_lanes: O
     assert together(lanes, work) == [[1.0, 21.0, 41.0, 61.0]] * 2
 
 
-class TestCompiledPair:
-    """Two workers, of whom both, one or none uses the compiled form of their sum."""
+class TestCompiledSums:
+    """Two workers or more, of whom all, some or none use the compiled form of their sum."""
 
     @pytest.fixture(autouse=True)
     def prepared(self) -> None:
         for dtype in (torch.float32, torch.float64):
-            cpu_exchange.prepare(dtype)
+            for size in (2, 3, 5):
+                cpu_exchange.prepare(dtype, size)
 
     @pytest.fixture
     def pair(self, open_lanes: Open) -> list[SharedLane]:
-        lanes = open_lanes(2)
+        return self.compiled(open_lanes, 2)
+
+    @staticmethod
+    def compiled(open_lanes: Open, size: int) -> list[SharedLane]:
+        lanes = open_lanes(size)
         for lane in lanes:
-            lane.use_compiled(find_pair_sum)
+            lane.use_compiled(find_lane_sum)
         return lanes
 
     def test_both_sides_give_its_answers_the_same_numbers(self) -> None:
@@ -152,33 +162,64 @@ class TestCompiledPair:
             cpu_exchange.DIFFERS,
         ]
 
-    @pytest.mark.parametrize("compiled", [(0, 1), (0,), (1,)])
+    @pytest.mark.parametrize("compiled", [(0, 1), (0,), (1,), (0, 1, 2), (1, 2), (0, 1, 2, 3, 4), (3,)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_bits_of_the_lane_itself(self, open_lanes: Open, compiled: tuple[int, ...], dtype: torch.dtype) -> None:
-        lanes = open_lanes(2)
+        size = next(s for s in (2, 3, 5) if s > max(compiled))
+        lanes = open_lanes(size)
         for rank in compiled:
-            lanes[rank].use_compiled(find_pair_sum)
+            lanes[rank].use_compiled(find_lane_sum)
         part = _WHOLE_STEP_BYTES // dtype.itemsize
-        for sizes in ([4097], [part], [part + 1], [3, part - 3, 5000], [0, 1, 7, 0, 2 * part + 3, 31, 33, 0]):
+        for sizes in ([20_000], [part], [part + 1], [3, part - 3, 5000], [0, 1, 7, 0, 2 * part + 3, 31, 33, 0]):
             shapes = [torch.Size([n]) for n in sizes]
             parts = [[torch.randn(s, dtype=dtype) * 10 ** torch.randn(s, dtype=dtype) for s in shapes] for _ in lanes]
             parts[0][-2 if len(sizes) > 2 else 0][:3] = torch.tensor([float("nan"), float("inf"), 5e-324])
-            expected = [torch.div(a + b, 2) for a, b in zip(*parts, strict=True)]
+            expected = [aggregate(list(column), divisor=size) for column in zip(*parts, strict=True)]
 
             def work(lane: SharedLane, shapes: list[torch.Size] = shapes, parts: object = parts) -> bool:
-                pieces = GradientPieces(shapes, dtype, 2)
+                pieces = GradientPieces(shapes, dtype, size)
                 pieces.grads = parts[lane.rank]  # type: ignore[index]
                 return lane.all_reduce(pieces, 7, aggregate_into)
 
-            assert together(lanes, work) == [True, True]
+            assert together(lanes, work) == [True] * size
             for mine in parts:
                 for value, right in zip(mine, expected, strict=True):
                     torch.testing.assert_close(value, right, rtol=0, atol=0, equal_nan=True)
 
+    @pytest.mark.parametrize("method", [td.AggregationMethod.TREE, td.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N])
+    def test_order_of_the_method(self, open_lanes: Open, method: int) -> None:
+        cpu_exchange.prepare(torch.float32, 5, ORDERS[method])
+        lanes = self.compiled(open_lanes, 5)
+        parts = [torch.randn(50_000) for _ in lanes]
+        values = [p.clone() for p in parts]
+
+        def work(lane: SharedLane) -> bool:
+            return lane.all_reduce(values[lane.rank], 7, not_called, method=method)
+
+        assert together(lanes, work) == [True] * 5
+        for value in values:
+            torch.testing.assert_close(value, aggregate(parts, method), rtol=0, atol=0)
+
+    def test_many_sums_of_workers_that_sleep_and_run_ahead(self, open_lanes: Open) -> None:
+        lanes = self.compiled(open_lanes, 3)
+
+        def work(lane: SharedLane) -> list[float]:
+            seen = []
+            for number in range(60):
+                if number % 3 == lane.rank:
+                    threading.Event().wait(0.001)
+                value = torch.full((20_000 + number,), float(number + lane.rank))
+                assert lane.all_reduce(value, number, not_called)
+                assert lane.compare(number)[0]
+                seen.append(float(value[-1]))
+            return seen
+
+        assert together(lanes, work) == [[3.0 * n + 3 for n in range(60)]] * 3
+
     def test_it_is_used(self, pair: list[SharedLane], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(SharedLane, "_slots_of", None)  # what the lane's own sum would need
         values = [torch.full((5000,), 1.0 + lane.rank) for lane in pair]
-        assert together(pair, lambda lane: lane.all_reduce(values[lane.rank], 7, aggregate_into)) == [True, True]
+        assert together(pair, lambda lane: lane.all_reduce(values[lane.rank], 7, not_called)) == [True, True]
         assert all(bool((v == 3).all()) for v in values)
 
     def test_gradients_that_are_not_contiguous_take_the_other_way(self, pair: list[SharedLane]) -> None:
@@ -205,6 +246,28 @@ class TestCompiledPair:
 
         assert together(pair, work) == [300_000.0 * 64] * 2
 
+    def test_a_worker_of_several_makes_another_call(self, open_lanes: Open) -> None:
+        lanes = self.compiled(open_lanes, 3)
+
+        def work(lane: SharedLane) -> tuple[bool, float, float]:
+            value = torch.full((200_000,), 1.0 + lane.rank)
+            same = lane.compare(9)[0] if lane.rank == 1 else lane.all_reduce(value, 8, not_called)
+            before = float(value[0])
+            assert lane.all_reduce(value, 5, not_called)
+            return same, before, float(value[-1])
+
+        assert together(lanes, work) == [(False, 1.0, 6.0), (False, 2.0, 6.0), (False, 3.0, 6.0)]
+
+    def test_one_of_several_leaves(self, open_lanes: Open) -> None:
+        lanes = self.compiled(open_lanes, 3)
+        lanes[2].leave()
+
+        def work(lane: SharedLane) -> None:
+            with pytest.raises(LaneError, match="worker 2 of this host has left"):
+                lane.all_reduce(torch.ones(200_000), 1, not_called)
+
+        together(lanes[:2], work)
+
     def test_different_calls_change_nothing_and_the_next_ones_are_right(self, pair: list[SharedLane]) -> None:
         def work(lane: SharedLane) -> tuple[bool, float, float]:
             value = torch.full((5000,), 1.0 + lane.rank)
@@ -224,14 +287,14 @@ class TestCompiledPair:
 @pytest.mark.distributed(workers=2, timeout=90)
 def test_ranks_compile_the_pair_when_it_pays(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "COMPILING_SECONDS", 1e-9)
-    monkeypatch.setattr(pair_sums, "_warm_up", backends.WarmUp("cpu_exchange"))
+    monkeypatch.setattr(lane_sums, "_warm_up", backends.WarmUp("cpu_exchange"))
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
         for _ in range(2000):
-            value = torch.full((10_000,), 1.0 + rank)
+            value = torch.full((30_000,), 1.0 + rank)
             group.all_reduce(value, "test")
             assert bool((value == 3).all())
-            if all(group.numbers(int(bool(group._lane._pair._found)), "loaded")):  # type: ignore[attr-defined]
+            if all(group.numbers(int(bool(group._lane._compiled._found)), "loaded")):  # type: ignore[attr-defined]
                 return
     pytest.fail("it was not compiled")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
 from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
-from tfstyle_dist.comm.pair import FindPair, no_pair
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core.enums import AggregationMethod
 
@@ -45,10 +45,10 @@ class DataAxis(WorkerGroup):
             self.data = world.split([list(range(part, world.size, parts)) for part in range(parts)])
         self.leads = self.model.rank == 0
 
-    def use_summation(self, sum_into: SumInto, find_pair: FindPair = no_pair) -> None:
+    def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
         """See ``WorkerGroup``."""
         for group in (self.world, self.model, self.data):
-            group.use_summation(sum_into, find_pair)
+            group.use_summation(sum_into, find_sum)
 
     # ---- between the same parts -------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
-from tfstyle_dist.comm.pair import FindPair, no_pair
 from tfstyle_dist.core.enums import AggregationMethod
 
 
@@ -98,12 +98,12 @@ class WorkerGroup(abc.ABC):
     size: int = 1
     timeout: timedelta | None = None
 
-    def use_summation(self, sum_into: SumInto, find_pair: FindPair = no_pair) -> None:
+    def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
         """Says how this group adds tensors where it does so itself; the layers above own the summation.
 
         Args:
             sum_into: writes the sum of some tensors into another one, in the order of an ``AggregationMethod``.
-            find_pair: finds the compiled form of two workers' sums in shared memory.
+            find_sum: finds the compiled form of sums in shared memory.
         """
         return
 

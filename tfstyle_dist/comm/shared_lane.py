@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
+from tfstyle_dist.comm.compiled import Call, CompiledSums, FindSum, Places, Said
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.futex import Futex, available
-from tfstyle_dist.comm.pair import FindPair, PairCall, PairLane, PairPlaces, Said
 from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
 
 DIRECTORY = Path("/dev/shm")
@@ -36,6 +37,7 @@ _MOST_WORKERS = _CONTROL_BYTES // (_WORDS * 8)  # after their words comes one at
 # Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
 _WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
 _WHOLE_STEP_BYTES = SLOT_BYTES // 4  # what is still in the cache after the meeting, with the slots beside it
+_SLICES_STEP_BYTES = SLOT_BYTES // 4
 _SPINS, _NAP_SECONDS, _LOOK_SECONDS = 200, 0.002, 0.1
 _LOOKS = 20000  # of compiled code, which looks more often in the same time
 
@@ -113,18 +115,19 @@ class SharedLane:
         self._spins, self._looks = (0, 0) if crowded else (_SPINS, _LOOKS)
         self._meeting = 0
         self._lock = threading.Lock()
-        self._pair: PairLane | None = None
+        self._compiled: CompiledSums | None = None
 
-    def use_compiled(self, find: FindPair) -> None:
-        """Says where two workers find the compiled form of their sum; each may use it or not, at any time."""
-        if self.size == 2:
-            start = self._data.data_ptr()
-            places = []
-            for rank in range(2):
-                words = start - _CONTROL_BYTES + 8 * rank * _WORDS
-                slots = [self._data[turn, rank].data_ptr() for turn in range(2)]
-                places.append([*(words + 8 * k for k in (_ARRIVED, _DIGEST, _SLEEPS)), *slots])
-            self._pair = PairLane(find, PairPlaces(places, self.rank, _WHOLE_STEP_BYTES))
+    def use_compiled(self, find: FindSum) -> None:
+        """Says where to find the compiled form of sums; each worker may use it or not, at any time."""
+        start = self._data.data_ptr() - _CONTROL_BYTES
+        addresses = [
+            [start + 8 * (rank * _WORDS + word) for word in (_ARRIVED, _DIGEST, _SLEEPS)]
+            + [self._data[turn, rank].data_ptr() for turn in range(2)]
+            for rank in range(self.size)
+        ]
+        results = [self._data[turn, self.size].data_ptr() for turn in range(2)]
+        part_bytes = _WHOLE_STEP_BYTES if self.size <= _WHOLE_WORKERS else _SLICES_STEP_BYTES
+        self._compiled = CompiledSums(find, Places(addresses, results, self.rank, part_bytes))
 
     # ---- meetings ---------------------------------------------------------------------------------------------
 
@@ -166,8 +169,10 @@ class SharedLane:
         return next((r for r in self._others if words[r * _WORDS + _ARRIVED] < meeting), None)
 
     def _fence(self) -> None:
-        """Makes what was written before visible before anything is read after: of two who write a word and then read the
-        other's, one sees what the other wrote. Taking a lock is the one atomic operation that Python has."""
+        """Of two workers who write a word, call this and read the other's word, one sees what the other wrote.
+
+        Taking a lock is the one atomic operation that Python has.
+        """
         self._lock.acquire()
         self._lock.release()
 
@@ -215,7 +220,12 @@ class SharedLane:
     # ---- sums -------------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, values: Flat | torch.Tensor, digest: int, add: Add, between: Callable[[torch.Tensor], None] | None = None
+        self,
+        values: Flat | torch.Tensor,
+        digest: int,
+        add: Add,
+        between: Callable[[torch.Tensor], None] | None = None,
+        method: int = AggregationMethod.ADD_N,
     ) -> bool:
         """Replaces the values by their sum over the workers, in rank order.
 
@@ -225,6 +235,7 @@ class SharedLane:
             add: writes the sum of tensors into another one.
             between: makes a slice of this host's sum that over all hosts, in place; the hosts have equally many workers
                 and the worker of the same number there calls it for the same slice.
+            method: the order in which ``add`` adds, for compiled sums.
 
         Returns:
             Whether all workers meant the same; if not, the values are as they were.
@@ -233,8 +244,12 @@ class SharedLane:
             LaneError: a worker is gone, or did not come in time.
         """
         flat = BufferView(values) if isinstance(values, torch.Tensor) else values
-        whole = self.size <= _WHOLE_WORKERS or flat.numel * flat.dtype.itemsize <= _WHOLE_BYTES
-        if whole and between is None:
+        small = flat.numel * flat.dtype.itemsize <= _WHOLE_BYTES
+        if between is None and self._compiled is not None and (self.size <= _WHOLE_WORKERS or not small):
+            call = self._compiled.call(flat, method, digest, self._meeting, self._looks)
+            if call is not None:
+                return self._run_compiled(call)
+        if between is None and (self.size <= _WHOLE_WORKERS or small):
             return self._sum_whole(flat, digest, add)
         return self._sum_slices(flat, digest, add, between)
 
@@ -245,8 +260,6 @@ class SharedLane:
         return self._slots[dtype]
 
     def _sum_whole(self, flat: Flat, digest: int, add: Add) -> bool:
-        if self._pair is not None and (call := self._pair.call(flat, digest, self._meeting, self._looks)) is not None:
-            return self._run_compiled(call)
         step, slots = _WHOLE_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         for start in range(0, max(flat.numel, 1), step):
             stop = min(start + step, flat.numel)
@@ -257,8 +270,8 @@ class SharedLane:
             flat.write(start, stop, slots[turn][: self.size], add, self.rank)
         return True
 
-    def _run_compiled(self, call: PairCall) -> bool:
-        """As the loop of ``_sum_whole``, part by part and meeting by meeting."""
+    def _run_compiled(self, call: Call) -> bool:
+        """As ``_sum_whole`` or ``_sum_slices``, part by part and meeting by meeting."""
         while (said := call.go_on()) != Said.DONE:
             self._meeting = call.meeting
             if said == Said.DIFFERS:
@@ -274,7 +287,7 @@ class SharedLane:
         self, flat: Flat, digest: int, add: Add, between: Callable[[torch.Tensor], None] | None = None
     ) -> bool:
         """A part goes through three stages, each between two meetings: copied in, summed in slices, copied back."""
-        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        step, slots = _SLICES_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         bounds = [(s, min(s + step, flat.numel)) for s in range(0, max(flat.numel, 1), step)]
         turns: list[int] = []
         for stage in range(len(bounds) + 2):

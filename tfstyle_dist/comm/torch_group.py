@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tfstyle_dist.comm import comparison, diagnosis, routes, socket_sums
+from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.group import Done, Operation, Pending, SumInto, WorkerGroup, call_site
 from tfstyle_dist.comm.halving import Messages
-from tfstyle_dist.comm.pair import FindPair, no_pair
 from tfstyle_dist.comm.routes import Route
 from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
 from tfstyle_dist.comm.topology import Topology
@@ -89,7 +89,7 @@ class TorchGroup(WorkerGroup):
         self._one_lane = False
         self._routes: dict[Any, Route] = {}
         self._sum_into: SumInto = _left_to_right
-        self._find_pair: FindPair = no_pair
+        self._find_sum: FindSum = nothing_compiled
         # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
         # would stop the stream: only on request.
         self._debug = env.debug_collectives()
@@ -133,11 +133,11 @@ class TorchGroup(WorkerGroup):
             self._lane = lane
             self._leave_lane = weakref.finalize(self, lane.leave)
 
-    def use_summation(self, sum_into: SumInto, find_pair: FindPair = no_pair) -> None:
+    def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
         """See ``WorkerGroup``."""
-        self._sum_into, self._find_pair = sum_into, find_pair
+        self._sum_into, self._find_sum = sum_into, find_sum
         if self._lane is not None:
-            self._lane.use_compiled(find_pair)
+            self._lane.use_compiled(find_sum)
 
     # ---- operations -------------------------------------------------------------------------------------------
 
@@ -210,7 +210,8 @@ class TorchGroup(WorkerGroup):
         text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
         try:
             with region("all_reduce in shared memory", name):
-                same = self._lane.all_reduce(values, comparison.digest_of(text), self._adder(method), between)
+                digest, add = comparison.digest_of(text), self._adder(method)
+                same = self._lane.all_reduce(values, digest, add, between, method)
         except LaneError as error:
             self._fail(Operation(name, self._sequence, _name_of(values.dtype), values.numel, ""), error)
         self._sequence += 1
@@ -354,7 +355,7 @@ class TorchGroup(WorkerGroup):
         """See ``WorkerGroup``."""
         mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=self.timeout)
         part = TorchGroup(mine, self.timeout, self._store, self._device, lambda: dist.destroy_process_group(mine))
-        part.use_summation(self._sum_into, self._find_pair)
+        part.use_summation(self._sum_into, self._find_sum)
         return part
 
     def abort(self) -> None:

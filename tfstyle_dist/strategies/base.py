@@ -25,7 +25,7 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
-from tfstyle_dist.ops.pair_sums import find_pair_sum
+from tfstyle_dist.ops.lane_sums import find_lane_sum
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies import reductions
@@ -70,7 +70,7 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         self.monitor = Monitor(self.worker, env.monitor() and bool(self.worker.devices))
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
-        self.worker.group.use_summation(sum_into, find_pair_sum)
+        self.worker.group.use_summation(sum_into, find_lane_sum)
         self.parameter_store = ParameterStore(self, self.worker, parameter_device)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None

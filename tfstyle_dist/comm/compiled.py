@@ -1,4 +1,4 @@
-"""The compiled form of a sum of two workers in shared memory, as far as ``SharedLane`` knows it.
+"""The compiled form of sums in shared memory, as far as ``SharedLane`` knows it.
 
 The layers above own the compiled code. It makes the same copies, meetings and additions as the lane itself, so that one
 worker may use it while the other does not, or does not yet.
@@ -19,7 +19,10 @@ _LEAST_BYTES = 16 * 1024  # below, an addition costs less than a table of addres
 
 
 class Said(enum.IntEnum):
-    """Why a call came back: it is done; the other lets it wait, sleeps and is to be woken, or does something else."""
+    """Why a call came back.
+
+    It is done; others let it wait; it came last, and some sleep who are to be woken; or another does something else.
+    """
 
     DONE = 0
     WAITS = 1
@@ -27,7 +30,7 @@ class Said(enum.IntEnum):
     DIFFERS = 3
 
 
-class PairCall(Protocol):
+class Call(Protocol):
     """One sum under way."""
 
     @property
@@ -39,11 +42,11 @@ class PairCall(Protocol):
 
 
 class Begin(Protocol):
-    """Compiled code for one element type, of two workers that know where they meet."""
+    """Compiled code for one kind of sum, of workers that know where they meet."""
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], divisor: int | None, digest: int, meeting: int, looks: int
-    ) -> PairCall:
+    ) -> Call:
         """Begins a sum.
 
         Args:
@@ -51,35 +54,52 @@ class Begin(Protocol):
             divisor: what the sum is divided by.
             digest: of what this worker is about to do.
             meeting: the number of the last meeting.
-            looks: how often to look for the other before the call ``WAITS``.
+            looks: how often to look for the others before the call ``WAITS``.
         """
 
 
 @dataclass(frozen=True)
-class PairPlaces:
-    """Where two workers meet.
+class Places:
+    """Where workers meet.
 
     Attributes:
         addresses: for each worker those of its three words (how many meetings it came to; the digests of even and odd
             meetings; whether it sleeps) and of its two slots, which are used in turn, meeting by meeting.
-        rank: this worker's, 0 or 1.
+        results: the addresses of the two slots for sums.
+        rank: this worker's number.
         part_bytes: how much goes through a slot at once.
     """
 
     addresses: Sequence[Sequence[int]]
+    results: Sequence[int]
     rank: int
     part_bytes: int
 
 
-FindPair = Callable[[torch.dtype, int], "Callable[[PairPlaces], Begin] | None"]
-"""The compiled code for an element type, if it is there; told the number of bytes that could be summed by it now."""
+@dataclass(frozen=True)
+class Kind:
+    """What is to be summed.
+
+    Attributes:
+        dtype: the element type.
+        workers: how many workers.
+        method: an ``AggregationMethod``: the order of the additions.
+    """
+
+    dtype: torch.dtype
+    workers: int
+    method: int
 
 
-def no_pair(dtype: torch.dtype, nbytes: int) -> None:
+FindSum = Callable[[Kind, int], "Callable[[Places], Begin] | None"]
+"""The compiled code for a kind of sum, if it is there; told the number of bytes that could be summed by it now."""
+
+
+def nothing_compiled(kind: Kind, nbytes: int) -> None:
     """Finds nothing."""
 
 
-class PairLane:
+class CompiledSums:
     """Begins compiled sums where that is possible.
 
     Args:
@@ -87,19 +107,19 @@ class PairLane:
         places: where the workers meet.
     """
 
-    def __init__(self, find: FindPair, places: PairPlaces) -> None:
+    def __init__(self, find: FindSum, places: Places) -> None:
         self._find, self._places = find, places
-        self._found: dict[torch.dtype, Begin] = {}
+        self._found: dict[tuple[torch.dtype, int], Begin] = {}
 
-    def call(self, flat: Flat, digest: int, meeting: int, looks: int) -> PairCall | None:
-        """A sum of ``flat`` over both workers, or None if it is not for compiled code."""
+    def call(self, flat: Flat, method: int, digest: int, meeting: int, looks: int) -> Call | None:
+        """A sum of ``flat`` over all workers, or None if it is not for compiled code."""
         nbytes = flat.numel * flat.dtype.itemsize
         if nbytes < _LEAST_BYTES or (values := flat.in_place()) is None:
             return None
-        begin = self._found.get(flat.dtype)
+        begin = self._found.get((flat.dtype, method))
         if begin is None:
-            found = self._find(flat.dtype, nbytes)
+            found = self._find(Kind(flat.dtype, len(self._places.addresses), method), nbytes)
             if found is None:
                 return None
-            begin = self._found[flat.dtype] = found(self._places)
+            begin = self._found[flat.dtype, method] = found(self._places)
         return begin(*values, digest, meeting, looks)
