@@ -10,7 +10,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ DONE, WAITS, WAKES, DIFFERS = range(4)
 ARRIVED, DIGEST, SLEEPS, SLOTS = range(4)
 PLACES: Final = 5
 
+_SLEEPS: Final = 25  # of 2 ms, before the caller looks whether the others still live
 _NAMES: Final = {torch.float32: "float32", torch.float64: "float64"}
 _logger = logging.getLogger("tfstyle_dist.kernels")
 _pairs: dict[torch.dtype, int] = {}
@@ -75,17 +76,26 @@ def prepare(dtype: torch.dtype, num_ranks: int = 2, order: str = "add_n") -> Non
         _logger.info("compiled the sum between %d processes for %s in %.2f s", num_ranks, dtype, seconds)
 
 
+@cache
+def _system_call() -> int:
+    return ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
+
+
 class Table:
     """Where processes meet.
 
     Args:
         addresses: for each rank those of the words ``ARRIVED``, ``DIGEST`` and ``SLEEPS`` and of its two slots.
         results: those of the two slots for sums.
+        last: that of the word at which processes sleep.
         rank: this process's number.
         part_bytes: how much goes through a slot at once.
     """
 
-    def __init__(self, addresses: Sequence[Sequence[int]], results: Sequence[int], rank: int, part_bytes: int) -> None:
+    def __init__(
+        self, addresses: Sequence[Sequence[int]], results: Sequence[int], last: int, rank: int, part_bytes: int
+    ) -> None:
+        self.last = last
         self.num_ranks, self.rank, self.part_bytes = len(addresses), rank, part_bytes
         self.places = (ctypes.c_int64 * (self.num_ranks * PLACES))(*(a for row in addresses for a in row))
         self.results = (ctypes.c_int64 * 2)(*results)
@@ -186,6 +196,9 @@ class SlicedSum(LaneSum):
             results=ctypes.addressof(table.results),
             num_ranks=count,
             rank=table.rank,
+            sleeps=_SLEEPS,
+            last=table.last,
+            system_call=_system_call(),
             sum=cpu_sum.prepare(dtype, dtype, count, order, False),
             sum_request=ctypes.addressof(slice_sum),
             sum_row=ctypes.addressof(row),

@@ -1,8 +1,9 @@
 """The machine code of the sum of several processes through memory that they share, for ``tfstyle_dist.comm``.
 
 A part goes through three stages, each after a meeting of all: copied to this process's slot; summed over all slots, a
-slice by each process; and copied back. Several parts are under way at once. The call comes back when others let it
-wait, or sleep and must be woken: both are the caller's business, who then calls again.
+slice by each process; and copied back. Several parts are under way at once. Who waits sleeps at a word of the shared
+memory, where the last one wakes all (Linux futexes). The call comes back when others let it wait for long: what to do
+then is the caller's business, who may call again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, PLACES, SLEEPS, SLOTS, WAITS, WAKES
+from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, PLACES, SLEEPS, SLOTS, WAITS
 from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, element_bytes, integer, loop
 from tfstyle_dist_kernels.cpu_meeting import Action, Fields, shared_word, write_walk
 
@@ -37,12 +38,14 @@ class Request(ctypes.Structure):
         sum_share: The address of its count of units taken, [1].
         digest: Of what this process is about to do.
         divisor: What to divide the sum by, or 0.
-        looks: How often to look for the others before it ``WAITS``.
+        looks: How often to look for the others before it sleeps.
+        sleeps: How often to sleep, each time for ``NAP_NANOSECONDS`` at most, before it ``WAITS``.
+        last: The address of the word at which processes sleep.
+        system_call: The address of the system's function ``syscall``.
         stage: How many meetings of this sum are over: 0.
         has_come: Whether this process came to the next one already: 0.
         meeting: The number of the last meeting.
-        answer: ``DONE``; ``WAITS`` for the others to come to ``meeting``; ``WAKES``: this process came last, and some
-            sleep; ``DIFFERS``: another one does something else.
+        answer: ``DONE``; ``WAITS`` for the others to come to ``meeting``; ``DIFFERS``: another one does something else.
     """
 
     _fields_ = (
@@ -62,6 +65,9 @@ class Request(ctypes.Structure):
         ("digest", ctypes.c_int64),
         ("divisor", ctypes.c_double),
         ("looks", ctypes.c_int64),
+        ("sleeps", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+        ("system_call", ctypes.c_int64),
         ("stage", ctypes.c_int64),
         ("has_come", ctypes.c_int64),
         ("meeting", ctypes.c_int64),
@@ -70,6 +76,9 @@ class Request(ctypes.Structure):
 
 
 _FIELDS: Final = [name for name, *_ in Request._fields_]
+NAP_NANOSECONDS: Final = 2_000_000
+_FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 2**31 - 1  # of Linux on x86-64, where alone there are lanes
+_SYSTEM_CALL: Final = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
 _FUNCTION: Final = ir.FunctionType(ir.VoidType(), [WORD]).as_pointer()
 
 
@@ -94,7 +103,11 @@ class _Writer:
         self._numel = self._b.load(self._b.gep(self._words("starts"), [self._values[2]]))
         rounded_up = self._b.add(self._numel, self._b.sub(fields["part_numel"], integer(1)))
         self._num_parts = self._larger(self._b.sdiv(rounded_up, fields["part_numel"]), integer(1))
-        self._total = self._b.alloca(WORD)  # once: a place that is taken within a loop would be taken again each time
+        # Places are taken once, here: those taken within a loop would be taken again each time.
+        self._total, self._nap = self._b.alloca(WORD), self._b.alloca(ir.ArrayType(WORD, 2))
+        nap = self._b.bitcast(self._nap, WORDS)
+        self._b.store(integer(0), nap)
+        self._b.store(integer(NAP_NANOSECONDS), self._b.gep(nap, [integer(1)]))
 
     def write(self) -> None:
         """Writes stage after stage, as far as it goes without waiting long."""
@@ -116,12 +129,15 @@ class _Writer:
         b.position_at_end(look)
         looks = b.phi(WORD)
         looks.add_incoming(integer(0), come)
-        missing = self._count(ARRIVED, None, "<", fields["meeting"])
-        b.cbranch(b.icmp_signed(">", missing, integer(0)), again, met)
+        b.cbranch(self._is_missing(), again, met)
         b.position_at_end(again)
         more = b.add(looks, integer(1))
-        with b.if_then(b.icmp_signed(">", more, fields["looks"]), likely=False):
-            fields.answer(WAITS)
+        with b.if_then(b.icmp_signed(">", more, fields["looks"])):
+            self._write_sleep()
+            slept = b.sub(more, fields["looks"])
+            is_long = b.and_(b.icmp_signed(">=", slept, fields["sleeps"]), self._is_missing())
+            with b.if_then(is_long, likely=False):
+                fields.answer(WAITS)
         looks.add_incoming(more, b.block)
         b.branch(look)
 
@@ -179,11 +195,30 @@ class _Writer:
         b.store_atomic(fields["digest"], digest, "seq_cst", 8)
         b.store_atomic(meeting, shared_word(b, mine, ARRIVED), "seq_cst", 8)
         fields["has_come"] = 1
-        missing = self._count(ARRIVED, None, "<", meeting)
         asleep = self._count(SLEEPS, None, "!=", integer(0))
-        is_last = b.icmp_signed("==", missing, integer(0))
-        with b.if_then(b.and_(is_last, b.icmp_signed(">", asleep, integer(0))), likely=False):
-            fields.answer(WAKES)
+        is_last = b.not_(self._is_missing())
+        with b.if_then(b.and_(is_last, b.icmp_signed(">", asleep, integer(0)))):
+            b.store_atomic(meeting, self._words("last"), "seq_cst", 8)
+            self._call_system(_WAKE, integer(_EVERYBODY), integer(0))
+
+    def _write_sleep(self) -> None:
+        """Sleeps until the last one comes, or for a while, unless it has come already."""
+        b, fields = self._b, self._fields
+        asleep = shared_word(b, self._row(fields["rank"]), SLEEPS)
+        b.store_atomic(integer(1), asleep, "seq_cst", 8)
+        seen = b.load_atomic(self._words("last"), "seq_cst", 8)
+        with b.if_then(self._is_missing()):
+            self._call_system(_WAIT, b.and_(seen, integer(0xFFFFFFFF)), b.ptrtoint(self._nap, WORD))
+        b.store_atomic(integer(0), asleep, "seq_cst", 8)
+
+    def _call_system(self, operation: int, value: Any, nap: Any) -> None:
+        number, none = integer(_FUTEX), integer(0)
+        function = self._b.inttoptr(self._fields["system_call"], _SYSTEM_CALL)
+        self._b.call(function, [number, self._fields["last"], integer(operation), value, nap, none, none])
+
+    def _is_missing(self) -> Any:
+        missing = self._count(ARRIVED, None, "<", self._fields["meeting"])
+        return self._b.icmp_signed(">", missing, integer(0))
 
     # ---- pieces of code ---------------------------------------------------------------------------------------
 

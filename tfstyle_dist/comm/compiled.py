@@ -66,12 +66,14 @@ class Places:
         addresses: for each worker those of its three words (how many meetings it came to; the digests of even and odd
             meetings; whether it sleeps) and of its two slots, which are used in turn, meeting by meeting.
         results: the addresses of the two slots for sums.
+        last: the address of the word at which workers sleep.
         rank: this worker's number.
         part_bytes: how much goes through a slot at once.
     """
 
     addresses: Sequence[Sequence[int]]
     results: Sequence[int]
+    last: int
     rank: int
     part_bytes: int
 

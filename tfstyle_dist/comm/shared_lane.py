@@ -126,8 +126,9 @@ class SharedLane:
             for rank in range(self.size)
         ]
         results = [self._data[turn, self.size].data_ptr() for turn in range(2)]
+        last = start + 8 * self.size * _WORDS
         part_bytes = _WHOLE_STEP_BYTES if self.size <= _WHOLE_WORKERS else _SLICES_STEP_BYTES
-        self._compiled = CompiledSums(find, Places(addresses, results, self.rank, part_bytes))
+        self._compiled = CompiledSums(find, Places(addresses, results, last, self.rank, part_bytes))
 
     # ---- meetings ---------------------------------------------------------------------------------------------
 

@@ -34,5 +34,5 @@ def find_lane_sum(kind: Kind, nbytes: int) -> Callable[[Places], Begin] | None:
 
 
 def _begin(order: str, places: Places) -> Begin:
-    table = cpu_exchange.Table(places.addresses, places.results, places.rank, places.part_bytes)
+    table = cpu_exchange.Table(places.addresses, places.results, places.last, places.rank, places.part_bytes)
     return cpu_exchange.beginner(table, order)
