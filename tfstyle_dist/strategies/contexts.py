@@ -67,9 +67,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     frame: Frame | None = current_frame()
     if frame is not None and frame.replica is not None:
         raise RuntimeError(
-            "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy "
-            "is fixed. "
-            "Must not be called inside a replica context; call it before run."
+            "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy is "
+            "fixed. Must not be called inside a replica context; call it before run."
         )
     if _global is not None:
         _global.parameter_store.ensure_equal()

@@ -207,8 +207,7 @@ class StrategyExtended:
         if record is None or record.store is not self.strategy.parameter_store:
             raise ValueError(
                 f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; "
-                f"`colocate_with_variable` "
-                "belongs to another strategy or to none."
+                "`colocate_with_variable` belongs to another strategy or to none."
             )
         yield
 

@@ -191,10 +191,8 @@ class ReplicaContext:
             )
         raise RuntimeError(
             f"Mismatching ReplicaContext: {what} was called on the context of replica {self._replica_id} of "
-            f"{self._strategy!r}, "
-            "which is not the one in force (its run has ended, or this is another thread). Call "
-            "get_replica_context() anew "
-            "inside strategy.run."
+            f"{self._strategy!r}, which is not the one in force (its run has ended, or this is another thread). Call "
+            "get_replica_context() anew inside strategy.run."
         )
 
     def __repr__(self) -> str:
