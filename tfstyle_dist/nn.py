@@ -84,6 +84,9 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
         RuntimeError: called in cross-replica context.
 
     Source: ``tf.nn.scale_regularization_loss``.
+
+    Example:
+        >>> loss = compute_average_loss(losses, global_batch_size=64) + scale_regularization_loss(penalty)
     """
     if has_strategy() and in_cross_replica_context():
         raise RuntimeError(

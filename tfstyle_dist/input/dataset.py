@@ -77,6 +77,9 @@ class DistributedDataset:
         """What a batch looks like: a nest of ``TensorSpec``; of ``PerReplica`` ones with several local replicas.
 
         The first time one step of an epoch is read and dropped.
+
+        Raises:
+            ValueError: the dataset is empty.
         """
         if self._spec is None:
             steps, _ = self.pipeline.begin(0, (0, 0))

@@ -188,7 +188,11 @@ class StrategyExtended:
         return record.tensor
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether variable ``v`` was created while this strategy was in force."""
+        """Whether variable ``v`` was created while this strategy was in force.
+
+        Raises:
+            AttributeError: ``v`` is no variable.
+        """
         if not isinstance(v, torch.Tensor):
             raise AttributeError(f"variable_created_in_scope takes a variable, got {type(v).__name__}.")
         record = find_record(v)

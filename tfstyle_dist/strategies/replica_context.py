@@ -30,6 +30,11 @@ class ReplicaContext:
 
     Attributes:
         local_replica_id: this replica's number on this worker.
+
+    Example:
+        >>> def step(x):
+        ...     return get_replica_context().all_reduce("MEAN", x.mean())
+        >>> strategy.run(step, args=(batch,))
     """
 
     def __init__(
