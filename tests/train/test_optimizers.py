@@ -394,7 +394,8 @@ def test_replicas_that_list_other_variables_raise(strategy: td.Strategy, process
         variable = first if replica() == 0 else second
         optimizer.apply_gradients([(torch.ones_like(variable), variable)])
 
-    with pytest.raises(RuntimeError):  # the two process models word it differently
+    wording = {"in_process": "replica 1 lists other variables", "ranks": "make different calls"}
+    with pytest.raises(RuntimeError, match=wording[process_model]):
         strategy.run(step)
 
 
