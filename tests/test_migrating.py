@@ -6,13 +6,13 @@ import contextlib
 import io
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import said_by_first
 from document_blocks import DOCS, Block, blocks_of
 from example_runs import on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -53,14 +53,9 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.distributed(workers=2)
 def test_from_ddp(rank: int, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = programs("test_from_ddp")
-    port = shared_tmp_path / "port"
-    if rank == 0:
-        port.with_suffix(".new").write_text(str(network.free_ports(1)[0]))
-        port.with_suffix(".new").rename(port)
-    while not port.exists():
-        time.sleep(0.01)
+    port = said_by_first(rank, shared_tmp_path / "port", lambda: network.free_ports(1)[0])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", port.read_text())
+    monkeypatch.setenv("MASTER_PORT", str(port))
     theirs, said_before = executed(before.source)
     ours, said_after = executed(after.source)
     torch.testing.assert_close(weights(ours["model"]), weights(theirs["model"]))

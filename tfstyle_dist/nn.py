@@ -50,9 +50,8 @@ def compute_average_loss(
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
-                "compute_average_loss without global_batch_size must be called in replica context: the number "
-                "of examples of "
-                "the other replicas is not known in cross-replica context. Pass global_batch_size."
+                "compute_average_loss without global_batch_size must be called in replica context: the number of "
+                "examples of the other replicas is not known in cross-replica context. Pass global_batch_size."
             )
         size = loss.shape[0] * get_strategy().num_replicas_in_sync
     else:
@@ -85,11 +84,13 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
         RuntimeError: called in cross-replica context.
 
     Source: ``tf.nn.scale_regularization_loss``.
+
+    Example:
+        >>> loss = compute_average_loss(losses, global_batch_size=64) + scale_regularization_loss(penalty)
     """
     if has_strategy() and in_cross_replica_context():
         raise RuntimeError(
-            "You are calling scale_regularization_loss in cross-replica context, while it was expected to be "
-            "called in replica "
-            "context (inside strategy.run)."
+            "You are calling scale_regularization_loss in cross-replica context, while it was expected to be called in "
+            "replica context (inside strategy.run)."
         )
     return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync

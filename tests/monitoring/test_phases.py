@@ -219,7 +219,7 @@ def test_after_the_first_steps_every_seventh_is_measured(time_by_hand: Any) -> N
         for _ in range(3):  # a function that is new meanwhile
             strategy.run(lambda: time_by_hand.advance(4.0) if context() == 0 else None)
         assert strategy.report(quiet=True).others[0][1:] == (3, 4.0)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="seconds"):
             strategy.run(train_step)
         assert strategy.report("train_step", quiet=True).calls == 136, "a step that raises does not count"
         strategy.monitor.every = 1

@@ -159,7 +159,7 @@ def test_saving_while_training_goes_on(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_tables_never_pass_through_the_coordinator(cluster: Any, tmp_path: Path) -> None:
-    """A table of 512 MB and Adagrad's sums: the coordinator's memory does not grow by it."""
+    """A table of 512 MB: the coordinator's memory does not grow by it."""
     rows = 1 << 21
     c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
     table = c.strategy.embedding(rows, 64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -126,7 +125,8 @@ def test_a_restarted_server_without_snapshots_is_said_so(cluster: Any) -> None:
 
 def fails(c: Any, message: str) -> bool:
     try:
-        return not c.coordinator.done()
+        c.coordinator.done()
+        return False
     except UnavailableError as error:
         return message in str(error)
 
@@ -193,7 +193,6 @@ def test_records_are_checked(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataLossError):
             list(read_records(path))
-    assert os.path.exists(path)
 
 
 @pytest.mark.parametrize("options", [{"snapshot_seconds": 0}, {"snapshot_every_write": True}, {"max_staleness": -1}])

@@ -166,3 +166,26 @@ def test_stop_gradients() -> None:
     assert gradients(first.sum() + second.sum(), [x], stop_gradients=first) == [5.0]
     with pytest.raises(TypeError, match="must be tensors or variables, got a str"):
         gradients(z, [x], stop_gradients=["y"])
+
+
+def test_wrapped_optimizer_without_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = tfd.train.Optimizer(torch.optim.SGD([parameter], lr=0.1))
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        optimizer.apply_gradients([(None, parameter)])
+    with pytest.raises(ValueError, match=r"1 variable\(s\) .* not in the groups of Optimizer, which wraps SGD"):
+        optimizer.apply_gradients([(torch.ones(1), nn.Parameter(torch.ones(1)))])
+
+
+def test_wrapped_optimizer_that_raises_gives_the_gradients_back() -> None:
+    parameter, before = nn.Parameter(torch.ones(1)), torch.tensor([7.0])
+    parameter.grad = before
+    wrapped = torch.optim.SGD([parameter], lr=0.1)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("hook")
+
+    wrapped.register_step_pre_hook(fail)
+    with pytest.raises(KeyError, match="hook"):
+        tfd.train.Optimizer(wrapped).apply_gradients([(torch.ones(1), parameter)])
+    assert parameter.grad is before

@@ -85,6 +85,23 @@ def test_rows_named_twice_are_applied_in_order() -> None:
         assert v.tolist() == value, op
 
 
+def test_rows_named_many_times_have_the_bits_of_one_after_the_other() -> None:
+    numbers, values = torch.randint(0, 50, (200,)), torch.randn(200, 3)
+    one_by_one = {
+        "scatter_add": torch.add,
+        "scatter_sub": torch.sub,
+        "scatter_mul": torch.mul,
+        "scatter_update": lambda old, value: value,
+    }
+    for op, apply in one_by_one.items():
+        expected = torch.randn(50, 3)
+        v = tfd.Variable(expected)
+        getattr(v, op)(IndexedSlices(values, numbers))
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            expected[number] = apply(expected[number], value)
+        assert torch.equal(v.detach(), expected), op
+
+
 def test_forms_of_a_delta() -> None:
     v = tfd.Variable([10.0, 20.0, 30.0])
     v.scatter_sub(IndexedSlices(1.0, 0))

@@ -83,7 +83,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index given, else that of ``TF_CONFIG``; a string of digits counts as a number."""
+        """The index given, else that of ``TF_CONFIG``; a string of digits counts as a number.
+
+        Raises:
+            ValueError: it is no whole number.
+        """
         if self._task_id is not None:
             return int(self._task_id)
         task = self._task()

@@ -101,8 +101,8 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     if twice:
         raise ValueError(
             f"Replica devices must be unique, but {', '.join(twice)} is given more than once in "
-            f"{[str(d) for d in devices]}. "
-            "For several replicas on one device write e.g. ['cuda:0#0', 'cuda:0#1'] or ['cpu:0', 'cpu:1']."
+            f"{[str(d) for d in devices]}. For several replicas on one device write e.g. ['cuda:0#0', 'cuda:0#1'] or "
+            "['cpu:0', 'cpu:1']."
         )
     kinds = sorted({d.type for d in devices})
     if len(kinds) > 1:

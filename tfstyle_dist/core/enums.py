@@ -11,6 +11,9 @@ class ReduceOp(enum.Enum):
 
     * ``SUM``: add all values.
     * ``MEAN``: add all values, then divide by their number.
+
+    Example:
+        >>> strategy.reduce(ReduceOp.MEAN, losses, axis=None)
     """
 
     SUM = "SUM"
@@ -42,6 +45,9 @@ class VariableSynchronization(enum.Enum):
     * ``NONE``: there is one copy; mirrored strategies refuse it.
     * ``ON_WRITE``: every write reaches all copies.
     * ``ON_READ``: each replica writes its own copy; a cross-replica read aggregates them.
+
+    Example:
+        >>> total = Variable(0.0, synchronization=VariableSynchronization.ON_READ, aggregation=VariableAggregation.SUM)
     """
 
     AUTO = 0
@@ -57,6 +63,9 @@ class VariableAggregation(enum.Enum):
     * ``SUM``: the sum over the replicas.
     * ``MEAN``: the mean over the replicas.
     * ``ONLY_FIRST_REPLICA``: the first replica's value, the others are dropped.
+
+    Example:
+        >>> seen = Variable(0, aggregation=VariableAggregation.SUM)
     """
 
     NONE = 0
@@ -97,6 +106,9 @@ class AggregationMethod:
     * ``DEFAULT`` (0): equal to ``ADD_N`` as in TensorFlow, but leaves the choice to the package (``is_default``).
     * ``EXPERIMENTAL_TREE`` (1), also ``TREE``: pairwise, log2(N) levels.
     * ``EXPERIMENTAL_ACCUMULATE_N`` (2): the left chain, one live accumulator.
+
+    Example:
+        >>> ReductionToOneDevice(aggregation_method=AggregationMethod.EXPERIMENTAL_TREE)
     """
 
     ADD_N: Final = 0

@@ -23,6 +23,9 @@ class NcclAllReduce(_PackedAllReduce):
 
     Raises:
         ValueError: ``num_packs`` is negative.
+
+    Example:
+        >>> MirroredStrategy(["cuda:0", "cuda:1"], cross_device_ops=NcclAllReduce())
     """
 
 
@@ -34,6 +37,9 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
 
     Raises:
         ValueError: ``num_packs`` is negative.
+
+    Example:
+        >>> MirroredStrategy(cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     """
 
     aggregation_method = AggregationMethod.EXPERIMENTAL_TREE

@@ -160,7 +160,6 @@ def _check_gatherable(shapes: Sequence[list[int]], axis: int) -> None:
             a != b for d, (a, b) in enumerate(zip(shape, first, strict=True)) if d != axis
         ):
             raise InvalidArgumentError(
-                f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions "
-                f"and rank "
-                "may differ along that axis only."
+                f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions and "
+                "rank may differ along that axis only."
             )

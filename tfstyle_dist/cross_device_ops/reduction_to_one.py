@@ -22,6 +22,9 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     Raises:
         ValueError: ``reduce_to_device`` is no device, or an unknown method.
+
+    Example:
+        >>> MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ReductionToOneDevice())
     """
 
     def __init__(

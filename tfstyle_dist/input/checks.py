@@ -18,15 +18,13 @@ def refuse(dataset: Any) -> None:
     what = type(dataset).__name__
     if isinstance(dataset, torch.Tensor | np.ndarray | tuple | Mapping | str | bytes):
         raise TypeError(
-            f"A {what} is not a dataset of batches. Pass torch.utils.data.TensorDataset(...) with "
-            "global_batch_size=, a "
-            "DataLoader, or a list of batches."
+            f"A {what} is not a dataset of batches. Pass torch.utils.data.TensorDataset(...) with global_batch_size=, "
+            "a DataLoader, or a list of batches."
         )
     if isinstance(dataset, Iterator):
         raise TypeError(
             f"A {what} can be read only once, so a second epoch would be empty. Pass an object whose __iter__ starts "
-            "anew "
-            "(an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
+            "anew (an IterableDataset, a DataLoader, a list), or strategy.distribute_datasets_from_function."
         )
     iterable = isinstance(dataset, Iterable | Dataset) or (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -39,9 +37,8 @@ def refuse_scalars(batches: Any) -> None:
     """Raises TypeError for a list of Python numbers where batches are meant."""
     if isinstance(batches, list) and batches and isinstance(batches[0], bool | int | float | complex | str | bytes):
         raise TypeError(
-            f"A list of {type(batches[0]).__name__} is not a dataset of batches: its elements must be tensors or "
-            "nests of "
-            "tensors. Pass e.g. [torch.tensor([1.0, 2.0]), ...], or the samples with global_batch_size=."
+            f"A list of {type(batches[0]).__name__} is not a dataset of batches: its elements must be tensors or nests "
+            "of tensors. Pass e.g. [torch.tensor([1.0, 2.0]), ...], or the samples with global_batch_size=."
         )
 
 
@@ -65,8 +62,6 @@ def check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> None:
     if drop_remainder and size < layout.all_replicas:
         raise InvalidArgumentError(
             f"A global batch of {size} is smaller than the {layout.all_replicas} replicas, so some replicas would "
-            "never get "
-            "an example although smaller batches are dropped. Use a larger global batch, or fewer replicas, or do "
-            "not drop "
-            "the remainder."
+            "never get an example although smaller batches are dropped. Use a larger global batch, or fewer replicas, "
+            "or do not drop the remainder."
         )

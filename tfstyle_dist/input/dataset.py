@@ -67,8 +67,8 @@ class DistributedDataset:
         if steps is None or (self.layout.workers > 1 and not self.pipeline.same_on_all):
             raise TypeError(
                 "The number of steps of this distributed dataset is not known in advance: it reads a stream. Iterate "
-                "over "
-                "it, or give a map-style Dataset with global_batch_size=, a DataLoader over one, or a list of batches."
+                "over it, or give a map-style Dataset with global_batch_size=, a DataLoader over one, or a list of "
+                "batches."
             )
         return steps
 
@@ -77,6 +77,9 @@ class DistributedDataset:
         """What a batch looks like: a nest of ``TensorSpec``; of ``PerReplica`` ones with several local replicas.
 
         The first time one step of an epoch is read and dropped.
+
+        Raises:
+            ValueError: the dataset is empty.
         """
         if self._spec is None:
             steps, _ = self.pipeline.begin(0, (0, 0))
@@ -143,8 +146,7 @@ class DistributedDataset:
         if frame is not None and frame.replica is not None:
             raise ValueError(
                 f"{what} must be called outside of strategy.run: each replica would take a batch of its own. Iterate "
-                "outside "
-                "and pass the batch: strategy.run(step, args=(batch,))."
+                "outside and pass the batch: strategy.run(step, args=(batch,))."
             )
 
     def _announce(self) -> None:

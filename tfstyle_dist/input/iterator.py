@@ -107,8 +107,7 @@ class DistributedIterator:
         except StopIteration:
             raise OutOfRangeError(
                 "End of sequence: the iterator has no more batches on any worker. Call iter(dataset) for another "
-                "epoch, or "
-                "use get_next_as_optional()."
+                "epoch, or use get_next_as_optional()."
             ) from None
 
     def get_next_as_optional(self) -> Optional:
@@ -174,8 +173,7 @@ class DistributedIterator:
         if state["unit"] != unit:
             raise ValueError(
                 f"The saved position counts {state['unit']}, but this input counts {unit}: it was saved for another "
-                "kind of "
-                "dataset or policy."
+                "kind of dataset or policy."
             )
         for key in ("samples", "batches"):
             if key in facts and key in state["facts"] and facts[key] != state["facts"][key]:
@@ -187,11 +185,9 @@ class DistributedIterator:
         alone = layout.workers == 1 and state["layout"][0] == 1 and state["facts"].get("policy") is not None
         if unit == "steps" and state["layout"] != now and not alone:
             raise ValueError(
-                f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); "
-                "here are "
-                f"{now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an "
-                "epoch fits "
-                "the same numbers only. Use AutoShardPolicy.DATA, or save at the end of an epoch."
+                f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); here "
+                f"are {now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an "
+                "epoch fits the same numbers only. Use AutoShardPolicy.DATA, or save at the end of an epoch."
             )
 
     # ---- steps ------------------------------------------------------------------------------------------------

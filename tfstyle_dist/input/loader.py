@@ -111,9 +111,9 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position[0])
         loader = self._idle_loader()
-        batches: Iterator[Any] | None = iter(loader)
+        batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
-            batches = None  # what its iterator would read in this process is read without its cost for each batch
+            batches = None  # what it would read in this process is read without its cost for each batch
         reader = _Reader(self, self.sampler.plan(), batches, position[0])
         if loader is self._loader:
             self._reader = weakref.ref(reader)

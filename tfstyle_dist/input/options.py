@@ -32,6 +32,11 @@ class InputContext:
         num_input_pipelines: how many pipelines there are.
         input_pipeline_id: number of this one, from 0.
         num_replicas_in_sync: replicas of all workers.
+
+    Example:
+        >>> def dataset_fn(context):
+        ...     return DataLoader(data, batch_size=context.get_per_replica_batch_size(64))
+        >>> strategy.distribute_datasets_from_function(dataset_fn)
     """
 
     def __init__(self, num_input_pipelines: int = 1, input_pipeline_id: int = 0, num_replicas_in_sync: int = 1) -> None:

@@ -217,8 +217,8 @@ def stopping(*streams: Any) -> Iterator[None]:
         if dead:
             raise RuntimeError(
                 f"DataLoader worker (pid {', '.join(map(str, dead))}) was killed while it was read. Look for the "
-                "kernel's "
-                "out-of-memory killer, and at what the dataset does in its processes; num_workers=0 shows the latter."
+                "kernel's out-of-memory killer, and at what the dataset does in its processes; num_workers=0 shows the "
+                "latter."
             ) from error
         raise
 

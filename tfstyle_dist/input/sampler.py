@@ -100,9 +100,10 @@ class SampledOrder(EpochOrder):
         drawn = self._draw(epoch) if group.rank == 0 else []
         if group.size == 1:
             return drawn
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in drawn):
+        wrong = [i for i in drawn if isinstance(i, bool) or not isinstance(i, int)]
+        if wrong:
             raise TypeError(
-                f"{type(self._sampler).__name__} yields {drawn[0]!r}; with several workers a sampler must yield whole "
+                f"{type(self._sampler).__name__} yields {wrong[0]!r}; with several workers a sampler must yield whole "
                 "numbers, because worker 0 sends its order to the others. Use whole numbers as keys of the dataset."
             )
         device = self._worker.torch_device(0)

@@ -59,15 +59,13 @@ def make_plan(dataset: Any, request: Request) -> Plan:
         return _plan_samples(dataset, request)
     if request.shuffle or request.drop_remainder or request.loader_options:
         raise ValueError(
-            "shuffle, drop_remainder and the options of a DataLoader need global_batch_size=: without it the "
-            "dataset's own "
-            "batches are taken as they come."
+            "shuffle, drop_remainder and the options of a DataLoader need global_batch_size=: without it the dataset's "
+            "own batches are taken as they come."
         )
     if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{type(dataset).__name__} is not batched: pass global_batch_size= (examples of all replicas together), "
-            "or a "
-            "DataLoader whose batch_size is the global batch size."
+            f"{type(dataset).__name__} is not batched: pass global_batch_size= (examples of all replicas together), or "
+            "a DataLoader whose batch_size is the global batch size."
         )
     return _plan_stream(dataset, request, "the whole stream of batches")
 
@@ -77,15 +75,13 @@ def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
     if request.batch_size is not None or request.shuffle or request.drop_remainder or request.loader_options:
         raise ValueError(
             f"A DataLoader has its own batch_size ({loader.batch_size}), sampler and options; set them there "
-            "(batch_size is "
-            "the global batch size), or pass its dataset with global_batch_size=."
+            "(batch_size is the global batch size), or pass its dataset with global_batch_size=."
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
                 "This DataLoader has a DistributedSampler, so it is already sharded; sharding it again would lose "
-                "samples. "
-                "Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader over in "
+                "samples. Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader over in "
                 "strategy.distribute_datasets_from_function."
             )
     policy = resolve_policy(_asked(loader.dataset, request), request.layout.workers, *_abilities(loader.dataset))
@@ -166,8 +162,7 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
     except (TypeError, NotImplementedError):
         raise TypeError(
             f"{type(dataset).__name__} has no length (__len__), which is needed to divide its samples among the "
-            "replicas. "
-            "Add one, or make it an IterableDataset."
+            "replicas. Add one, or make it an IterableDataset."
         ) from None
     policy = resolve_policy(_asked(dataset, request), request.layout.workers, *_abilities(dataset))
     if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and request.layout.workers > 1:

@@ -90,13 +90,11 @@ def _leaf_size(leaf: Any) -> int:
     if isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
         raise IndexError(
             f"Index 0 is out of range of the Python value {leaf!r}: it has no batch dimension, so it cannot be split "
-            "over "
-            "several replicas. Make it a tensor with one entry per example."
+            "over several replicas. Make it a tensor with one entry per example."
         )
     raise TypeError(
-        f"A batch with a {type(leaf).__name__} cannot be split over several replicas. Return tensors, arrays or "
-        "lists of "
-        "texts in tuples, lists or dicts from collate_fn."
+        f"A batch with a {type(leaf).__name__} cannot be split over several replicas. Return tensors, arrays or lists "
+        "of texts in tuples, lists or dicts from collate_fn."
     )
 
 

@@ -114,9 +114,8 @@ class Report:
             )
         lines = [
             f"Where the time of {self.function!r} goes: {self.steps} of {self.calls} steps on {len(self.replicas)} "
-            f"replica(s), "
-            f"{_ms(self.step_seconds)} each (median {_ms(self.median_seconds)}, 95 % below {_ms(self.high_seconds)}; "
-            f"the first one, {_ms(self.first_seconds)}, is not counted).",
+            f"replica(s), {_ms(self.step_seconds)} each (median {_ms(self.median_seconds)}, 95 % below "
+            f"{_ms(self.high_seconds)}; the first one, {_ms(self.first_seconds)}, is not counted).",
             f"  {'':28} {'mean':>11}  share   {'least (replica)':>20} {'most (replica)':>20}",
         ]
         for phase, name in enumerate(PHASES):

@@ -94,7 +94,6 @@ def pop(frame: Frame) -> None:
 def mixing_error(inner: Any, outer: Any, what: str) -> RuntimeError:
     """The error for two strategies at work in one thread."""
     return RuntimeError(
-        f"Mixing different tf.distribute strategies: {what} of {inner!r} while {outer!r} is in force. Leave the "
-        f"scope or "
-        "run of the one before using the other."
+        f"Mixing different tf.distribute strategies: {what} of {inner!r} while {outer!r} is in force. Leave the scope "
+        "or run of the one before using the other."
     )

@@ -238,8 +238,7 @@ class ThreadedRun:
         if 0 in absent:
             get_logger().error(
                 "replica 0 did not come to %s within %s. It runs in the thread that called run, which cannot be "
-                "abandoned: "
-                "the error is raised when its function returns.\n%s",
+                "abandoned: the error is raised when its function returns.\n%s",
                 call.describe(),
                 deadline,
                 stacks,

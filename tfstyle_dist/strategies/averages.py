@@ -60,9 +60,8 @@ def _strategy_in_force() -> Strategy:
     launch = env.launch()
     if not has_strategy() and launch is not None and launch.world_size > 1:
         raise RuntimeError(
-            f"exact_mean was called outside of every scope in one of {launch.world_size} processes, so it cannot "
-            "tell whose "
-            "values to combine. Call it inside strategy.scope() or strategy.run, or pass strategy=strategy."
+            f"exact_mean was called outside of every scope in one of {launch.world_size} processes, so it cannot tell "
+            "whose values to combine. Call it inside strategy.scope() or strategy.run, or pass strategy=strategy."
         )
     return get_strategy()
 

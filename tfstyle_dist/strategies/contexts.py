@@ -29,7 +29,13 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether another strategy than the default one is in force (``tf.distribute.has_strategy``)."""
+    """Whether another strategy than the default one is in force (``tf.distribute.has_strategy``).
+
+    Example:
+        >>> with strategy.scope():
+        ...     has_strategy()
+        True
+    """
     frame = current_frame()
     return frame is not None and frame.strategy is not default_strategy()
 
@@ -38,6 +44,9 @@ def get_replica_context() -> ReplicaContext | None:
     """The replica context of this thread; ``None`` in cross-replica context.
 
     Outside every strategy it is the default strategy's context. Source: ``tf.distribute.get_replica_context``.
+
+    Example:
+        >>> strategy.run(lambda: get_replica_context().all_reduce("SUM", torch.ones(2)))
     """
     frame = current_frame()
     if frame is None:
@@ -47,7 +56,15 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this thread is in cross-replica context (``tf.distribute.in_cross_replica_context``)."""
+    """Whether this thread is in cross-replica context (``tf.distribute.in_cross_replica_context``).
+
+    Outside every strategy it is false, as in TensorFlow: the default strategy's replica context is in force.
+
+    Example:
+        >>> with strategy.scope():
+        ...     in_cross_replica_context()
+        True
+    """
     frame = current_frame()
     return frame is not None and frame.replica is None
 
@@ -62,14 +79,16 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         RuntimeError: called in replica context.
 
     Source: ``tf.distribute.experimental_set_strategy``.
+
+    Example:
+        >>> experimental_set_strategy(MirroredStrategy())
     """
     global _global
     frame: Frame | None = current_frame()
     if frame is not None and frame.replica is not None:
         raise RuntimeError(
-            "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy "
-            "is fixed. "
-            "Must not be called inside a replica context; call it before run."
+            "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy is "
+            "fixed. Must not be called inside a replica context; call it before run."
         )
     if _global is not None:
         _global.parameter_store.ensure_equal()

@@ -188,7 +188,11 @@ class StrategyExtended:
         return record.tensor
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether variable ``v`` was created while this strategy was in force."""
+        """Whether variable ``v`` was created while this strategy was in force.
+
+        Raises:
+            AttributeError: ``v`` is no variable.
+        """
         if not isinstance(v, torch.Tensor):
             raise AttributeError(f"variable_created_in_scope takes a variable, got {type(v).__name__}.")
         record = find_record(v)
@@ -207,8 +211,7 @@ class StrategyExtended:
         if record is None or record.store is not self.strategy.parameter_store:
             raise ValueError(
                 f"colocate_vars_with must be given a variable created in the scope of {self.strategy!r}; "
-                f"`colocate_with_variable` "
-                "belongs to another strategy or to none."
+                "`colocate_with_variable` belongs to another strategy or to none."
             )
         yield
 

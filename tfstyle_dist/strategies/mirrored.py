@@ -38,8 +38,7 @@ class MirroredVariables(LogicalDevices):
         if spec.aggregation is VariableAggregation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"Aggregation MEAN needs a floating point variable, got dtype {tensor.dtype} for "
-                f"{spec.name or 'Variable'!r}. "
-                "Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
+                f"{spec.name or 'Variable'!r}. Use SUM or ONLY_FIRST_REPLICA, or a float dtype."
             )
         return build_variable(DistributedVariable, spec, self.parameter_store, tensor, spec.synchronization)
 
@@ -109,8 +108,7 @@ def devices_of_this_process() -> tuple[ReplicaDevice, ...]:
         return found
     if launch.local_rank >= len(found):
         raise ValueError(
-            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at "
-            f"most one process "
-            "per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
+            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at most "
+            "one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return (found[launch.local_rank],)

@@ -198,7 +198,11 @@ class ParameterServerStrategy(Strategy):
     # ---- optimizers -------------------------------------------------------------------------------------------
 
     def optimizer_number(self, optimizer: Any) -> int:
-        """The number under which the servers know an optimizer; tells them of a new one."""
+        """The number under which the servers know an optimizer; tells them of a new one.
+
+        Raises:
+            RuntimeError: on a worker, for an optimizer that was made there.
+        """
         number = self._optimizers.get(optimizer)
         if number is None and self._resolver is None:
             raise RuntimeError(

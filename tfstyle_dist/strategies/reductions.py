@@ -35,9 +35,8 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
     raise ValueError(
-        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values "
-        f"and Python "
-        "numbers have no per-replica value. Pass torch.tensor(...)."
+        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and "
+        "Python numbers have no per-replica value. Pass torch.tensor(...)."
     )
 
 
@@ -116,9 +115,8 @@ def _check_axis(tensor: torch.Tensor, axis: Any) -> None:
         raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
     if not 0 <= axis < tensor.dim():
         raise InvalidArgumentError(
-            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a "
-            f"dimension from 0 "
-            f"to {tensor.dim() - 1}; negative axes are not accepted, and a scalar needs value.reshape(1) first."
+            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension "
+            f"from 0 to {tensor.dim() - 1}; negative axes are not accepted, and a scalar needs value.reshape(1) first."
         )
 
 
@@ -209,9 +207,8 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         if op is ReduceOp.MEAN:
             return value
         raise AssertionError(
-            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not "
-            f"meant. Reduce a "
-            "value computed in strategy.run, or multiply by num_replicas_in_sync."
+            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not meant. "
+            "Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
         )
     if isinstance(value, PerReplica):
         tensors = [as_reducible(v, "reduce") for v in value.values]
@@ -222,10 +219,8 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         return value
     raise ValueError(
         f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the "
-        f"{strategy.num_replicas_in_sync} "
-        "replicas holds the same one. Return a tensor from strategy.run and reduce that; use MEAN for a value "
-        "that is equal "
-        "everywhere."
+        f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
+        "that; use MEAN for a value that is equal everywhere."
     )
 
 

@@ -30,6 +30,11 @@ class ReplicaContext:
 
     Attributes:
         local_replica_id: this replica's number on this worker.
+
+    Example:
+        >>> def step(x):
+        ...     return get_replica_context().all_reduce("MEAN", x.mean())
+        >>> strategy.run(step, args=(batch,))
     """
 
     def __init__(
@@ -191,10 +196,8 @@ class ReplicaContext:
             )
         raise RuntimeError(
             f"Mismatching ReplicaContext: {what} was called on the context of replica {self._replica_id} of "
-            f"{self._strategy!r}, "
-            "which is not the one in force (its run has ended, or this is another thread). Call "
-            "get_replica_context() anew "
-            "inside strategy.run."
+            f"{self._strategy!r}, which is not the one in force (its run has ended, or this is another thread). Call "
+            "get_replica_context() anew inside strategy.run."
         )
 
     def __repr__(self) -> str:

@@ -55,7 +55,6 @@ class Scope:
 def scope_in_replica_context(strategy: Strategy) -> RuntimeError:
     """The error of ``scope()`` inside ``run``."""
     return RuntimeError(
-        f"{strategy!r}.scope() was entered in replica context (inside strategy.run). The strategy is in force "
-        f"there already; "
-        "use merge_call to get to cross-replica context."
+        f"{strategy!r}.scope() was entered in replica context (inside strategy.run). The strategy is in force there "
+        "already; use merge_call to get to cross-replica context."
     )

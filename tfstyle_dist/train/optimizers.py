@@ -23,6 +23,9 @@ class GradientDescentOptimizer(TFOptimizer):
         learning_rate: a number, tensor, or function returning a number.
         use_locking: accepted for TF's signature.
         name: for messages.
+
+    Example:
+        >>> GradientDescentOptimizer(0.1).minimize(loss, var_list=[w])
     """
 
     def __init__(self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent") -> None:
@@ -47,6 +50,9 @@ class MomentumOptimizer(TFOptimizer):
         use_locking: accepted for TF's signature.
         name: for messages.
         use_nesterov: look-ahead form: ``value -= learning_rate * (grad + momentum * m)``.
+
+    Example:
+        >>> MomentumOptimizer(0.1, momentum=0.9).minimize(loss, var_list=[w])
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class AdamOptimizer(TFOptimizer):
         name: for messages.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", section 2.1, last paragraph.
+
+    Example:
+        >>> AdamOptimizer(0.001).minimize(loss, var_list=[w])
     """
 
     row_wise = False  # TF decays the moments of all rows
@@ -144,6 +153,9 @@ class AdadeltaOptimizer(TFOptimizer):
         name: for messages.
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method".
+
+    Example:
+        >>> AdadeltaOptimizer(1.0).minimize(loss, var_list=[w])
     """
 
     def __init__(
@@ -182,6 +194,9 @@ class AdagradOptimizer(TFOptimizer):
 
     Raises:
         ValueError: ``initial_accumulator_value`` is not positive.
+
+    Example:
+        >>> AdagradOptimizer(0.1).minimize(loss, var_list=[w])
     """
 
     def __init__(
@@ -218,6 +233,9 @@ class RMSPropOptimizer(TFOptimizer):
         use_locking: accepted for TF's signature.
         centered: divide by the estimated variance instead of the second moment.
         name: for messages.
+
+    Example:
+        >>> RMSPropOptimizer(0.01).minimize(loss, var_list=[w])
     """
 
     def __init__(
@@ -276,6 +294,9 @@ class FtrlOptimizer(TFOptimizer):
         ValueError: a value out of its range.
 
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches".
+
+    Example:
+        >>> FtrlOptimizer(0.1).minimize(loss, var_list=[w])
     """
 
     def __init__(

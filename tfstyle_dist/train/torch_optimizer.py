@@ -40,7 +40,11 @@ class Optimizer(TFOptimizer):
     updates_copies = False
 
     def update_variables(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """Puts the sums into ``.grad`` and steps once."""
+        """Puts the sums into ``.grad`` and steps once.
+
+        Raises:
+            ValueError: a variable that the torch optimizer does not have.
+        """
         given = {id(v): g for g, v in pairs}
         known = [parameter for group in self.torch_optimizer.param_groups for parameter in group["params"]]
         unknown = given.keys() - {id(parameter) for parameter in known}

@@ -90,9 +90,8 @@ def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Mod
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, torch.nn.UninitializedParameter):
                 raise ValueError(
-                    f"Parameter {prefix + '.' if prefix else ''}{name} has no shape yet (lazy module). Run the "
-                    f"module once on "
-                    "an example inside the scope, then adopt it."
+                    f"Parameter {prefix + '.' if prefix else ''}{name} has no shape yet (lazy module). Run the module "
+                    "once on an example inside the scope, then adopt it."
                 )
             known = find_record(parameter)
             if known is None or known.store is not store:

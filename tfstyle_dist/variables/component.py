@@ -150,9 +150,8 @@ def read_across_replicas(record: Record, name: str) -> torch.Tensor:
     """
     if record.aggregation is VariableAggregation.NONE:
         raise ValueError(
-            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica "
-            f"context. Read it "
-            "inside strategy.run, take experimental_local_results(variable), or give it an aggregation."
+            f"ON_READ variable {name!r} has aggregation NONE: its copies cannot be read in cross-replica context. Read "
+            "it inside strategy.run, take experimental_local_results(variable), or give it an aggregation."
         )
     with torch.no_grad():
         return combine(record, [c.detach() for c in record.components])

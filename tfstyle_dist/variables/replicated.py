@@ -292,9 +292,8 @@ def _autograd_grad(
             result.append(None)
         else:
             raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set "
-                "allow_unused=True if this "
-                "is the desired behavior."
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
             )
     return tuple(result)
 
@@ -317,8 +316,7 @@ def _convert_buffer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if record.index() is not None:
         raise WrongContextError(
             f"A module with the buffer {record.describe()!r} was converted (to(), double(), cuda(), ...) inside "
-            f"strategy.run. "
-            "Convert it outside."
+            "strategy.run. Convert it outside."
         )
     record.store.ensure_equal()
     with raw(), torch.no_grad():

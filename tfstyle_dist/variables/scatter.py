@@ -36,6 +36,7 @@ _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scatter_update": lambda old, value: value,
     "batch_scatter_update": lambda old, value: value,
 }
+_SIGNS = {"scatter_add": 1, "scatter_sub": -1}
 _NOT_COMBINED = ("scatter_min", "scatter_max", "scatter_update")
 
 
@@ -111,11 +112,21 @@ def apply_rows(component: torch.Tensor, op: str, rows: Rows) -> None:
     with write_lock, torch.no_grad():
         whole = component.detach()
         flat = whole.reshape(-1, *values.shape[1:])  # a batch scatter counts its rows over several dimensions
-        for places in _rounds(numbers):
-            chosen = numbers[places]
-            flat[chosen] = apply(flat[chosen], values[places])
+        if op in _SIGNS and whole.device.type == "cpu":  # elsewhere index_add_ has no fixed order
+            flat.index_add_(0, numbers, values, alpha=_SIGNS[op])
+        else:
+            for places in [_last(numbers)] if op.endswith("update") else _rounds(numbers):
+                chosen = numbers[places]
+                flat[chosen] = apply(flat[chosen], values[places])
         if flat.data_ptr() != whole.data_ptr():  # reshape had to copy
             whole.copy_(flat.view(whole.shape))
+
+
+def _last(numbers: torch.Tensor) -> torch.Tensor:
+    """The places of the last occurrences."""
+    order = torch.argsort(numbers, stable=True)
+    ordered = numbers[order]
+    return order[torch.cat([ordered[1:] != ordered[:-1], ordered.new_ones(min(len(ordered), 1), dtype=torch.bool)])]
 
 
 def _rounds(numbers: torch.Tensor) -> Iterator[torch.Tensor]:

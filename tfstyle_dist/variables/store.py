@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,20 +13,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.partitioned import LocalParts
 from tfstyle_dist.variables.pull import Puller, is_elsewhere
-from tfstyle_dist.variables.record import Placement, Record, raw
+from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 from tfstyle_dist.variables.shared_home import SharedHome
 
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _records_lock = threading.Lock()
-_STRUCTURE = "model structure"
 
 
 def find_record(tensor: Any) -> Record | None:
@@ -292,8 +289,9 @@ class ParameterStore:
             pending = [r for r in self._pending if r.tensor is not None and r not in elsewhere]
             self._pending = []
             if self.worker.group.size > 1:
-                self._check_same_structure(pending)
-                self._broadcast(pending if self.shared_home is None else self.shared_home.move_in(pending))
+                check_same_structure(self.worker.group, pending)
+                moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
+                send_first_values(self.worker.group, moved)
             for record in pending:
                 if len(record.components) > 1 and not self.worker.one_device():
                     record.fan_out()
@@ -317,52 +315,6 @@ class ParameterStore:
             frame = current_frame()
             if frame is None or frame.replica is not None or frame.strategy is not self.strategy:
                 self.ensure_equal()
-
-    def _check_same_structure(self, pending: Sequence[Record]) -> None:
-        # Keras' paths number the layers of a process, which may have built others before: their last part says enough.
-        mine = [
-            [r.kind, r.local_name.rpartition("/")[2], list(r.components[0].shape), str(r.components[0].dtype)]
-            for r in pending
-        ]
-        try:
-            self.worker.group.agree(json.dumps(mine), _STRUCTURE)
-        except CollectiveMismatchError as error:
-            if not all(call.startswith(_STRUCTURE) for call in error.calls):
-                raise  # another worker did something else altogether
-            everyone = [json.loads(c.removeprefix(_STRUCTURE).rpartition(" at ")[0]) for c in error.calls]
-            first = everyone[0]
-            for rank, other in enumerate(everyone):
-                for place, (a, b) in enumerate(zip_longest(first, other)):
-                    if a != b:
-                        raise CollectiveMismatchError(
-                            f"The workers built different models: entry {place} in the order of creation is {a} "
-                            f"on worker 0 "
-                            f"but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build "
-                            f"the same model "
-                            "on every worker.",
-                            error.calls,
-                        ) from None
-            raise
-
-    def _broadcast(self, pending: Sequence[Record]) -> None:
-        group = self.worker.group
-        by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
-        for record in pending:
-            first, divided = record.components[0], record.placement is Placement.SHARDED
-            by_type.setdefault((first.dtype, first.device, divided), []).append(first)
-        with torch.no_grad(), raw():
-            for (dtype, _, divided), tensors in by_type.items():
-                flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-                send = group.broadcast_part if divided else group.broadcast
-                send(flat, 0, f"initial values ({dtype})")
-                offset = 0
-                for tensor in tensors:
-                    tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-                    offset += tensor.numel()
-            for record in pending:
-                if record.separated and len(record.components) > 1:
-                    for component in record.components[1:]:
-                        component.copy_(record.components[0])
 
 
 class _WeakComponents(list[torch.Tensor]):

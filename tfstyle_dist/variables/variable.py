@@ -246,9 +246,8 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         if aggregation is VariableAggregation.SUM and not isinstance(value, torch.Tensor) and worker.num_replicas > 1:
             raise ValueError(
                 f"{value!r} cannot be reduced: variable {self.name!r} has aggregation SUM over {worker.num_replicas} "
-                f"replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a "
-                f"tensor, e.g. "
-                f"variable.{op}(torch.tensor({value!r}))."
+                "replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a tensor, "
+                f"e.g. variable.{op}(torch.tensor({value!r}))."
             )
         value = checked(value, record.components[replica.local_replica_id], self.name)
 
@@ -275,9 +274,8 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         if record.aggregation is VariableAggregation.SUM:
             if op != "assign":
                 raise ValueError(
-                    f"{op} of ON_READ variable {self.name!r} with aggregation SUM is not defined in "
-                    f"cross-replica context: "
-                    "each replica holds a part of the sum. Call it inside strategy.run, or use assign."
+                    f"{op} of ON_READ variable {self.name!r} with aggregation SUM is not defined in cross-replica "
+                    "context: each replica holds a part of the sum. Call it inside strategy.run, or use assign."
                 )
             count = record.store.worker.num_replicas
             values = [v / count if v.is_floating_point() or v.is_complex() else v // count for v in values]

@@ -19,7 +19,7 @@ except ImportError as missing:
             "tfstyle_dist.integrations.keras before keras."
         ) from missing
     raise ImportError(
-        "tfstyle_dist.integrations.keras needs Keras 3: pip install 'tfstyle_dist[keras]' (or keras>=3.10)."
+        "tfstyle_dist.integrations.keras needs Keras 3: pip install 'tfstyle_dist[keras]' (keras>=3.15)."
     ) from missing
 if keras.backend.backend() != "torch":
     raise ImportError(

@@ -66,6 +66,10 @@ def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None
         DataLossError: the file is damaged.
 
     Source: ``tf.train.get_checkpoint_state``.
+
+    Example:
+        >>> get_checkpoint_state("/data/job1").model_checkpoint_path
+        '/data/job1/ckpt-7'
     """
     file = Path(checkpoint_dir, latest_filename or STATE_FILE)
     try:
@@ -209,7 +213,12 @@ class CheckpointReader:
         return self.read([tensor_str])[tensor_str]
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Some tensors, on the CPU."""
+        """Some tensors, on the CPU.
+
+        Raises:
+            NotFoundError: a name that the checkpoint does not have.
+            DataLossError: a file is damaged.
+        """
         if missing := [name for name in names if name not in self._facts]:
             raise NotFoundError(f"Checkpoint {self.path!r} has no tensor {missing}; it has {sorted(self._facts)}.")
         try:
@@ -247,6 +256,10 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
     Raises:
         NotFoundError: there is none.
         DataLossError: it is damaged.
+
+    Example:
+        >>> load_checkpoint("/data/job1").get_variable_to_shape_map()
+        {'model/weight': [1, 2], 'model/bias': [1]}
     """
     path = os.fspath(ckpt_dir_or_file)
     if Path(path).is_dir():
@@ -258,10 +271,28 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
-    """Names and shapes of the tensors (``tf.train.list_variables``); arguments as for ``load_checkpoint``."""
+    """Names and shapes of the tensors (``tf.train.list_variables``); arguments as for ``load_checkpoint``.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        DataLossError: it is damaged.
+
+    Example:
+        >>> list_variables("/data/job1")
+        [('model/bias', [1]), ('model/weight', [1, 2])]
+    """
     return sorted(load_checkpoint(ckpt_dir_or_file).get_variable_to_shape_map().items())
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> torch.Tensor:
-    """One tensor (``tf.train.load_variable``); arguments as for ``load_checkpoint`` and ``get_tensor``."""
+    """One tensor (``tf.train.load_variable``); arguments as for ``load_checkpoint`` and ``get_tensor``.
+
+    Raises:
+        NotFoundError: there is no checkpoint, or no such tensor in it.
+        DataLossError: it is damaged.
+
+    Example:
+        >>> load_variable("/data/job1", "model/bias")
+        tensor([0.5])
+    """
     return load_checkpoint(ckpt_dir_or_file).get_tensor(name)

@@ -1,0 +1,75 @@
+"""Every worker begins with the first one's values, after the models were compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.variables.record import Placement, Record, raw
+
+_STRUCTURE = "model structure"
+
+
+def check_same_structure(group: WorkerGroup, pending: Sequence[Record]) -> None:
+    """Compares the parameters, buffers and variables that were created on all workers; collective.
+
+    Args:
+        group: the workers.
+        pending: in the order of creation.
+
+    Raises:
+        CollectiveMismatchError: they differ; the message says where.
+    """
+    # Keras' paths number the layers of a process, which may have built others before: their last part says enough.
+    mine = [
+        [r.kind, r.local_name.rpartition("/")[2], list(r.components[0].shape), str(r.components[0].dtype)]
+        for r in pending
+    ]
+    try:
+        group.agree(json.dumps(mine), _STRUCTURE)
+    except CollectiveMismatchError as error:
+        if not all(call.startswith(_STRUCTURE) for call in error.calls):
+            raise  # another worker did something else altogether
+        everyone = [json.loads(c.removeprefix(_STRUCTURE).rpartition(" at ")[0]) for c in error.calls]
+        first = everyone[0]
+        for rank, other in enumerate(everyone):
+            for place, (a, b) in enumerate(zip_longest(first, other)):
+                if a != b:
+                    raise CollectiveMismatchError(
+                        f"The workers built different models: entry {place} in the order of creation is {a} on worker "
+                        f"0 but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build the same "
+                        "model on every worker.",
+                        error.calls,
+                    ) from None
+        raise
+
+
+def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
+    """Gives all workers the first one's values, one flat broadcast for each dtype and device; collective.
+
+    Args:
+        group: the workers.
+        pending: the same on all of them.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
+    for record in pending:
+        first, divided = record.components[0], record.placement is Placement.SHARDED
+        by_type.setdefault((first.dtype, first.device, divided), []).append(first)
+    with torch.no_grad(), raw():
+        for (dtype, _, divided), tensors in by_type.items():
+            flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+            send = group.broadcast_part if divided else group.broadcast
+            send(flat, 0, f"initial values ({dtype})")
+            offset = 0
+            for tensor in tensors:
+                tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
+                offset += tensor.numel()
+        for record in pending:
+            if record.separated and len(record.components) > 1:
+                for component in record.components[1:]:
+                    component.copy_(record.components[0])
