@@ -23,7 +23,7 @@ from torch import Tensor
 # Totals above this size are summed in blocks, so that the running total stays in the CPU's cache and each
 # contribution is read from memory once. Smaller ones fit the cache, where blocks only cost calls.
 BLOCKED_ABOVE_BYTES: Final = 4 << 20
-BLOCK_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 1 << 21
 
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
 _DIVISIBLE: Final = _HALF | {torch.float32, torch.float64, torch.complex64, torch.complex128}
