@@ -182,6 +182,10 @@ class Servers:
                     pull.versions[place] = version
         return rest
 
+    def is_near(self, record: RemoteRecord) -> bool:
+        """Whether all of a tensor is on this host, in shared memory."""
+        return all(self.links[shard.server].local is not None for shard in record.shards)
+
     def pull_rows(self, record: RemoteRecord, rows: torch.Tensor) -> torch.Tensor:
         """Some rows of a tensor.
 
@@ -257,7 +261,7 @@ class Servers:
         with self._lock:
             by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
             for record, grad in pairs:
-                for shard, operation, tensors in gradient_parts(record, grad):
+                for shard, operation, tensors in gradient_parts(record, grad, self.is_near(record)):
                     operation.argument, operation.extra = self._count(shard), rule
                     operations, data = by_server.setdefault(shard.server, ([], []))
                     operations.append(operation)

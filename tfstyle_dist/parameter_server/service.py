@@ -87,6 +87,7 @@ class ParameterServer:
         Raises:
             UnavailableError: a coordinator was there, and then was silent for too long.
         """
+        torch.set_grad_enabled(False)  # of this thread
         try:
             while not self._ended:
                 for entry, event in self._poller.poll(self._rest_ms()):

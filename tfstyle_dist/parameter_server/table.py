@@ -40,6 +40,9 @@ class GradientRule(Protocol):
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """Updates the parameters of ``(gradient, parameter)`` pairs in one step."""
 
+    def plain_rate(self, parameter: torch.nn.Parameter) -> float | None:
+        """The rate, if a step of it only subtracts rate x gradient from this parameter; ``None``: call ``apply``."""
+
     def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """What it keeps for a parameter."""
 
@@ -263,7 +266,6 @@ class VariableTable:
 
     # ---- executing --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
         """Carries out a checked batch, in order.
 
@@ -272,6 +274,12 @@ class VariableTable:
             operations: the batch.
             data: the bytes that came with it, one flat uint8 tensor.
         """
+        if not torch.is_grad_enabled():
+            return self._execute(header, operations, data)
+        with torch.no_grad():
+            return self._execute(header, operations, data)
+
+    def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
         answer = Answer([], [])
         offset = 0
         steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
@@ -294,9 +302,17 @@ class VariableTable:
                 continue
             shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
             if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
-                grad = value.view(shape)
+                grad, rate = value.view(shape), self.rules[operation.extra].plain_rate(parameter)
+                if rate is not None:
+                    self._step(steps)
+                    _descend(stored, grad, rows, rate)
+                    self.applied += 1
+                    answer.operations.append(_reply(stored))
+                    continue
                 if rows is not None:
-                    grad = torch.sparse_coo_tensor(rows[None], grad, parameter.shape, check_invariants=False)
+                    grad = torch.sparse_coo_tensor(
+                        rows[None], grad, parameter.shape, is_coalesced=_increase(rows), check_invariants=False
+                    )
                 steps.setdefault(operation.extra, []).append((grad, stored))
                 stored.begin_write()
             else:
@@ -377,6 +393,28 @@ def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
             f"Row numbers {int(rows.min())}..{int(rows.max())} do not fit variable {stored.name!r} of "
             f"{stored.parameter.shape[0]} rows."
         )
+
+
+def _increase(rows: torch.Tensor) -> bool:
+    """Whether each row number is larger than the one before: none is named twice."""
+    return len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())
+
+
+def _descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | None, rate: float) -> None:
+    """``value -= rate * gradient``: what plain SGD does, straight into the buffer that is published next."""
+    old = stored.begin_write(keep=rows is not None)
+    target = stored.parameter.detach()
+    try:
+        if rows is None:
+            torch.add(target if old is None else old, grad, alpha=-rate, out=target)
+        else:
+            target.index_add_(0, rows, grad * -rate)
+    except BaseException:
+        if old is not None:
+            target.copy_(old)
+        raise
+    finally:
+        stored.end_write()
 
 
 def _write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
