@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ class _Session:
     def __init__(self, meta: dict[str, Any], task: str, index: int) -> None:
         self.name, self.index = str(meta["session"]), index
         cluster = as_addresses(meta["cluster"])
-        self.strategy = ParameterServerStrategy.on_worker(cluster, self.name, task, meta.get("snapshots"))
+        self.strategy = ParameterServerStrategy.on_worker(
+            cluster, self.name, task, meta.get("snapshots"), meta.get("wire")
+        )
         self.functions: dict[int, _Function] = {}
         self.factories: dict[int, Sequence[Any]] = {}
         self.values = _Values()
@@ -123,6 +125,7 @@ class WorkerTask:
         self._ended = False
         self._connections = zmq_link.ConnectionCount(self._socket)
         self._alone_since: float | None = None
+        self._early: list[list[bytes]] = []  # a message that was looked at while a function started
 
     def check(self) -> None:
         """Called by the thread that waits for this task, which may be stuck in a function that never returns.
@@ -146,8 +149,8 @@ class WorkerTask:
         poller = zmq_link.poller(self._socket)
         try:
             while not self._ended:
-                if poller.poll(500):
-                    parts = self._socket.recv_multipart()
+                if self._early or poller.poll(500):
+                    parts = self._early.pop() if self._early else self._socket.recv_multipart()
                     self._take(parts[0], parts[1:])
                 elif self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
@@ -213,6 +216,20 @@ class WorkerTask:
         else:
             raise WireError(f"unknown method {meta['method']!r}")
 
+    def _following(self) -> list[RemoteRecord]:
+        """Parameters that the next function will pull, if it is here already."""
+        assert self._session is not None
+        try:
+            self._early.append(self._socket.recv_multipart(zmq_link.DONTWAIT))
+            identity, head = self._early[0][:2]
+            header = Header.unpack(head)
+            if header.kind is not Kind.RUN or identity not in self._coordinators or header.attempt > 1:
+                return []
+            function = self._session.functions.get(messages.numbers(memoryview(head)[wire.HEADER_SIZE :])[0])
+        except (zmq_link.Again, WireError, ValueError, IndexError):
+            return []  # none, or one that will be refused when it is its turn
+        return [] if function is None else list(function.fixed)
+
     # ---- running ----------------------------------------------------------------------------------------------
 
     def _run(self, identity: bytes, header: Header, numbers: list[int], frames: list[bytes]) -> None:
@@ -222,7 +239,7 @@ class WorkerTask:
             function = session.functions[numbers[0]]
             arguments = wire.join(numbers[1:], frames)
             work = Work(header.closure, header.attempt, header.low_water)
-            parts = pickling.dumps(run_function(session, function, work, arguments))
+            parts = pickling.dumps(run_function(session, function, work, arguments, self._following))
             if header.flags & wire.FLAG_KEEP:
                 session.values.put(header.closure, parts)
                 flags |= wire.FLAG_KEEP
@@ -235,8 +252,17 @@ class WorkerTask:
         self._send(identity, messages.result(header.closure, header.attempt, failed, parts, flags))
 
 
-def run_function(session: _Session, function: _Function, work: Work, arguments: Sequence[Any]) -> Any:
-    """Calls a scheduled function in this process; its value with variables read and tensors detached."""
+def run_function(
+    session: _Session,
+    function: _Function,
+    work: Work,
+    arguments: Sequence[Any],
+    following: Callable[[], Sequence[RemoteRecord]],
+) -> Any:
+    """Calls a scheduled function in this process; its value with variables read and tensors detached.
+
+    ``following`` tells what the next function will pull.
+    """
     strategy = session.strategy
     servers = strategy.servers
     with on_worker(session.index), entered(Frame(strategy)):
@@ -251,6 +277,8 @@ def run_function(session: _Session, function: _Function, work: Work, arguments: 
             fixed = [*function.fixed, *incoming.seen]
             if fixed or function.reads:
                 servers.refresh([*fixed, *function.reads])
+            if servers.options.ahead:
+                servers.ask_ahead(following())
             try:
                 value = function.call(*args, **kwargs)
             except StopIteration:

@@ -111,7 +111,7 @@ def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, 
 
 
 def gradient_parts(
-    record: RemoteRecord, grad: torch.Tensor, near: bool
+    record: RemoteRecord, grad: torch.Tensor, near: bool, dtype: torch.dtype
 ) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
     """The operations that push a gradient, without number of write and optimizer, and their data.
 
@@ -119,8 +119,8 @@ def gradient_parts(
         record: the tensor.
         grad: dense or sparse.
         near: the servers are on this host: rows that are named twice may go twice.
+        dtype: of the elements on the way.
     """
-    dtype = record.components[0].dtype
     number = dtype_number(dtype)
     if grad.is_sparse:
         grad = grad if near else grad.coalesce()

@@ -29,6 +29,7 @@ from tfstyle_dist.parameter_server.wire import (
     dtype_number,
     padded,
     tensor_view,
+    travels_as,
 )
 
 _KNOWN = frozenset(int(op) for op in Op)
@@ -217,21 +218,21 @@ class VariableTable:
             raise InvalidArgumentError(f"Unknown operation {operation.op}.")
         if operation.op == Op.PULL:
             return
-        if DTYPES[operation.dtype] != parameter.dtype:
+        dtype = DTYPES[operation.dtype]
+        if not travels_as(operation.op, dtype, parameter.dtype):
             raise InvalidArgumentError(
-                f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries "
-                f"{DTYPES[operation.dtype]}."
+                f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries {dtype}."
             )
         if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS) and operation.extra not in self.rules:
             raise NotFoundError(f"This parameter server has no optimizer {operation.extra}.")
         if operation.op in ROW_OPERATIONS:
             if parameter.dim() == 0:
                 raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
-            needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * _row_bytes(parameter)
+            needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * _row_numel(parameter) * dtype.itemsize
             if operation.rows > 1 << 32:
                 raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
         else:
-            needed = parameter.numel() * parameter.element_size()
+            needed = parameter.numel() * dtype.itemsize
         if operation.nbytes != needed:
             raise InvalidArgumentError(
                 f"Variable {stored.name!r} of shape {tuple(parameter.shape)} needs {needed} bytes, but the message "
@@ -295,7 +296,7 @@ class VariableTable:
                 self._step(steps)
                 self._pull(stored, operation, rows, answer)
                 continue
-            value = tensor_view(data, offset, operation.nbytes, parameter.dtype)
+            value = tensor_view(data, offset, operation.nbytes, DTYPES[operation.dtype]).to(parameter.dtype)
             offset += padded(operation.nbytes)
             if self._is_duplicate(header, operation):
                 answer.operations.append(_reply(stored, extra=FLAG_DUPLICATE))
@@ -343,12 +344,15 @@ class VariableTable:
             offset += request_bytes(operation)
 
     def _pull(self, stored: StoredVariable, operation: Operation, rows: torch.Tensor | None, answer: Answer) -> None:
+        dtype = DTYPES[operation.dtype]
+        if not travels_as(operation.op, dtype, stored.parameter.dtype):
+            dtype = stored.parameter.dtype
         if rows is not None:
-            self._answer(answer, stored, stored.parameter.detach().index_select(0, rows))
+            self._answer(answer, stored, stored.parameter.detach().index_select(0, rows).to(dtype))
         elif operation.argument == stored.version:
             answer.operations.append(_reply(stored, extra=FLAG_UNCHANGED))
         else:
-            self._answer(answer, stored, stored.parameter.detach())
+            self._answer(answer, stored, stored.parameter.detach().to(dtype))
 
     def _answer(self, answer: Answer, stored: StoredVariable, value: torch.Tensor) -> None:
         answer.operations.append(_reply(stored, nbytes=value.numel() * value.element_size()))
@@ -383,8 +387,8 @@ def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
 
 
-def _row_bytes(parameter: torch.Tensor) -> int:
-    return parameter[0].numel() * parameter.element_size() if parameter.shape[0] else 0
+def _row_numel(parameter: torch.Tensor) -> int:
+    return math.prod(parameter.shape[1:]) if parameter.shape[0] else 0
 
 
 def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:

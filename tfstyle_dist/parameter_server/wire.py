@@ -78,6 +78,8 @@ WRITES = frozenset({Op.ASSIGN, Op.ADD, Op.SUB, Op.GRADIENT, Op.ADD_ROWS, Op.GRAD
 
 ROW_OPERATIONS = frozenset({Op.PULL_ROWS, Op.ADD_ROWS, Op.GRADIENT_ROWS})
 
+NARROWED = frozenset({Op.PULL, Op.PULL_ROWS, Op.GRADIENT, Op.GRADIENT_ROWS})
+
 FLAG_UNCHANGED = 1
 """In the answer to a PULL: the client's copy is the newest, no data follows."""
 FLAG_DUPLICATE = 2
@@ -109,6 +111,11 @@ def dtype_number(dtype: torch.dtype) -> int:
 def padded(nbytes: int) -> int:
     """The room a tensor takes in the stream of a message."""
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def travels_as(op: int, dtype: torch.dtype, own: torch.dtype) -> bool:
+    """Whether elements of a variable may travel with a dtype: pulls and gradients of float32 also as bfloat16."""
+    return dtype is own or (op in NARROWED and dtype is torch.bfloat16 and own is torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
