@@ -298,8 +298,8 @@ class VariableTable:
                 continue
             value = tensor_view(data, offset, operation.nbytes, DTYPES[operation.dtype]).to(parameter.dtype)
             offset += padded(operation.nbytes)
-            if self._is_duplicate(header, operation):
-                answer.operations.append(_reply(stored, extra=FLAG_DUPLICATE))
+            if self.is_duplicate(header, operation):
+                answer.operations.append(reply(stored, extra=FLAG_DUPLICATE))
                 continue
             shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
             if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
@@ -308,7 +308,7 @@ class VariableTable:
                     self._step(steps)
                     _descend(stored, grad, rows, rate)
                     self.applied += 1
-                    answer.operations.append(_reply(stored))
+                    answer.operations.append(reply(stored))
                     continue
                 if rows is not None:
                     grad = torch.sparse_coo_tensor(
@@ -320,7 +320,7 @@ class VariableTable:
                 self._step(steps)
                 _write(stored, operation.op, value.view(shape), rows)
             self.applied += 1
-            answer.operations.append(_reply(stored))
+            answer.operations.append(reply(stored))
         self._step(steps)
         return answer
 
@@ -350,15 +350,15 @@ class VariableTable:
         if rows is not None:
             self._answer(answer, stored, stored.parameter.detach().index_select(0, rows).to(dtype))
         elif operation.argument == stored.version:
-            answer.operations.append(_reply(stored, extra=FLAG_UNCHANGED))
+            answer.operations.append(reply(stored, extra=FLAG_UNCHANGED))
         else:
             self._answer(answer, stored, stored.parameter.detach().to(dtype))
 
     def _answer(self, answer: Answer, stored: StoredVariable, value: torch.Tensor) -> None:
-        answer.operations.append(_reply(stored, nbytes=value.numel() * value.element_size()))
+        answer.operations.append(reply(stored, nbytes=value.numel() * value.element_size()))
         answer.tensors.append(value)
 
-    def _is_duplicate(self, header: Header, operation: Operation) -> bool:
+    def is_duplicate(self, header: Header, operation: Operation) -> bool:
         """Whether an earlier attempt of this closure has made this write; if not, notes that it is made now."""
         if header.closure == 0:
             return False
@@ -377,7 +377,8 @@ def request_bytes(operation: Operation) -> int:
     return operation.stream_bytes
 
 
-def _reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
+def reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
+    """The entry of an answer about one variable."""
     return Operation(0, dtype_number(stored.parameter.dtype), stored.number, stored.version, 0, nbytes, extra)
 
 
