@@ -52,6 +52,12 @@ class ServerLink(Connection):
         self._gathered_for, self._gathered_bytes = NO_WORK, 0
         self._room = torch.empty(0, dtype=torch.uint8)
 
+    def forgive(self) -> bool:
+        """Lets a server that was lost come back: what was not answered is made again by whoever made it."""
+        if forgiven := super().forgive():
+            self._posted_error = None
+        return forgiven
+
     def _abandon(self, why: str) -> None:
         """Writes that were not answered are lost, or perhaps not: ``finish`` says so."""
         writes = len(self._gathered) + sum(w.take is None for w in self._waiting)
