@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.parameter_server import pickling, wire
+from tfstyle_dist.parameter_server import pickling, streams, wire
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.segment import Segment
@@ -93,7 +93,7 @@ class ServerState:
             }  # fmt: skip
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
-        parts = wire.join([int(n) for n in meta.get("sizes", ())], frames)
+        parts = streams.join([int(n) for n in meta.get("sizes", ())], frames)
         if method in ("apply", "job", "outcome"):
             return self._apply(method, meta, parts)
         self.change(meta, parts)

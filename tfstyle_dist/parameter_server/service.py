@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import Door, Visitor
 from tfstyle_dist.parameter_server.server_state import ServerState
@@ -368,7 +368,7 @@ class ParameterServer(ServerState):
         reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
         if not self._send(identity, [wire.message(reply, meta)]):
             return
-        for chunk in wire.stream(answer.tensors):
+        for chunk in streams.stream(answer.tensors):
             try:
                 self._socket.send(identity, zmq_link.SNDMORE)
                 self._socket.send(chunk)
