@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import board, wire
+from tfstyle_dist.parameter_server import board, streams, wire
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.table import VariableTable
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
@@ -97,9 +97,9 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
 def test_streams_bring_tensors_whole(sizes: tuple[int, ...]) -> None:
     tensors = [torch.arange(n, dtype=torch.int32).to(torch.uint8) for n in sizes]
     targets = [torch.zeros_like(t) for t in tensors]
-    filler = wire.Filler(targets)
+    filler = streams.Filler(targets)
     total = 0
-    for piece in wire.stream(tensors):
+    for piece in streams.stream(tensors):
         assert len(piece) <= wire.CHUNK
         filler.take(piece)
         total += len(piece)

@@ -73,6 +73,7 @@ class ClusterCoordinator:
         hello = {
             "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
             "snapshots": strategy.snapshots,
+            "wire": {"bfloat16": strategy.wire_options.dtype is not None, "ahead": strategy.wire_options.ahead},
         }  # fmt: skip
         try:
             strategy.servers.call_all(
@@ -85,7 +86,7 @@ class ClusterCoordinator:
             strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
             self._functions, self._resources,
             # A call that waits at its worker counts as one at work.
-            IN_FLIGHT if strategy.max_staleness is None else 1,
+            IN_FLIGHT if strategy.max_staleness is None or strategy.wire_options.ahead else 1,
         )  # fmt: skip
         atexit.register(_close_at_exit, weakref.ref(strategy))
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server import streams, wire
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
 _NUMBER = struct.Struct("<Q")
@@ -14,7 +14,7 @@ _NUMBER = struct.Struct("<Q")
 
 def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that starts a function."""
-    sizes, frames = wire.split(parts)
+    sizes, frames = streams.split(parts)
     meta = struct.pack(f"<{len(sizes) + 1}Q", function, *sizes)
     return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta), 0, flags), meta), *frames]
 
@@ -32,7 +32,7 @@ def numbers(meta: Any) -> list[int]:
 
 def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that ends a function: its pickled value or exception."""
-    sizes, frames = wire.split(parts)
+    sizes, frames = streams.split(parts)
     meta = struct.pack(f"<{len(sizes)}Q", *sizes)
     kind = Kind.ERROR if failed else Kind.OK
     return [wire.message(Header(kind, closure, closure, 0, attempt, len(meta), 0, flags), meta), *frames]
@@ -40,7 +40,7 @@ def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags
 
 def call(meta: dict[str, Any], parts: Sequence[Any]) -> list[Any]:
     """A message with named values and pickled parts."""
-    sizes, frames = wire.split(parts)
+    sizes, frames = streams.split(parts)
     body = wire.pack_json({**meta, "sizes": sizes})
     return [wire.message(Header(Kind.CALL, 0, meta_bytes=len(body)), body), *frames]
 

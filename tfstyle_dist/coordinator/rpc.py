@@ -2,196 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
+from tfstyle_dist.coordinator.rpc_server import CODES, OK, UNKNOWN, Server, check_layer, new_context
 from tfstyle_dist.core import env
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import (
     CancelledError,
     DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    OutOfRangeError,
     UnavailableError,
 )
-from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, wire, zmq_link
-from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
+from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
+from tfstyle_dist.parameter_server.wire import Header, Kind
 
-_OK, _UNKNOWN = 0, 2
-_CODES: dict[type[BaseException], int] = {
-    CancelledError: 1, InvalidArgumentError: 3, DeadlineExceededError: 4, NotFoundError: 5, PermissionError: 7,
-    OutOfRangeError: 11, NotImplementedError: 12, UnavailableError: 14,
-}  # fmt: skip
-
-
-def _check_layer(rpc_layer: str) -> None:
-    if rpc_layer != "grpc":
-        raise ValueError(f'rpc_layer={rpc_layer!r}: write "grpc", TensorFlow\'s name; the messages travel by ZeroMQ.')
-
-
-def _context() -> zmq_link.Context:
-    path = env.parameter_server_keys()
-    return zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
-
-
-def _error_code(error: BaseException) -> int:
-    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _UNKNOWN)
-
-
-class Server:
-    """Lets other processes call functions of this one (``tf.distribute.experimental.rpc.Server``).
-
-    The same keys and rules as for parameter servers hold: without ``TFSTYLE_PS_KEYS`` it listens on loopback only, and
-    with keys only their holders are served. Arguments and results are pickled.
-
-    Example:
-        >>> server = Server.create("grpc", "localhost:4000")
-        >>> server.register("add", lambda a, b: a + b)
-        >>> server.start()
-
-    Source: ``tf.distribute.experimental.rpc.Server``.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._thread: threading.Thread | None = None
-        self._event = -1
-        self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-        self._stopping = False
-
-    @staticmethod
-    def create(rpc_layer: str, address: str) -> Server:
-        """A server that does not listen yet.
-
-        Args:
-            rpc_layer: ``"grpc"``.
-            address: ``host:port`` to listen at.
-
-        Raises:
-            ValueError: another layer.
-        """
-        _check_layer(rpc_layer)
-        return Server(address)
-
-    def register(self, method_name: str, func: Callable[..., Any]) -> None:
-        """Lets clients call ``func``.
-
-        Args:
-            method_name: the name they use.
-            func: any function; calls may run at the same time in several threads.
-
-        Raises:
-            TypeError: ``func`` cannot be called.
-            ValueError: the name is taken.
-        """
-        if not callable(func):
-            raise TypeError(f"register({method_name!r}, ...) takes a function, got {type(func).__name__}.")
-        if method_name in self._functions:
-            raise ValueError(f"{method_name!r} is registered already; choose another name.")
-        self._functions[method_name] = func
-
-    def start(self) -> None:
-        """Listens and serves, in threads of its own.
-
-        Raises:
-            UnavailableError: the address is in use.
-            PermissionError: no keys, and an address that other machines can reach.
-            RuntimeError: it was started before.
-        """
-        if self._thread is not None:
-            raise RuntimeError("This rpc server was started already.")
-        context = _context()
-        try:
-            socket = context.listen(self._address)
-        except BaseException:
-            context.close()
-            raise
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, args=(context, socket), name="tfstyle-rpc", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends serving; calls that are under way are not waited for."""
-        if self._thread is None or self._stopping:
-            return
-        self._stopping = True
-        self._wake()
-        self._thread.join(30)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._event, 1)
-
-    def _serve(self, context: zmq_link.Context, socket: Any) -> None:
-        pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
-        poller = zmq_link.poller(socket, self._event)
-        try:
-            while not self._stopping:
-                for entry, _ in poller.poll(1000):
-                    if entry == self._event:
-                        os.eventfd_read(self._event)
-                    else:
-                        self._take(socket.recv_multipart(), pool)
-                while not self._answers.empty():
-                    with contextlib.suppress(zmq_link.ZMQError):  # that client is gone
-                        socket.send_multipart(self._answers.get())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            socket.close(0)
-            context.close()
-            event, self._event = self._event, -1
-            os.close(event)
-
-    def _take(self, parts: list[bytes], pool: ThreadPoolExecutor) -> None:
-        identity, request = parts[0], 0
-        try:
-            header = Header.unpack(parts[1])
-            request = header.request
-            meta = wire.unpack_json(memoryview(parts[1])[wire.HEADER_SIZE :])
-            if header.kind is Kind.HELLO:
-                self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
-            elif header.kind is Kind.CALL:
-                sizes = meta.get("sizes")
-                if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 0 for n in sizes):
-                    raise WireError("a call without the sizes of its parts")
-                pool.submit(self._call, identity, request, str(meta.get("method")), wire.join(sizes, parts[2:]))
-            else:
-                raise WireError(f"an rpc server does not take messages of kind {header.kind.name}")
-        except Exception as error:
-            get_logger().warning("the rpc server at %s refuses a message: %s", self._address, error)
-            self._fail(identity, request, error)
-
-    def _call(self, identity: bytes, request: int, method: str, parts: Sequence[Any]) -> None:
-        try:
-            function = self._functions.get(method)
-            if function is None:
-                raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
-            result = pickling.dumps(function(*pickling.loads(parts)))
-            sizes, frames = wire.split([bytes(part) for part in result])
-            body = wire.pack_json({"sizes": sizes})
-            head = wire.message(Header(Kind.OK, request, meta_bytes=len(body)), body)
-            self._answers.put([identity, head, *frames])
-            self._wake()
-        except BaseException as error:
-            self._fail(identity, request, error)
-
-    def _fail(self, identity: bytes, request: int, error: BaseException) -> None:
-        text = str(error) if type(error) in _CODES else f"{type(error).__name__}: {error}"
-        body = {"code": _error_code(error), "message": text[:4000]}
-        self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
-        self._wake()
+__all__ = ["Client", "Server", "StatusOrResult"]
 
 
 class StatusOrResult:
@@ -211,12 +41,12 @@ class StatusOrResult:
 
     def is_ok(self) -> bool:
         """Whether the function has returned."""
-        return self._wait()[0] == _OK
+        return self._wait()[0] == OK
 
     def get_error(self) -> tuple[int, str]:
         """The code that gRPC has for the error, and its message; ``(0, "")`` if there is none."""
         code, value = self._wait()
-        return (code, "" if code == _OK else value)
+        return (code, "" if code == OK else value)
 
     def get_value(self) -> Any:
         """What the function returned.
@@ -226,8 +56,8 @@ class StatusOrResult:
                 RuntimeError for what the function raised otherwise.
         """
         code, value = self._wait()
-        if code != _OK:
-            kind = next((kind for kind, number in _CODES.items() if number == code), RuntimeError)
+        if code != OK:
+            kind = next((kind for kind, number in CODES.items() if number == code), RuntimeError)
             raise kind(value)
         return value
 
@@ -249,7 +79,7 @@ class Client:
 
     def __init__(self, address: str, name: str, timeout: timedelta | None) -> None:
         self._address, self._name, self._timeout = address, name or "client", timeout
-        self._context = _context()
+        self._context = new_context()
         self._lock = threading.RLock()
         self._number = 0
         self._pending: set[int] = set()
@@ -274,7 +104,7 @@ class Client:
             DeadlineExceededError: no server answers in time.
             UnavailableError: it refuses this process' key.
         """
-        _check_layer(rpc_layer)
+        check_layer(rpc_layer)
         client = Client(address, name, timedelta(milliseconds=timeout_in_ms) if timeout_in_ms else env.timeout())
         try:
             client._learn_methods()
@@ -308,7 +138,7 @@ class Client:
         limit = timedelta(milliseconds=timeout_in_ms) if timeout_in_ms else self._timeout
         with self._lock:
             number = self._next()
-            sizes, frames = wire.split([bytes(part) for part in parts])
+            sizes, frames = streams.split([bytes(part) for part in parts])
             body = wire.pack_json({"method": method_name, "sizes": sizes})
             head = wire.message(Header(Kind.CALL, number, meta_bytes=len(body)), body)
             self._socket.send_multipart([head, *frames])
@@ -333,8 +163,8 @@ class Client:
             number = self._next()
             self._socket.send_multipart([messages.plain(Kind.HELLO, {}, number)])
         code, value = self._outcome(number, Deadline(self._timeout))
-        if code != _OK:
-            raise (DeadlineExceededError if code == _CODES[DeadlineExceededError] else UnavailableError)(value)
+        if code != OK:
+            raise (DeadlineExceededError if code == CODES[DeadlineExceededError] else UnavailableError)(value)
         for method in value["methods"]:
             if method.isidentifier() and not hasattr(self, method):
                 setattr(self, method, self._caller(method))
@@ -352,10 +182,10 @@ class Client:
                 if number in self._outcomes:
                     return self._outcomes.pop(number)
                 if not self._finalizer.alive:
-                    return _CODES[CancelledError], f"The rpc client {self._name!r} was closed."
+                    return CODES[CancelledError], f"The rpc client {self._name!r} was closed."
                 if deadline.passed():
                     self._pending.discard(number)
-                    return _CODES[DeadlineExceededError], (
+                    return CODES[DeadlineExceededError], (
                         f"The rpc server at {self._address} did not answer within {deadline}. Is it running, and does "
                         "it have the same keys (TFSTYLE_PS_KEYS)?"
                     )
@@ -377,12 +207,12 @@ class Client:
         if header.kind is Kind.ERROR:
             self._outcomes[header.request] = int(told["code"]), str(told["message"])
         elif "methods" in told:
-            self._outcomes[header.request] = _OK, told
+            self._outcomes[header.request] = OK, told
         else:
             try:
-                outcome = _OK, pickling.loads(wire.join(told["sizes"], parts[1:]))
+                outcome = OK, pickling.loads(streams.join(told["sizes"], parts[1:]))
             except Exception as error:
-                outcome = _UNKNOWN, f"the result cannot be read here: {error!r}"
+                outcome = UNKNOWN, f"the result cannot be read here: {error!r}"
             self._outcomes[header.request] = outcome
 
     def _news(self, event: str | None) -> None:
@@ -398,7 +228,7 @@ class Client:
 
     def _fail_all(self, message: str) -> None:
         for number in self._pending:
-            self._outcomes[number] = _CODES[UnavailableError], message
+            self._outcomes[number] = CODES[UnavailableError], message
         self._pending.clear()
 
 

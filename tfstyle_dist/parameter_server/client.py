@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.connection import Connection
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.wire import Header, Kind, Operation
@@ -52,6 +52,12 @@ class ServerLink(Connection):
         self._gathered_for, self._gathered_bytes = NO_WORK, 0
         self._room = torch.empty(0, dtype=torch.uint8)
 
+    def forgive(self) -> bool:
+        """Lets a server that was lost come back: what was not answered is made again by whoever made it."""
+        if forgiven := super().forgive():
+            self._posted_error = None
+        return forgiven
+
     def _abandon(self, why: str) -> None:
         """Writes that were not answered are lost, or perhaps not: ``finish`` says so."""
         writes = len(self._gathered) + sum(w.take is None for w in self._waiting)
@@ -67,7 +73,7 @@ class ServerLink(Connection):
         with self._lock:
             self.connect()
             self.flush()
-            sizes, frames = wire.split(parts)
+            sizes, frames = streams.split(parts)
             body = wire.pack_json({**meta, "sizes": sizes})
             self._drain()
             return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, frames)
@@ -104,7 +110,7 @@ class ServerLink(Connection):
             for tensor in tensors:
                 views.append((wire.tensor_bytes(tensor), offset))
                 offset += wire.padded(len(views[-1][0]))
-            wire.pack_views(views, self._room, offset)
+            streams.pack_views(views, self._room, offset)
             self._gathered.extend(operations)
             self._gathered_for, self._gathered_bytes = work, offset
 
@@ -165,7 +171,7 @@ class ServerLink(Connection):
                 self._send_message([head, wire.tensor_bytes(flat)])
             else:
                 self._socket.send(head)
-                for chunk in wire.stream(tensors):
+                for chunk in streams.stream(tensors):
                     self._socket.send(chunk)
             self._waiting.append(_Waiting(self._number, take))
 
@@ -199,9 +205,9 @@ class ServerLink(Connection):
         if header.request != waiting.number:
             raise self._broken(f"answered request {header.request} instead of {waiting.number}")
         operations = wire.unpack_operations(body)
-        self._fill(header, message, wire.Filler([] if waiting.take is None else waiting.take(operations)))
+        self._fill(header, message, streams.Filler([] if waiting.take is None else waiting.take(operations)))
 
-    def _fill(self, header: Header, message: list[bytes], filler: wire.Filler) -> None:
+    def _fill(self, header: Header, message: list[bytes], filler: streams.Filler) -> None:
         """Puts the bytes of an answer where they belong."""
         if filler.total != header.data_bytes:
             raise self._broken(f"sent {header.data_bytes} bytes for {filler.total}")

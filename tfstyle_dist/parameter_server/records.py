@@ -110,13 +110,21 @@ def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, 
             yield shard, places, rows[places] - shard.start
 
 
-def gradient_parts(record: RemoteRecord, grad: torch.Tensor) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
-    """The operations that push a gradient, dense or sparse, without number of write and optimizer; and their data."""
-    dtype = record.components[0].dtype
+def gradient_parts(
+    record: RemoteRecord, grad: torch.Tensor, near: bool, dtype: torch.dtype
+) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
+    """The operations that push a gradient, without number of write and optimizer, and their data.
+
+    Args:
+        record: the tensor.
+        grad: dense or sparse.
+        near: the servers are on this host: rows that are named twice may go twice.
+        dtype: of the elements on the way.
+    """
     number = dtype_number(dtype)
     if grad.is_sparse:
-        grad = grad.coalesce()
-        rows, values = grad.indices()[0], grad.values().to(dtype)
+        grad = grad if near else grad.coalesce()
+        rows, values = grad._indices()[0], grad._values().to(dtype)
         for shard, places, ids in by_shard(record, rows):
             part = (values if places is None else values[places]).contiguous()
             nbytes = part.numel() * part.element_size()

@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.local_copies import Pull, give_back
-from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard, gradient_parts, record_shape
-from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
+from tfstyle_dist.parameter_server.local_copies import give_back
+from tfstyle_dist.parameter_server.pulling import Reader, WireOptions
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard, gradient_parts
+from tfstyle_dist.parameter_server.wire import Op, Operation, dtype_number
 from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
-_T = TypeVar("_T")
 
-
-class Servers:
+class Servers(Reader):
     """All parameter servers of a cluster, as one process sees them.
 
     Args:
         links: one for each ps task.
-
-    Attributes:
-        work: the scheduled function under way.
-        steps: counts the functions this process has run; ``None`` on the coordinator, where each read is fresh.
-        reads: the records that the function under way has read.
+        options: how tensors travel.
     """
 
-    def __init__(self, links: Sequence[ServerLink]) -> None:
-        self.links = list(links)
-        self.work: Work = NO_WORK
-        self.steps: int | None = None
-        self.reads: dict[RemoteRecord, None] = {}
+    def __init__(self, links: Sequence[ServerLink], options: WireOptions) -> None:
+        super().__init__(links, options)
         self._writes: dict[int, int] = {}
-        self._lock = threading.RLock()
 
     @classmethod
-    def of(cls, context: Any, addresses: Sequence[str], hello: Mapping[str, Any], timeout: timedelta | None) -> Servers:
+    def of(
+        cls,
+        context: Any,
+        addresses: Sequence[str],
+        hello: Mapping[str, Any],
+        timeout: timedelta | None,
+        options: WireOptions | None = None,
+    ) -> Servers:
         """Links to the servers at ``addresses``; each connects when it is first needed."""
-        return cls(
-            [
-                ServerLink(context, address, f"/job:ps/task:{index}", dict(hello), timeout)
-                for index, address in enumerate(addresses)
-            ]
-        )
+        links = [
+            ServerLink(context, address, f"/job:ps/task:{index}", dict(hello), timeout)
+            for index, address in enumerate(addresses)
+        ]
+        return cls(links, options or WireOptions())
 
     def close(self, goodbye: bool = True) -> None:
         """Closes all links."""
@@ -69,23 +64,10 @@ class Servers:
             for link in self.links:
                 link.call({"method": "fence", "closure": work.closure, "attempt": work.attempt})
 
-    def forgive(self) -> bool:
-        """Lets servers that were lost come back, if there are snapshots; whether one was lost."""
-        return sum(link.forgive() for link in self.links) > 0
-
     @property
     def may_return(self) -> bool:
         """Whether a server was lost that can come back: then the function under way is to be run again."""
         return any(link.may_return for link in self.links)
-
-    def _persist(self, action: Callable[[], _T]) -> _T:
-        """On the coordinator: waits for a server that was lost and can come back, and does ``action`` once more."""
-        while True:
-            try:
-                return action()
-            except UnavailableError:
-                if self.steps is not None or not self.forgive():
-                    raise
 
     def end(self) -> None:
         """The function is over: waits until the servers have taken its writes.
@@ -105,123 +87,6 @@ class Servers:
                 first = first or error
         if first is not None:
             raise first
-
-    # ---- reading ----------------------------------------------------------------------------------------------
-
-    def refresh(self, records: Iterable[RemoteRecord], read: bool = False) -> None:
-        """Pulls those local copies that may be out of date, with one request for each server.
-
-        Args:
-            records: the tensors.
-            read: they are being read by the function under way: the next run of it pulls them at its start.
-        """
-        with self._lock:
-            wanted: dict[RemoteRecord, None] = {}
-            for record in records:
-                if self.steps is None or record.stamp != self.steps:
-                    wanted[record] = None
-                if read and self.steps is not None:
-                    self.reads[record] = None
-            if wanted:
-                self._persist(lambda: self._pull(list(wanted)))
-
-    def _pull(self, records: Sequence[RemoteRecord]) -> None:
-        by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
-        for record in records:
-            for place, shard in enumerate(record.shards):
-                by_server.setdefault(shard.server, []).append((record, place))
-        pulls = {id(record): Pull(record, self.steps) for record in records}
-        for server, entries in by_server.items():
-            by_server[server] = entries = self._read_directly(self.links[server], entries, pulls)
-            if not entries:
-                continue
-            operations, answer_bytes = [], 0
-            for record, place in entries:
-                shard, local = record.shards[place], record.components[0]
-                operations.append(Operation(Op.PULL, dtype_number(local.dtype), shard.number, record.versions[place]))
-                answer_bytes += wire.padded(shard.numel * local.element_size())
-
-            def take(answers: list[Operation], entries: Any = entries) -> list[torch.Tensor]:
-                return [
-                    pulls[id(record)].target(place, answer.argument)
-                    for (record, place), answer in zip(entries, answers, strict=True)
-                    if not answer.extra & FLAG_UNCHANGED
-                ]
-
-            self.links[server].batch(self.work, operations, [], take, answer_bytes)
-        for server, entries in by_server.items():
-            if entries:
-                self.links[server].finish()
-        for pull in pulls.values():
-            pull.done()
-
-    def _read_directly(
-        self, link: ServerLink, entries: list[tuple[RemoteRecord, int]], pulls: Mapping[int, Pull]
-    ) -> list[tuple[RemoteRecord, int]]:
-        """Copies what shared memory holds; gives those that must be asked for."""
-        values = link.values([record.shards[place].number for record, place in entries])
-        for record, _ in entries:
-            if record.leased is not None and record.leased is not values:
-                record.versions = [0] * len(record.shards)  # the server may use that memory again
-        if values is None:
-            return entries
-        rest = []
-        for record, place in entries:
-            number, pull = record.shards[place].number, pulls[id(record)]
-            if number not in values:
-                rest.append((record, place))
-            elif values.version(number) != record.versions[place]:
-                leased = values.lease(number) if pull.may_lease else None
-                if leased is not None:
-                    pull.adopt(*leased, values)
-                    continue
-                version = values.copy(number, pull.target(place, 0))
-                if version is None:
-                    rest.append((record, place))
-                else:
-                    pull.versions[place] = version
-        return rest
-
-    def pull_rows(self, record: RemoteRecord, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of a tensor.
-
-        Args:
-            record: the tensor.
-            rows: int64 row numbers, one-dimensional; they may repeat.
-
-        Returns:
-            A new tensor with one row for each number.
-        """
-        local = record.components[0]
-        result = torch.empty((len(rows), *record_shape(record)[1:]), dtype=local.dtype)
-        flat_bytes = result.view(len(rows), -1).shape[1] * result.element_size() if len(rows) else 0
-
-        def pull() -> None:
-            used = []
-            for shard, places, ids in by_shard(record, rows):
-                operation = Operation(Op.PULL_ROWS, dtype_number(local.dtype), shard.number, 0, len(ids))
-
-                part = result if places is None else torch.empty((len(ids), *result.shape[1:]), dtype=local.dtype)
-                values = self.links[shard.server].values([shard.number])
-                if values is not None and shard.number in values and values.rows(shard.number, ids, part):
-                    if places is not None:
-                        result[places] = part
-                    continue
-
-                def take(answers: list[Operation], part: torch.Tensor = part) -> list[torch.Tensor]:
-                    return [part.view(-1).view(torch.uint8)]
-
-                self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(len(ids) * flat_bytes))
-                used.append((shard.server, places, part))
-            for server, _, _ in used:
-                self.links[server].finish()
-            for _, places, part in used:
-                if places is not None:
-                    result[places] = part
-
-        with self._lock:
-            self._persist(pull)
-        return result
 
     # ---- writing ----------------------------------------------------------------------------------------------
 
@@ -257,7 +122,9 @@ class Servers:
         with self._lock:
             by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
             for record, grad in pairs:
-                for shard, operation, tensors in gradient_parts(record, grad):
+                for shard, operation, tensors in gradient_parts(
+                    record, grad, self.is_near(record), self.wire_dtype(record)
+                ):
                     operation.argument, operation.extra = self._count(shard), rule
                     operations, data = by_server.setdefault(shard.server, ([], []))
                     operations.append(operation)

@@ -16,22 +16,35 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, unique: torch.Tensor, place: torch.Tensor) -> Any:
-        ctx.save_for_backward(unique, place)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(numbers, place)
         ctx.shape = anchor.shape
-        return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+        return rows if place is None else _spread(rows, place)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        unique, place = ctx.saved_tensors
-        values = grad.new_zeros((len(unique), *ctx.shape[1:]))
-        values.index_add_(0, place.reshape(-1), grad.reshape(-1, *ctx.shape[1:]))
-        table = torch.sparse_coo_tensor(unique[None], values, ctx.shape, is_coalesced=True, check_invariants=False)
+        numbers, place = ctx.saved_tensors
+        values = grad.reshape(-1, *ctx.shape[1:])
+        if place is not None:
+            added = values.new_zeros((len(numbers), *ctx.shape[1:]))
+            values = added.index_add_(0, place.reshape(-1), values)
+        table = torch.sparse_coo_tensor(
+            numbers.reshape(1, -1), values, ctx.shape, is_coalesced=place is not None, check_invariants=False
+        )
         return table, None, None, None
 
 
+def _spread(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+
+
 def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor on the servers: ``table[numbers]``, pulling each row once.
+    """Rows of a tensor on the servers: ``table[numbers]``.
+
+    Over a network each row is pulled once and its gradients are added up here; on one host finding rows that are named
+    twice would cost more than copying them twice.
 
     Args:
         record: the table.
@@ -40,13 +53,18 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
     Returns:
         A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
     """
-    unique, place = torch.unique(numbers.to(torch.int64), return_inverse=True)
-    rows: torch.Tensor = record.store.servers.pull_rows(record, unique)  # type: ignore[attr-defined]
+    servers: Any = record.store.servers  # type: ignore[attr-defined]
+    wanted, place = numbers.to(torch.int64), None
+    if not servers.is_near(record):
+        wanted, place = torch.unique(wanted, return_inverse=True)
+    rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
+    if place is None:
+        rows = rows.view(*numbers.shape, *rows.shape[1:])
     anchor = record.components[0]
-    record.looked_up = record.store.servers.steps or -1  # type: ignore[attr-defined]
+    record.looked_up = servers.steps or -1
     if torch.is_grad_enabled() and anchor.requires_grad:
-        return _Lookup.apply(anchor, rows, unique, place)  # type: ignore[no-any-return,no-untyped-call]
-    return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+        return _Lookup.apply(anchor, rows, wanted, place)  # type: ignore[no-any-return,no-untyped-call]
+    return rows if place is None else _spread(rows, place)
 
 
 def row_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:

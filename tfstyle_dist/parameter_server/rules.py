@@ -30,6 +30,15 @@ class TorchRule:
             group["params"] = [p for entry in group["params"] for p in entry.parameters]
         self._optimizer = optimizer
         self.parts: list[bytes] = []
+        self._rates: dict[int, float] | None = None  # by id of the parameter, of those with plain steps
+
+    def plain_rate(self, parameter: torch.nn.Parameter) -> float | None:
+        """The rate, if a step only subtracts rate x gradient from this parameter: SGD without momentum and decay."""
+        if self._rates is None:
+            plain = type(self._optimizer) is torch.optim.SGD
+            groups = [g for g in self._optimizer.param_groups if plain and _is_plain(g)]
+            self._rates = {id(p): float(g["lr"]) for g in groups for p in g["params"]}
+        return self._rates.get(id(parameter))
 
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """One step with these gradients; other parameters are left alone."""
@@ -43,6 +52,7 @@ class TorchRule:
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes over learning rates and the like; their groups are in the optimizer's order."""
+        self._rates = None
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(values)
 
@@ -75,6 +85,10 @@ class TFRule:
         self.parts: list[bytes] = []
         self._groups: list[Any] = []
 
+    def plain_rate(self, parameter: torch.nn.Parameter) -> float | None:
+        """Not known of these optimizers."""
+        return None
+
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """One step with these gradients."""
         self._optimizer.update_parameters(pairs)
@@ -104,6 +118,12 @@ class TFRule:
             self._optimizer.load_common_state(settings["common"])
         if settings.get("hyperparameters"):
             self.set_hyperparameters(settings["hyperparameters"])
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Whether a step of SGD in this group is ``value -= lr * gradient``."""
+    extra = ("momentum", "weight_decay", "nesterov", "maximize", "differentiable")
+    return not any(group.get(name) for name in extra) and not isinstance(group["lr"], torch.Tensor)
 
 
 def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[torch.nn.Parameter]]) -> Any:

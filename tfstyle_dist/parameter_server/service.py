@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
+from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import Door, Visitor
-from tfstyle_dist.parameter_server.jobs import Jobs
-from tfstyle_dist.parameter_server.segment import Segment
-from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
-from tfstyle_dist.parameter_server.table import Answer, VariableTable
-from tfstyle_dist.parameter_server.table_state import add_rule
+from tfstyle_dist.parameter_server.server_state import ServerState
+from tfstyle_dist.parameter_server.table import Answer
+from tfstyle_dist.parameter_server.together import Write, rate_of, write_together
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
 
 _MAX_CLIENTS = 4096
 
 
-class _Client:
-    """What the server knows of one connection."""
-
-    __slots__ = (
-        "buffer", "column", "header", "identity", "name", "operations", "refused", "role", "segment", "skip", "taken",
-        "visitor",
-    )  # fmt: skip
-
-    def __init__(self, identity: bytes) -> None:
-        self.identity, self.role, self.name = identity, "", "somebody"
-        self.visitor: Visitor | None = None
-        self.column = -1  # where it marks what it uses in place
-        self.header: Header | None = None  # of the batch whose bytes are on their way
-        self.operations: list[wire.Operation] = []
-        self.buffer, self.taken = torch.empty(0, dtype=torch.uint8), 0
-        self.skip = 0
-        self.refused = False
-        self.segment: Segment | None = None
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        """A buffer for the bytes of one batch; it is kept for the next one."""
-        if self.buffer.numel() < nbytes:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self.buffer[:nbytes]
-
-
-class ParameterServer:
+class ParameterServer(ServerState):
     """Serves one table.
 
     Args:
@@ -61,20 +32,19 @@ class ParameterServer:
     """
 
     def __init__(self, context: zmq_link.Context, address: str, name: str, patience: float) -> None:
-        self._context, self._name, self._patience = context, name, patience
+        super().__init__(name)
+        self._context, self._patience = context, patience
         self._socket = context.listen(address)
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, Client] = {}
         self.incarnation = uuid.uuid4().hex
-        self.session = ""
-        self.table = VariableTable()
-        self.jobs = Jobs()
-        self._keeper: SnapshotKeeper | None = None
-        self._restored = False
         self._ended = False
         self._heard: float | None = None
         self._poller = zmq_link.poller(self._socket)
         self._door: Door | None = None
+        self._others = False
         self._through: Visitor | None = None  # the connection that the message at work came through
+
+        self._together: dict[Client, Write] = {}  # writes that wait for others
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -87,19 +57,24 @@ class ParameterServer:
         Raises:
             UnavailableError: a coordinator was there, and then was silent for too long.
         """
+        torch.set_grad_enabled(False)  # of this thread
         try:
             while not self._ended:
+                visits = []
                 for entry, event in self._poller.poll(self._rest_ms()):
                     if entry == self._socket:
                         self._take()
                     elif self._door is not None and entry == self._door.number:
                         self._door.admit()
                     else:
-                        self._visit(entry, event)
+                        visits.append((entry, event))
+                for entry, event in visits:
+                    self._visit(entry, event, len(visits) > 1)
+                self._write_together()
                 if self.jobs.busy:
                     self.jobs.tick()
-                if self._keeper is not None:
-                    self._keeper.tick()
+                if self.keeper is not None:
+                    self.keeper.tick()
                 if self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
         finally:
@@ -108,14 +83,14 @@ class ParameterServer:
             if self._door is not None:
                 self._door.shut()
             self._socket.close(0)
-            self._stop_keeping(forget=self._ended)
+            self.stop_keeping(forget=self._ended)
             self.table.shared.close()
 
     def _rest_ms(self) -> int:
         """How long nothing needs to be done unless a message comes."""
         if self.jobs.busy:
             return 2
-        return 500 if self._keeper is None else self._keeper.rest_ms(500)
+        return 500 if self.keeper is None else self.keeper.rest_ms(500)
 
     def _take(self) -> None:
         """Takes the messages that are there, but not for ever: the coordinator's silence must be noticed."""
@@ -133,7 +108,7 @@ class ParameterServer:
                 if len(self._clients) >= _MAX_CLIENTS:
                     get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
                     continue
-                client = self._clients[identity] = _Client(identity)
+                client = self._clients[identity] = Client(identity)
             if client.refused:
                 continue
             if client.skip:
@@ -141,8 +116,14 @@ class ParameterServer:
                 continue
             self._take_message(identity, client, parts)
 
-    def _visit(self, number: int, event: int) -> None:
-        """Takes the messages of a client that came through the door."""
+    def _visit(self, number: int, event: int, others: bool) -> None:
+        """Takes the messages of a client that came through the door.
+
+        Args:
+            number: of the connection.
+            event: what the poller saw.
+            others: more clients wait: this one's write may be made together with theirs.
+        """
         visitor = None if self._door is None else self._door.visitors.get(number)
         if self._door is None or visitor is None:
             return
@@ -153,24 +134,52 @@ class ParameterServer:
                 if visitor.client is None:
                     here = self._door.identify(visitor, parts[0])
                 elif not visitor.client.refused:
+                    if visitor.client in self._together:
+                        self._write_together()
+                        self._through = visitor
+                    self._others = others
                     self._take_message(visitor.client.identity, visitor.client, parts)
                 here = here and self._door.visitors.get(number) is visitor
         except WireError as error:
             get_logger().warning("%s closes a connection: %s", self._name, error)
             here = False
         finally:
-            self._through = None
+            self._through, self._others = None, False
         if not here:
             self._door.close(visitor)
             if visitor.client is not None:
                 self._forget(visitor.client)
-        else:
+        elif visitor.waits or event & zmq_link.POLLOUT:
             self._poller.modify(number, zmq_link.POLLIN | (zmq_link.POLLOUT if visitor.waits else 0))
 
-    def _forget(self, client: _Client) -> None:
+    def _write_together(self) -> None:
+        """Makes the writes that have waited for others."""
+        waiting, self._together = self._together, {}
+        by_variable: dict[int, list[tuple[Client, Write]]] = {}
+        for client, write in waiting.items():
+            by_variable.setdefault(write.operation.variable, []).append((client, write))
+        for entries in by_variable.values():
+            try:
+                answers: list[Any] = write_together(self.table, [write for _, write in entries])
+            except Exception as error:
+                answers = [error] * len(entries)
+            for (client, write), answer in zip(entries, answers, strict=True):
+                self._through = client.visitor
+                if isinstance(answer, Exception):
+                    self._refuse(client.identity, write.header.request, answer)
+                else:
+                    self._answer(client.identity, client, write.header, [write.operation], write.data, answer)
+        self._through = None
+
+    def num_clients(self) -> int:
+        """How many clients there are."""
+        return len(self._clients)
+
+    def _forget(self, client: Client) -> None:
         """A client is gone: its shared memory and what it used in place are free."""
         self._clients.pop(client.identity, None)
-        _drop_segment(client)
+        client.drop_segment()
+        self._together.pop(client, None)
         self.table.shared.leave(client.column)
         client.column, client.role = -1, ""
         if self._door is not None:
@@ -178,7 +187,7 @@ class ParameterServer:
             if client.visitor is not None:
                 self._door.close(client.visitor)
 
-    def _take_message(self, identity: bytes, client: _Client, parts: list[bytes]) -> None:
+    def _take_message(self, identity: bytes, client: Client, parts: list[bytes]) -> None:
         header = None
         try:
             header = Header.unpack(parts[0])
@@ -214,7 +223,7 @@ class ParameterServer:
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    def _handle(self, identity: bytes, client: _Client, header: Header, parts: list[bytes]) -> None:
+    def _handle(self, identity: bytes, client: Client, header: Header, parts: list[bytes]) -> None:
         meta = memoryview(parts[0])[wire.HEADER_SIZE :]
         if header.kind is Kind.HELLO:
             self._hello(identity, client, header, wire.unpack_json(meta))
@@ -226,7 +235,12 @@ class ParameterServer:
         if header.kind is Kind.BATCH:
             self._batch(identity, client, header, meta, parts)
         elif header.kind is Kind.CALL:
-            answer = self._call(client, wire.unpack_json(meta), parts[1:])
+            asked = wire.unpack_json(meta)
+            if asked.get("method") == "door":
+                self._door = self._door or Door(self._poller, zmq_link.POLLIN)
+                answer: dict[str, Any] = {"name": self._door.name, "token": self._door.token(client)}
+            else:
+                answer = self.call(client, asked, parts[1:])
             body = wire.pack_json(answer)
             self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
         elif header.kind is Kind.GOODBYE:
@@ -235,7 +249,7 @@ class ParameterServer:
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
-    def _hello(self, identity: bytes, client: _Client, header: Header, meta: dict[str, Any]) -> None:
+    def _hello(self, identity: bytes, client: Client, header: Header, meta: dict[str, Any]) -> None:
         role, session = str(meta.get("role")), str(meta.get("session"))
         if role not in ("coordinator", "worker"):
             raise WireError(f"unknown role {role!r}")
@@ -244,7 +258,7 @@ class ParameterServer:
                 for other in list(self._clients.values()):
                     if other is not client:
                         self._forget(other)  # they work for the coordinator before
-                self._begin_session(session, meta.get("snapshots"))
+                self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
         elif not self.session:
             raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
@@ -256,42 +270,29 @@ class ParameterServer:
         body = wire.pack_json(
             {
                 "incarnation": self.incarnation, "task": self._name, "host": wire.boot_id(),
-                "restored": self._restored, "empty": not self.table.variables,
+                "restored": self.restored, "empty": not self.table.variables,
             }
         )  # fmt: skip
         self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
 
-    def _begin_session(self, session: str, snapshots: dict[str, Any] | None) -> None:
-        """Works for a coordinator from now on; if this process was started again, with what the one before had."""
-        self._stop_keeping(forget=False)
-        self.table.shared.close()
-        self.session, self.table, self.jobs = session, VariableTable(), Jobs()
-        self._restored = False
-        if snapshots is not None:
-            task = int(self._name.rpartition(":")[2])
-            keeper = SnapshotKeeper(snapshots, task, session, self.table, self.jobs)
-            self._restored = keeper.restore(self._change)
-            self._keeper = keeper
-
-    def _stop_keeping(self, forget: bool) -> None:
-        self.jobs.close()
-        if self._keeper is not None:
-            self._keeper.close(forget)
-            self._keeper = None
-
-    def _forget_earlier(self, client: _Client) -> None:
+    def _forget_earlier(self, client: Client) -> None:
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
         for other in list(self._clients.values()):
             if other is not client and other.role == "worker" and other.name == client.name:
                 self._forget(other)
 
-    def _batch(self, identity: bytes, client: _Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
+    def _batch(self, identity: bytes, client: Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
         operations = wire.unpack_operations(meta)
         self.table.check(header, operations)
         if header.flags & wire.FLAG_SHARED:
             if client.segment is None or header.data_bytes > client.segment.half:
                 raise WireError("the data is said to be in shared memory, but there is no segment of that size")
-            self._execute(identity, client, header, operations, client.segment.request(header.data_bytes))
+            data = client.segment.request(header.data_bytes)
+            alone = not self._others or len(operations) != 1 or rate_of(self.table, operations[0]) is None
+            if not alone:
+                self._together[client] = Write(header, operations[0], data)
+                return
+            self._execute(identity, client, header, operations, data)
         elif header.flags & wire.FLAG_INLINE:
             if len(parts) != 2 or len(parts[1]) != header.data_bytes:
                 raise WireError(f"{header.data_bytes} bytes were announced")
@@ -305,7 +306,7 @@ class ParameterServer:
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
 
-    def _take_chunk(self, identity: bytes, client: _Client) -> None:
+    def _take_chunk(self, identity: bytes, client: Client) -> None:
         header = client.header
         assert header is not None
         left = header.data_bytes - client.taken
@@ -329,11 +330,21 @@ class ParameterServer:
             self._refuse(identity, header.request, error)
 
     def _execute(
-        self, identity: bytes, client: _Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
+        self, identity: bytes, client: Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
     ) -> None:
-        answer = self.table.execute(header, operations, data)
-        if self._keeper is not None:
-            self._keeper.note_batch(header, operations, answer.operations, data)
+        self._answer(identity, client, header, operations, data, self.table.execute(header, operations, data))
+
+    def _answer(
+        self,
+        identity: bytes,
+        client: Client,
+        header: Header,
+        operations: list[wire.Operation],
+        data: torch.Tensor,
+        answer: Answer,
+    ) -> None:
+        if self.keeper is not None:
+            self.keeper.note_batch(header, operations, answer.operations, data)
         meta = wire.pack_operations(answer.operations)
         total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
         segment = client.segment if header.flags & wire.FLAG_SHARED else None
@@ -357,7 +368,7 @@ class ParameterServer:
         reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
         if not self._send(identity, [wire.message(reply, meta)]):
             return
-        for chunk in wire.stream(answer.tensors):
+        for chunk in streams.stream(answer.tensors):
             try:
                 self._socket.send(identity, zmq_link.SNDMORE)
                 self._socket.send(chunk)
@@ -365,78 +376,6 @@ class ParameterServer:
                 if (client := self._clients.get(identity)) is not None:
                     self._forget(client)
                 return
-
-    # ---- calls ------------------------------------------------------------------------------------------------
-
-    def _call(self, client: _Client, meta: dict[str, Any], frames: list[bytes]) -> dict[str, Any]:
-        method = meta.get("method")
-        if method == "segment":
-            _drop_segment(client)
-            client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
-            Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
-            return {}
-        if method == "door":
-            self._door = self._door or Door(self._poller, zmq_link.POLLIN)
-            return {"name": self._door.name, "token": self._door.token(client)}
-        if method == "values":
-            if client.column < 0 and client.visitor is not None:  # its end will be noticed
-                client.column = self.table.shared.join()
-            return self.table.shared.describe(self.table.variables, client.column)
-        if method == "fence":
-            self.table.fence(int(meta["closure"]), int(meta["attempt"]))
-            return {}
-        if method == "statistics":
-            return {
-                "variables": len(self.table.variables), "applied": self.table.applied,
-                "duplicates": self.table.duplicates, "clients": len(self._clients),
-                "leases": self.table.shared.leases(),
-                "unsaved": int(self._keeper is not None and self._keeper.unsaved),
-            }  # fmt: skip
-        if client.role != "coordinator":
-            raise PermissionError(f"Only the coordinator may call {method!r}.")
-        parts = wire.join([int(n) for n in meta.get("sizes", ())], frames)
-        if method in ("apply", "job", "outcome"):
-            return self._apply(method, meta, parts)
-        self._change(meta, parts)
-        if self._keeper is not None:
-            self._keeper.note_call(meta, parts)
-        return {}
-
-    def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
-        """Functions of the coordinator on the table, e.g. those of checkpoints."""
-        if method == "outcome":
-            ended, error = self.jobs.outcome(int(meta["number"]))
-            if ended and self._keeper is not None and self._keeper.unsaved:
-                self._keeper.soon()
-            if error is not None:
-                raise error
-            return {"ended": ended, "known": ended or self.jobs.is_active(int(meta["number"]))}
-        function, args = pickling.loads(parts)
-        if method == "job":
-            return {"number": self.jobs.start(function(self.table, *args))}
-        result: dict[str, Any] = function(self.table, *args)
-        return result
-
-    def _change(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
-        """Calls that change what the table holds; a journal may repeat them."""
-        method = meta.get("method")
-        self.table.calls += 1
-        if method == "create":
-            for entry, part in zip(meta["variables"], parts, strict=True):
-                number, name, dtype = int(entry["number"]), str(entry["name"]), wire.DTYPES[int(entry["dtype"])]
-                if "fill" in entry:
-                    self.table.create_filled(number, name, entry["shape"], dtype, entry["fill"])
-                    continue
-                data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
-                value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
-                self.table.create(number, name, entry["shape"], dtype, value)
-        elif method == "optimizer":
-            add_rule(self.table, int(meta["number"]), parts)
-        elif method == "hyperparameters":
-            rule: Any = self.table.rules[int(meta["number"])]
-            rule.set_hyperparameters(meta["groups"])
-        else:
-            raise WireError(f"unknown method {method!r}")
 
 
 def _pack(answer: Answer, flat: torch.Tensor) -> None:
@@ -446,9 +385,3 @@ def _pack(answer: Answer, flat: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
         offset += wire.padded(nbytes)
-
-
-def _drop_segment(client: _Client) -> None:
-    if client.segment is not None:
-        client.segment.close()
-        client.segment = None

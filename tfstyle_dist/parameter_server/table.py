@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, NotFoundError
-from tfstyle_dist.parameter_server.shared_values import Home, SharedVariables
+from tfstyle_dist.parameter_server.shared_values import SharedVariables
+from tfstyle_dist.parameter_server.stored import GradientRule, StoredVariable, descend, write
 from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
@@ -29,85 +30,10 @@ from tfstyle_dist.parameter_server.wire import (
     dtype_number,
     padded,
     tensor_view,
+    travels_as,
 )
 
 _KNOWN = frozenset(int(op) for op in Op)
-
-
-class GradientRule(Protocol):
-    """What turns gradients into new values: the server's side of an optimizer."""
-
-    def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
-        """Updates the parameters of ``(gradient, parameter)`` pairs in one step."""
-
-    def slots(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """What it keeps for a parameter."""
-
-    def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
-        """Takes over what ``slots`` gave, or part of it."""
-
-    def settings(self) -> Any:
-        """What belongs to no parameter."""
-
-    def put_settings(self, settings: Any) -> None:
-        """Takes over ``settings``."""
-
-    parts: list[bytes]
-
-
-class StoredVariable:
-    """One variable or shard.
-
-    Args:
-        number: its number in the cluster.
-        name: for messages.
-        parameter: the value; optimizers update it in place.
-        version: counts its changes.
-        rows_only: a table that is never pulled as a whole.
-
-    Attributes:
-        home: where the clients of this host read it, once it is shared with them.
-    """
-
-    __slots__ = ("_version", "_writing", "home", "name", "number", "parameter", "rows_only")
-
-    def __init__(
-        self, number: int, name: str, parameter: torch.nn.Parameter, version: int = 1, rows_only: bool = False
-    ) -> None:
-        self.number, self.name, self.parameter, self.rows_only = number, name, parameter, rows_only
-        self.home: Home | None = None
-        self._version, self._writing = version, False
-
-    @property
-    def version(self) -> int:
-        """Counts its changes."""
-        return self._version
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._version = value
-        if self.home is not None:
-            self.home.publish(value)
-
-    def begin_write(self, keep: bool = True) -> torch.Tensor | None:
-        """Counts a change; what clients of this host use in place is left alone until ``end_write``.
-
-        Args:
-            keep: the write needs the old value in ``parameter``; otherwise it makes every element anew.
-
-        Returns:
-            The old value, if ``parameter`` does not hold it now.
-        """
-        self._version += 1
-        if self.home is None or self._writing:
-            return None
-        self._writing = True
-        return self.home.begin(self, keep)
-
-    def end_write(self) -> None:
-        """The change is made, and can be seen."""
-        self._writing = False
-        self.version = self._version
 
 
 @dataclass(slots=True)
@@ -214,21 +140,21 @@ class VariableTable:
             raise InvalidArgumentError(f"Unknown operation {operation.op}.")
         if operation.op == Op.PULL:
             return
-        if DTYPES[operation.dtype] != parameter.dtype:
+        dtype = DTYPES[operation.dtype]
+        if not travels_as(operation.op, dtype, parameter.dtype):
             raise InvalidArgumentError(
-                f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries "
-                f"{DTYPES[operation.dtype]}."
+                f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries {dtype}."
             )
         if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS) and operation.extra not in self.rules:
             raise NotFoundError(f"This parameter server has no optimizer {operation.extra}.")
         if operation.op in ROW_OPERATIONS:
             if parameter.dim() == 0:
                 raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
-            needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * _row_bytes(parameter)
+            needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * _row_numel(parameter) * dtype.itemsize
             if operation.rows > 1 << 32:
                 raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
         else:
-            needed = parameter.numel() * parameter.element_size()
+            needed = parameter.numel() * dtype.itemsize
         if operation.nbytes != needed:
             raise InvalidArgumentError(
                 f"Variable {stored.name!r} of shape {tuple(parameter.shape)} needs {needed} bytes, but the message "
@@ -263,7 +189,6 @@ class VariableTable:
 
     # ---- executing --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
         """Carries out a checked batch, in order.
 
@@ -272,6 +197,12 @@ class VariableTable:
             operations: the batch.
             data: the bytes that came with it, one flat uint8 tensor.
         """
+        if not torch.is_grad_enabled():
+            return self._execute(header, operations, data)
+        with torch.no_grad():
+            return self._execute(header, operations, data)
+
+    def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
         answer = Answer([], [])
         offset = 0
         steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
@@ -287,23 +218,31 @@ class VariableTable:
                 self._step(steps)
                 self._pull(stored, operation, rows, answer)
                 continue
-            value = tensor_view(data, offset, operation.nbytes, parameter.dtype)
+            value = tensor_view(data, offset, operation.nbytes, DTYPES[operation.dtype]).to(parameter.dtype)
             offset += padded(operation.nbytes)
-            if self._is_duplicate(header, operation):
-                answer.operations.append(_reply(stored, extra=FLAG_DUPLICATE))
+            if self.is_duplicate(header, operation):
+                answer.operations.append(reply(stored, extra=FLAG_DUPLICATE))
                 continue
             shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
             if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
-                grad = value.view(shape)
+                grad, rate = value.view(shape), self.rules[operation.extra].plain_rate(parameter)
+                if rate is not None:
+                    self._step(steps)
+                    descend(stored, grad, rows, rate)
+                    self.applied += 1
+                    answer.operations.append(reply(stored))
+                    continue
                 if rows is not None:
-                    grad = torch.sparse_coo_tensor(rows[None], grad, parameter.shape, check_invariants=False)
+                    grad = torch.sparse_coo_tensor(
+                        rows[None], grad, parameter.shape, is_coalesced=_increase(rows), check_invariants=False
+                    )
                 steps.setdefault(operation.extra, []).append((grad, stored))
                 stored.begin_write()
             else:
                 self._step(steps)
-                _write(stored, operation.op, value.view(shape), rows)
+                write(stored, operation.op, value.view(shape), rows)
             self.applied += 1
-            answer.operations.append(_reply(stored))
+            answer.operations.append(reply(stored))
         self._step(steps)
         return answer
 
@@ -327,18 +266,21 @@ class VariableTable:
             offset += request_bytes(operation)
 
     def _pull(self, stored: StoredVariable, operation: Operation, rows: torch.Tensor | None, answer: Answer) -> None:
+        dtype = DTYPES[operation.dtype]
+        if not travels_as(operation.op, dtype, stored.parameter.dtype):
+            dtype = stored.parameter.dtype
         if rows is not None:
-            self._answer(answer, stored, stored.parameter.detach().index_select(0, rows))
+            self._answer(answer, stored, stored.parameter.detach().index_select(0, rows).to(dtype))
         elif operation.argument == stored.version:
-            answer.operations.append(_reply(stored, extra=FLAG_UNCHANGED))
+            answer.operations.append(reply(stored, extra=FLAG_UNCHANGED))
         else:
-            self._answer(answer, stored, stored.parameter.detach())
+            self._answer(answer, stored, stored.parameter.detach().to(dtype))
 
     def _answer(self, answer: Answer, stored: StoredVariable, value: torch.Tensor) -> None:
-        answer.operations.append(_reply(stored, nbytes=value.numel() * value.element_size()))
+        answer.operations.append(reply(stored, nbytes=value.numel() * value.element_size()))
         answer.tensors.append(value)
 
-    def _is_duplicate(self, header: Header, operation: Operation) -> bool:
+    def is_duplicate(self, header: Header, operation: Operation) -> bool:
         """Whether an earlier attempt of this closure has made this write; if not, notes that it is made now."""
         if header.closure == 0:
             return False
@@ -357,7 +299,8 @@ def request_bytes(operation: Operation) -> int:
     return operation.stream_bytes
 
 
-def _reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
+def reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
+    """The entry of an answer about one variable."""
     return Operation(0, dtype_number(stored.parameter.dtype), stored.number, stored.version, 0, nbytes, extra)
 
 
@@ -367,8 +310,8 @@ def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
 
 
-def _row_bytes(parameter: torch.Tensor) -> int:
-    return parameter[0].numel() * parameter.element_size() if parameter.shape[0] else 0
+def _row_numel(parameter: torch.Tensor) -> int:
+    return math.prod(parameter.shape[1:]) if parameter.shape[0] else 0
 
 
 def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
@@ -379,23 +322,6 @@ def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
         )
 
 
-def _write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
-    old = stored.begin_write(keep=rows is not None)
-    target = stored.parameter.detach()
-    source = target if old is None else old
-    try:
-        if op == Op.ASSIGN:
-            target.copy_(value)
-        elif op == Op.ADD:
-            torch.add(source, value, out=target)
-        elif op == Op.SUB:
-            torch.sub(source, value, out=target)
-        else:
-            assert rows is not None
-            target.index_add_(0, rows, value)
-    except BaseException:
-        if old is not None:
-            target.copy_(old)
-        raise
-    finally:
-        stored.end_write()
+def _increase(rows: torch.Tensor) -> bool:
+    """Whether each row number is larger than the one before: none is named twice."""
+    return len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.parameter_server.rules import make_rule
-from tfstyle_dist.parameter_server.table import ClosureWrites, StoredVariable, VariableTable
+from tfstyle_dist.parameter_server.stored import StoredVariable
+from tfstyle_dist.parameter_server.table import ClosureWrites, VariableTable
 from tfstyle_dist.parameter_server.wire import Header, Operation
 
 

@@ -10,7 +10,7 @@ import enum
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ WRITES = frozenset({Op.ASSIGN, Op.ADD, Op.SUB, Op.GRADIENT, Op.ADD_ROWS, Op.GRAD
 
 ROW_OPERATIONS = frozenset({Op.PULL_ROWS, Op.ADD_ROWS, Op.GRADIENT_ROWS})
 
+NARROWED = frozenset({Op.PULL, Op.PULL_ROWS, Op.GRADIENT, Op.GRADIENT_ROWS})
+
 FLAG_UNCHANGED = 1
 """In the answer to a PULL: the client's copy is the newest, no data follows."""
 FLAG_DUPLICATE = 2
@@ -109,6 +111,11 @@ def dtype_number(dtype: torch.dtype) -> int:
 def padded(nbytes: int) -> int:
     """The room a tensor takes in the stream of a message."""
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def travels_as(op: int, dtype: torch.dtype, own: torch.dtype) -> bool:
+    """Whether elements of a variable may travel with a dtype: pulls and gradients of float32 also as bfloat16."""
+    return dtype is own or (op in NARROWED and dtype is torch.bfloat16 and own is torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,87 +282,6 @@ def tensor_view(buffer: torch.Tensor, offset: int, nbytes: int, dtype: torch.dty
     return buffer[offset : offset + nbytes].view(dtype)
 
 
-def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of tensors, padded, in messages of at most ``CHUNK`` bytes.
-
-    Large tensors go without a copy, small ones together. Each view is valid until the next one is asked for.
-    """
-    scratch = torch.empty(0, dtype=torch.uint8)
-    waiting: list[tuple[memoryview, int]] = []
-    total = 0
-    for tensor in tensors:
-        view = tensor_bytes(tensor)
-        room = padded(len(view))
-        if len(view) >= INLINE and room == len(view):
-            if total:
-                yield pack_views(waiting, scratch := _enough(scratch, total), total)
-                waiting, total = [], 0
-            for offset in range(0, len(view), CHUNK):
-                yield view[offset : offset + CHUNK]
-            continue
-        while total + room > CHUNK:
-            # The rest of the room of a full message is taken by the first part of this tensor.
-            part = CHUNK - total
-            waiting.append((view[:part], total))
-            yield pack_views(waiting, scratch := _enough(scratch, CHUNK), CHUNK)
-            waiting, total, view, room = [], 0, view[part:], room - part
-        waiting.append((view, total))
-        total += room
-    if total:
-        yield pack_views(waiting, _enough(scratch, total), total)
-
-
-def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:
-    return scratch if scratch.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
-
-
-def pack_views(views: Sequence[tuple[memoryview, int]], flat: torch.Tensor, total: int) -> memoryview:
-    """Puts bytes at their places in a flat buffer.
-
-    Args:
-        views: bytes and offsets.
-        flat: the buffer.
-        total: how much of it is used.
-    """
-    room = tensor_bytes(flat)
-    for view, offset in views:
-        room[offset : offset + len(view)] = view
-    return room[:total]
-
-
-class Filler:
-    """Puts a stream of bytes into tensors, one after another, leaving out the padding.
-
-    Args:
-        targets: flat byte tensors.
-    """
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._targets = [(tensor_bytes(t), padded(t.numel())) for t in targets]
-        self._place, self._offset = 0, 0
-        self.total = sum(room for _, room in self._targets)
-
-    def take(self, data: memoryview) -> None:
-        """The next bytes.
-
-        Raises:
-            WireError: more than the tensors take.
-        """
-        start = 0
-        while start < len(data):
-            if self._place == len(self._targets):
-                raise WireError(f"{len(data) - start} bytes too many")
-            view, room = self._targets[self._place]
-            count = min(room - self._offset, len(data) - start)
-            end = min(self._offset + count, len(view))
-            if end > self._offset:
-                view[self._offset : end] = data[start : start + end - self._offset]
-            start += count
-            self._offset += count
-            if self._offset == room:
-                self._place, self._offset = self._place + 1, 0
-
-
 def boot_id() -> str:
     """Tells whether two processes run on one machine (and in one IPC namespace)."""
     try:
@@ -363,34 +289,6 @@ def boot_id() -> str:
         return f"{boot} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}"
     except OSError:
         return ""
-
-
-def split(parts: Sequence[Any]) -> tuple[list[int], list[memoryview]]:
-    """Buffers as frames of at most ``CHUNK`` bytes, and their sizes."""
-    views = [memoryview(part).cast("B") for part in parts]
-    frames = [view[o : o + CHUNK] for view in views for o in range(0, len(view), CHUNK)]
-    return [len(view) for view in views], frames
-
-
-def join(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
-    """Puts together what ``split`` cut.
-
-    Raises:
-        WireError: the frames do not add up to the sizes.
-    """
-    parts, place = [], 0
-    for size in sizes:
-        pieces, got = [], 0
-        while got < size and place < len(frames):
-            pieces.append(frames[place])
-            got += len(frames[place])
-            place += 1
-        if got != size:
-            raise WireError(f"a part of {size} bytes came as {got}")
-        parts.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-    if place != len(frames):
-        raise WireError(f"{len(frames) - place} frames too many")
-    return parts
 
 
 _ERRORS = {

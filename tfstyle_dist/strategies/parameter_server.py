@@ -18,6 +18,7 @@ from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.parameter_server import pickling
 from tfstyle_dist.parameter_server.cluster import check_cluster, cluster_of
+from tfstyle_dist.parameter_server.pulling import WireOptions
 from tfstyle_dist.parameter_server.records import RemoteRecord
 from tfstyle_dist.parameter_server.remote import Servers
 from tfstyle_dist.parameter_server.rules import optimizer_state
@@ -45,6 +46,10 @@ class ParameterServerStrategy(Strategy):
             ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
         max_staleness: how many other functions' updates may come between the moment a function pulls parameters and
             the end of its own; 0: one function at a time, as in plain training; ``None``: any number.
+        wire_dtype: ``torch.bfloat16``: float32 parameters of modules and their gradients travel with 16 bits between
+            hosts; the servers keep and update float32. ``None``: as they are.
+        pull_ahead: a worker asks for the parameters of its next function while it computes one: it does not wait for
+            them, and they lack what the function before it has changed. Counts in ``max_staleness``.
         snapshot_folder: where each server writes snapshots for itself, so that one that is killed and started again
             goes on from there; a folder for this job alone, on the servers' own disks or on a shared one.
         snapshot_seconds: time between two snapshots.
@@ -53,7 +58,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job; a negative
-            ``max_staleness``, a ``snapshot_seconds`` that is not above 0.
+            ``max_staleness``, a ``snapshot_seconds`` that is not above 0, another ``wire_dtype``.
         TypeError: neither a resolver nor ``TF_CONFIG``.
         ImportError: pyzmq or cloudpickle is missing.
 
@@ -72,6 +77,8 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         max_staleness: int | None = None,
+        wire_dtype: torch.dtype | None = None,
+        pull_ahead: bool = False,
         snapshot_folder: str | os.PathLike[str] | None = None,
         snapshot_seconds: float = 60.0,
         snapshot_every_write: bool = False,
@@ -88,6 +95,7 @@ class ParameterServerStrategy(Strategy):
         check_cluster(cluster)
         self._resolver = cluster_resolver
         self.max_staleness = checked_staleness(max_staleness)
+        self.wire_options = wire_options(wire_dtype, pull_ahead)
         self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
         hello = {
@@ -107,7 +115,7 @@ class ParameterServerStrategy(Strategy):
         path = env.parameter_server_keys()
         self.cluster, self.session = {job: list(addresses) for job, addresses in cluster.items()}, session
         self.context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
-        self.servers = Servers.of(self.context, self.cluster["ps"], hello, env.timeout())
+        self.servers = Servers.of(self.context, self.cluster["ps"], hello, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
         super().__init__(StrategyExtended(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
@@ -128,11 +136,14 @@ class ParameterServerStrategy(Strategy):
         session: str,
         task: str,
         snapshots: dict[str, Any] | None = None,
+        wire: Mapping[str, Any] | None = None,
     ) -> ParameterServerStrategy:
         """The strategy object that scheduled functions see on a worker task."""
         strategy = cls.__new__(cls)
         strategy._resolver = None
         strategy.max_staleness, strategy.snapshots = None, snapshots
+        told = wire or {}
+        strategy.wire_options = wire_options(torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead")))
         hello = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
         strategy._start(cluster, session, hello, None)
         return strategy
@@ -285,6 +296,17 @@ def checked_staleness(max_staleness: Any) -> int | None:
             f"max_staleness={max_staleness!r}: write a whole number of updates from 0 on, or None for no bound."
         )
     return max_staleness
+
+
+def wire_options(dtype: Any, ahead: bool) -> WireOptions:
+    """How tensors travel.
+
+    Raises:
+        ValueError: a dtype that they cannot travel with.
+    """
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(f"wire_dtype={dtype!r}: write torch.bfloat16, or None for the parameters' own dtype.")
+    return WireOptions(dtype, bool(ahead))
 
 
 def snapshot_options(folder: Any, seconds: float, every_write: bool) -> dict[str, Any] | None:

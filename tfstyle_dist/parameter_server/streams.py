@@ -1,0 +1,119 @@
+"""Tensors as streams of bytes in messages of limited size, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.parameter_server.wire import CHUNK, INLINE, WireError, padded, tensor_bytes
+
+
+def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors, padded, in messages of at most ``CHUNK`` bytes.
+
+    Large tensors go without a copy, small ones together. Each view is valid until the next one is asked for.
+    """
+    scratch = torch.empty(0, dtype=torch.uint8)
+    waiting: list[tuple[memoryview, int]] = []
+    total = 0
+    for tensor in tensors:
+        view = tensor_bytes(tensor)
+        room = padded(len(view))
+        if len(view) >= INLINE and room == len(view):
+            if total:
+                yield pack_views(waiting, scratch := _enough(scratch, total), total)
+                waiting, total = [], 0
+            for offset in range(0, len(view), CHUNK):
+                yield view[offset : offset + CHUNK]
+            continue
+        while total + room > CHUNK:
+            # The rest of the room of a full message is taken by the first part of this tensor.
+            part = CHUNK - total
+            waiting.append((view[:part], total))
+            yield pack_views(waiting, scratch := _enough(scratch, CHUNK), CHUNK)
+            waiting, total, view, room = [], 0, view[part:], room - part
+        waiting.append((view, total))
+        total += room
+    if total:
+        yield pack_views(waiting, _enough(scratch, total), total)
+
+
+def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return scratch if scratch.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+
+
+def pack_views(views: Sequence[tuple[memoryview, int]], flat: torch.Tensor, total: int) -> memoryview:
+    """Puts bytes at their places in a flat buffer.
+
+    Args:
+        views: bytes and offsets.
+        flat: the buffer.
+        total: how much of it is used.
+    """
+    room = tensor_bytes(flat)
+    for view, offset in views:
+        room[offset : offset + len(view)] = view
+    return room[:total]
+
+
+class Filler:
+    """Puts a stream of bytes into tensors, one after another, leaving out the padding.
+
+    Args:
+        targets: flat byte tensors.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        self._targets = [(tensor_bytes(t), padded(t.numel())) for t in targets]
+        self._place, self._offset = 0, 0
+        self.total = sum(room for _, room in self._targets)
+
+    def take(self, data: memoryview) -> None:
+        """The next bytes.
+
+        Raises:
+            WireError: more than the tensors take.
+        """
+        start = 0
+        while start < len(data):
+            if self._place == len(self._targets):
+                raise WireError(f"{len(data) - start} bytes too many")
+            view, room = self._targets[self._place]
+            count = min(room - self._offset, len(data) - start)
+            end = min(self._offset + count, len(view))
+            if end > self._offset:
+                view[self._offset : end] = data[start : start + end - self._offset]
+            start += count
+            self._offset += count
+            if self._offset == room:
+                self._place, self._offset = self._place + 1, 0
+
+
+def split(parts: Sequence[Any]) -> tuple[list[int], list[memoryview]]:
+    """Buffers as frames of at most ``CHUNK`` bytes, and their sizes."""
+    views = [memoryview(part).cast("B") for part in parts]
+    frames = [view[o : o + CHUNK] for view in views for o in range(0, len(view), CHUNK)]
+    return [len(view) for view in views], frames
+
+
+def join(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
+    """Puts together what ``split`` cut.
+
+    Raises:
+        WireError: the frames do not add up to the sizes.
+    """
+    parts, place = [], 0
+    for size in sizes:
+        pieces, got = [], 0
+        while got < size and place < len(frames):
+            pieces.append(frames[place])
+            got += len(frames[place])
+            place += 1
+        if got != size:
+            raise WireError(f"a part of {size} bytes came as {got}")
+        parts.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+    if place != len(frames):
+        raise WireError(f"{len(frames) - place} frames too many")
+    return parts
