@@ -55,9 +55,12 @@ class Module:
             function.linkage = "internal"
         return function
 
-    def intrinsic(self, name: str, types: Sequence[Any]) -> Any:
-        """A function of LLVM's own, for some types."""
-        return self._module.declare_intrinsic(name, types)
+    def write_copy(self, builder: Any, target: Any, source: Any, nbytes: Any) -> None:
+        """Copies bytes with the system's own function, which need not read what it overwrites."""
+        byte = ir.IntType(8).as_pointer()
+        copy = self._module.declare_intrinsic("llvm.memcpy", [byte, byte, WORD])
+        places = [builder.inttoptr(address, byte) for address in (target, source)]
+        builder.call(copy, [*places, nbytes, ir.Constant(ir.IntType(1), 0)])
 
     def compile(self, name: str) -> int:
         """The address of the machine code of a function."""
@@ -100,6 +103,12 @@ def integer(value: int) -> Any:
 def word(builder: Any, array: Any, index: int) -> Any:
     """The word number ``index`` of an array."""
     return builder.load(builder.gep(array, [integer(index)]))
+
+
+def call_address(builder: Any, address: Any, words: Sequence[Any]) -> None:
+    """Calls a C function that takes words, whose result does not matter."""
+    function = ir.FunctionType(ir.VoidType(), [WORD] * len(words)).as_pointer()
+    builder.call(builder.inttoptr(address, function), words)
 
 
 def call_number(builder: Any, function: Any) -> Any:

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Sequence
 from typing import Any, Final
 
-from llvmlite import ir
-
 from tfstyle_dist_kernels.cpu_llvm import DOUBLE, WORD, WORDS, Module, Vector, begin, element_bytes, integer, loop, word
 
 VECTOR_BYTES: Final = 128
@@ -95,19 +93,12 @@ def write_walk(module: Module, name: str, action: Action) -> Any:
                     builder.call(elements, [here, a, b, count, divisor])
             nbytes = builder.mul(count, integer(size))
             if is_copy_in:
-                _copy(module, builder, there, here, nbytes)
+                module.write_copy(builder, there, here, nbytes)
             elif action is Action.COPY_OUT:
                 with builder.if_then(builder.not_(divides)):
-                    _copy(module, builder, here, there, nbytes)
+                    module.write_copy(builder, here, there, nbytes)
     builder.ret_void()
     return walk
-
-
-def _copy(module: Module, builder: Any, target: Any, source: Any, nbytes: Any) -> None:
-    """Copies bytes with the system's own function, which need not read what it overwrites."""
-    byte = ir.IntType(8).as_pointer()
-    arguments = [builder.inttoptr(target, byte), builder.inttoptr(source, byte), nbytes, ir.Constant(ir.IntType(1), 0)]
-    builder.call(module.intrinsic("llvm.memcpy", [byte, byte, WORD]), arguments)
 
 
 def _write_elements(module: Module, name: str, action: Action, *, divides: bool) -> Any:

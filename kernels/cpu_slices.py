@@ -11,10 +11,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-from llvmlite import ir
-
 from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, PLACES, SLEEPS, SLOTS, WAITS
-from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, element_bytes, integer, loop
+from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, call_address, element_bytes, integer, loop
 from tfstyle_dist_kernels.cpu_meeting import Action, Fields, shared_word, write_walk
 
 
@@ -78,8 +76,6 @@ class Request(ctypes.Structure):
 _FIELDS: Final = [name for name, *_ in Request._fields_]
 NAP_NANOSECONDS: Final = 2_000_000
 _FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 2**31 - 1  # of Linux on x86-64, where alone there are lanes
-_SYSTEM_CALL: Final = ir.FunctionType(WORD, [WORD] * 7).as_pointer()
-_FUNCTION: Final = ir.FunctionType(ir.VoidType(), [WORD]).as_pointer()
 
 
 def compile_slices(name: str) -> int:
@@ -104,10 +100,9 @@ class _Writer:
         rounded_up = self._b.add(self._numel, self._b.sub(fields["part_numel"], integer(1)))
         self._num_parts = self._larger(self._b.sdiv(rounded_up, fields["part_numel"]), integer(1))
         # Places are taken once, here: those taken within a loop would be taken again each time.
-        self._total, self._nap = self._b.alloca(WORD), self._b.alloca(ir.ArrayType(WORD, 2))
-        nap = self._b.bitcast(self._nap, WORDS)
-        self._b.store(integer(0), nap)
-        self._b.store(integer(NAP_NANOSECONDS), self._b.gep(nap, [integer(1)]))
+        self._total, self._nap = self._b.alloca(WORD), self._b.alloca(WORD, 2)
+        self._b.store(integer(0), self._nap)
+        self._b.store(integer(NAP_NANOSECONDS), self._b.gep(self._nap, [integer(1)]))
 
     def write(self) -> None:
         """Writes stage after stage, as far as it goes without waiting long."""
@@ -183,7 +178,7 @@ class _Writer:
             b.store(b.add(result, shift), b.gep(row, [fields["num_ranks"]]))
             b.store(b.sub(high, low), b.gep(unit, [integer(2)]))
             b.store(integer(0), share)
-            b.call(b.inttoptr(fields["sum"], _FUNCTION), [fields["sum_request"]])
+            call_address(b, fields["sum"], [fields["sum_request"]])
 
     def _write_arrival(self) -> None:
         """Comes to the next meeting; who comes last wakes the others."""
@@ -213,8 +208,8 @@ class _Writer:
 
     def _call_system(self, operation: int, value: Any, nap: Any) -> None:
         number, none = integer(_FUTEX), integer(0)
-        function = self._b.inttoptr(self._fields["system_call"], _SYSTEM_CALL)
-        self._b.call(function, [number, self._fields["last"], integer(operation), value, nap, none, none])
+        words = [number, self._fields["last"], integer(operation), value, nap, none, none]
+        call_address(self._b, self._fields["system_call"], words)
 
     def _is_missing(self) -> Any:
         missing = self._count(ARRIVED, None, "<", self._fields["meeting"])
