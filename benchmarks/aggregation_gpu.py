@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference, triton_plan, triton_sum
+from tfstyle_dist_kernels import reference, triton_plan, triton_sum, triton_update
 
 DTYPES = (torch.float32, torch.bfloat16)
 COUNTS = (2, 4, 8, 16, 32)
@@ -250,6 +250,40 @@ def measure_list(bench: Bench, name: str, sizes: list[int], dtype: torch.dtype, 
     bench.record(kind="new plan", list=name, dtype=str(dtype)[6:], n=n, wall_ms=bench.wall_seconds(elsewhere, 5) * 1e3)
 
 
+def measure_update(bench: Bench) -> None:
+    """Sum and step of Adam in one launch, next to the sum followed by the fused optimizer of torch."""
+    n, sizes = 4, [4_000_000] * 32
+    for dtype in DTYPES:
+        rows = make_rows(sizes, n, dtype, bench.device)
+        parameters, means, squares = ([torch.zeros(size, device=bench.device) for size in sizes] for _ in range(3))
+        mixed = [torch.nn.Parameter(torch.zeros(size, device=bench.device)) for size in sizes]
+        optimizer = torch.optim.Adam(mixed, fused=True, capturable=True)
+        gradients = [torch.empty(size, dtype=torch.float32, device=bench.device) for size in sizes]
+        for parameter, gradient in zip(mixed, gradients, strict=True):
+            parameter.grad = gradient
+
+        def one(rows: Rows = rows, p: Any = parameters, m: Any = means, v: Any = squares) -> None:
+            triton_update.sum_and_adam(rows, p, m, v, "add_n", step=1, lr=1e-3, divisor=n)
+
+        def two(rows: Rows = rows, gradients: Any = gradients, optimizer: Any = optimizer) -> None:
+            triton_sum.sum_lists(rows, gradients, "add_n", divisor=n)
+            optimizer.step()
+
+        elements = sum(sizes)
+        # Read: contributions, parameter, two states; written: parameter, two states; apart: the gradient, both ways.
+        moved = elements * (n * dtype.itemsize + 24.0)
+        for method, call, extra in (("one launch", one, 0.0), ("sum, then fused Adam", two, elements * 8.0)):
+            seconds = bench.device_seconds(call)
+            bench.record(
+                kind="update",
+                dtype=str(dtype)[6:],
+                n=n,
+                method=method,
+                ms=seconds * 1e3,
+                of_copy=bench.of_copy(moved + extra, seconds),
+            )
+
+
 def print_table(bench: Bench) -> None:
     rows = [row for row in bench.results if row["kind"] == "sum"]
     columns = list(dict.fromkeys(row["method"] for row in rows))
@@ -289,6 +323,8 @@ def main() -> None:
                 for n in COUNTS[:2] if arguments.smoke else COUNTS:
                     if bench.seconds_left() > 25:
                         measure_list(bench, name, sizes, dtype, n)
+        if not arguments.smoke and bench.seconds_left() > 15:
+            measure_update(bench)
     print_table(bench)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

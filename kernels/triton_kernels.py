@@ -1,8 +1,8 @@
-"""The Triton kernels of the sums. Only this module imports triton.
+"""The Triton kernels: sums, and sums with an update of parameters. Only this module imports triton.
 
 All kernels read one table of int64 and one table of chunks, which ``triton_plan`` builds. With T tensors and N
 contributions to each, the table holds rows of T entries: N rows of addresses (row i: contribution i to every
-tensor), a row of addresses of the outputs, a row of flags (1: all addresses of this
+tensor), the kernel's own rows of addresses (outputs, parameters, ...), a row of flags (1: all addresses of this
 tensor are multiples of 16 bytes), and after them the bits of one float64, the divisor. A chunk (tensor, start, end)
 is a range of elements of one tensor; ``start`` is a multiple of BLOCK. One program sums one chunk.
 
@@ -171,6 +171,130 @@ def sum_kernel(
             _sum_and_store(
                 table, scale, n, num_tensors, tensor, offsets, end,
                 ORDER, HEAD, LEVELS, DTYPE, ACC, OUT_DTYPE, SCALE, DIVIDE, False, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sgd_block(
+    table, scale, n, num_tensors, tensor, offsets, end, lr, momentum, dampened, weight_decay,
+    ORDER: tl.constexpr, HEAD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    STATE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, SCALE: tl.constexpr,
+    DIVIDE: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    gradient = sum_block(
+        table, n, num_tensors, tensor, offsets, end, ORDER, HEAD, LEVELS, DTYPE, tl.float32, FULL, BLOCK
+    )  # fmt: skip
+    OWN: tl.constexpr = 1 if MOMENTUM == 0 else 2
+    divisor_at = (n + OWN + 1) * num_tensors
+    gradient = scale_and_divide(gradient, table, scale, divisor_at, tl.float32, SCALE, DIVIDE)
+    parameter = _load(table, n, num_tensors, tensor, offsets, end, OUT_DTYPE, FULL).to(tl.float32)
+    if DECAY:
+        gradient += weight_decay * parameter
+    if MOMENTUM != 0:
+        if MOMENTUM == 1:  # the first step
+            velocity = gradient
+        else:
+            velocity = _load(table, n + 1, num_tensors, tensor, offsets, end, STATE, FULL).to(tl.float32)
+            velocity = velocity * momentum + dampened * gradient
+        _store(table, n + 1, num_tensors, tensor, offsets, end, velocity, STATE, FULL)
+        gradient = gradient + momentum * velocity if NESTEROV else velocity
+    _store(table, n, num_tensors, tensor, offsets, end, parameter - lr * gradient, OUT_DTYPE, FULL)
+
+
+@triton.jit(do_not_specialize=["n", "num_tensors", "lr", "momentum", "dampened", "weight_decay"])
+def sgd_kernel(
+    table, chunks, scale, n, num_tensors, lr, momentum, dampened, weight_decay,
+    ORDER: tl.constexpr, HEAD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    STATE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, SCALE: tl.constexpr,
+    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums as ``sum_kernel`` does and makes a step of SGD with the result, which is not written anywhere.
+
+    The kernel's own rows are the parameters and, unless MOMENTUM is 0, the momentum buffers; MOMENTUM is 1 in the
+    first step, which does not read them, then 2.
+    """
+    chunk = chunks + 3 * tl.program_id(0).to(tl.int64)
+    tensor = tl.load(chunk)
+    start = tl.load(chunk + 1)
+    end = tl.load(chunk + 2)
+    OWN: tl.constexpr = 1 if MOMENTUM == 0 else 2
+    is_aligned = tl.load(table + (n + OWN) * num_tensors + tensor) != 0
+    for done in range(0, end - start, BLOCK):
+        first = tl.multiple_of(start + done, BLOCK)
+        offsets = first + tl.arange(0, BLOCK)
+        if is_aligned & (first + BLOCK <= end):
+            _sgd_block(
+                table, scale, n, num_tensors, tensor, offsets, end, lr, momentum, dampened, weight_decay,
+                ORDER, HEAD, LEVELS, DTYPE, OUT_DTYPE, STATE, MOMENTUM, NESTEROV, DECAY, SCALE, DIVIDE, True, BLOCK,
+            )  # fmt: skip
+        else:
+            _sgd_block(
+                table, scale, n, num_tensors, tensor, offsets, end, lr, momentum, dampened, weight_decay,
+                ORDER, HEAD, LEVELS, DTYPE, OUT_DTYPE, STATE, MOMENTUM, NESTEROV, DECAY, SCALE, DIVIDE, False, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _adam_block(
+    table, scale, n, num_tensors, tensor, offsets, end,
+    step_size, kept, rest_1, beta_2, rest_2, root, eps, weight_decay,
+    ORDER: tl.constexpr, HEAD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    STATE: tl.constexpr, DECAY: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    gradient = sum_block(
+        table, n, num_tensors, tensor, offsets, end, ORDER, HEAD, LEVELS, DTYPE, tl.float32, FULL, BLOCK
+    )  # fmt: skip
+    gradient = scale_and_divide(gradient, table, scale, (n + 4) * num_tensors, tl.float32, SCALE, DIVIDE)
+    parameter = _load(table, n, num_tensors, tensor, offsets, end, OUT_DTYPE, FULL).to(tl.float32)
+    if DECAY == 1:
+        gradient += weight_decay * parameter
+    elif DECAY == 2:
+        parameter = parameter * kept
+    mean = _load(table, n + 1, num_tensors, tensor, offsets, end, STATE, FULL).to(tl.float32)
+    mean += rest_1 * (gradient - mean)
+    _store(table, n + 1, num_tensors, tensor, offsets, end, mean, STATE, FULL)
+    square = _load(table, n + 2, num_tensors, tensor, offsets, end, STATE, FULL).to(tl.float32)
+    square = square * beta_2 + rest_2 * gradient * gradient
+    _store(table, n + 2, num_tensors, tensor, offsets, end, square, STATE, FULL)
+    parameter -= tl.div_rn(step_size * mean, tl.div_rn(tl.sqrt_rn(square), root) + eps)
+    _store(table, n, num_tensors, tensor, offsets, end, parameter, OUT_DTYPE, FULL)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n", "num_tensors", "step_size", "kept", "rest_1", "beta_2", "rest_2", "root", "eps", "weight_decay",
+    ]
+)  # fmt: skip
+def adam_kernel(
+    table, chunks, scale, n, num_tensors, step_size, kept, rest_1, beta_2, rest_2, root, eps, weight_decay,
+    ORDER: tl.constexpr, HEAD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    STATE: tl.constexpr, DECAY: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums as ``sum_kernel`` does and makes a step of Adam with the result, which is not written anywhere.
+
+    The kernel's own rows are the parameters and the averages of the gradients and of their squares. DECAY is 0, 1
+    (added to the gradient) or 2 (decoupled: the parameters are multiplied by ``kept``).
+    """
+    chunk = chunks + 3 * tl.program_id(0).to(tl.int64)
+    tensor = tl.load(chunk)
+    start = tl.load(chunk + 1)
+    end = tl.load(chunk + 2)
+    is_aligned = tl.load(table + (n + 3) * num_tensors + tensor) != 0
+    for done in range(0, end - start, BLOCK):
+        first = tl.multiple_of(start + done, BLOCK)
+        offsets = first + tl.arange(0, BLOCK)
+        if is_aligned & (first + BLOCK <= end):
+            _adam_block(
+                table, scale, n, num_tensors, tensor, offsets, end,
+                step_size, kept, rest_1, beta_2, rest_2, root, eps, weight_decay,
+                ORDER, HEAD, LEVELS, DTYPE, OUT_DTYPE, STATE, DECAY, SCALE, DIVIDE, True, BLOCK,
+            )  # fmt: skip
+        else:
+            _adam_block(
+                table, scale, n, num_tensors, tensor, offsets, end,
+                step_size, kept, rest_1, beta_2, rest_2, root, eps, weight_decay,
+                ORDER, HEAD, LEVELS, DTYPE, OUT_DTYPE, STATE, DECAY, SCALE, DIVIDE, False, BLOCK,
             )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class PlanKey(NamedTuple):
         divisor: The divisor of the kernel, or ``None`` without one.
         dtypes: One for each row. They matter to the caller's checks: they decide how far a tensor reaches.
         numels: The number of elements of each of the T tensors.
-        addresses: Row after row, T each: the contributions, then the outputs.
+        addresses: Row after row, T each: the contributions, then the kernel's own rows.
     """
 
     device: torch.device
@@ -166,6 +166,31 @@ def find_overlaps(key: PlanKey) -> list[int]:
                     overlapping.add(tensor)
                 position -= 1
     return sorted(overlapping)
+
+
+def check_apart(key: PlanKey, num_written: int) -> None:
+    """Checks that no memory of the last rows, which a kernel writes, is in two places.
+
+    Raises:
+        ValueError: A tensor that is written shares memory with another one.
+    """
+    num_tensors = len(key.numels)
+    first_written = len(key.addresses) - num_written * num_tensors
+    ranges = []
+    for place, start in enumerate(key.addresses):
+        row, tensor = divmod(place, num_tensors)
+        if key.numels[tensor] > 0:
+            ranges.append(
+                (start, start + key.dtypes[row].itemsize * key.numels[tensor], place >= first_written, tensor)
+            )
+    ends = [0, 0]  # of what was only read, of what is written
+    for start, end, is_written, tensor in sorted(ranges):
+        if start < ends[1] or (is_written and start < ends[0]):
+            raise ValueError(
+                f"parameter {tensor}, its state or its gradient shares memory with another tensor of which one is "
+                "updated: give each its own"
+            )
+        ends[is_written] = max(ends[is_written], end)
 
 
 def find_plan(key: PlanKey) -> Plan | None:

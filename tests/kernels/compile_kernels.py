@@ -28,6 +28,7 @@ SUMS = [
     ("tree", 8, torch.bfloat16, torch.bfloat16, False),
     ("tree", 100, torch.float32, torch.float32, False),
 ]
+UPDATES = [("add_n", 8, torch.bfloat16), ("tree", 32, torch.float32)]
 TABLES = {"table": "*i64", "chunks": "*i64", "scale": "*fp32", "n": "i32", "num_tensors": "i32"}
 
 
@@ -61,6 +62,16 @@ def main() -> None:
         constants = triton_sum.kernel_constants(order, n, dtype, out_dtype)
         constants |= {"SCALE": has_factors, "DIVIDE": has_factors}
         found[f"{order} {n} {dtype}"] = assemble(kernels.sum_kernel, TABLES, constants, folder)
+    for order, n, dtype in UPDATES:
+        constants = triton_sum.kernel_constants(order, n, dtype, torch.float32)
+        del constants["ACC"]
+        constants |= {"STATE": constants["OUT_DTYPE"], "SCALE": True, "DIVIDE": True, "DECAY": True}
+        signature = TABLES | dict.fromkeys(("lr", "momentum", "dampened", "weight_decay"), "fp32")
+        more = {"MOMENTUM": 2, "NESTEROV": True}
+        found[f"sgd {order} {n} {dtype}"] = assemble(kernels.sgd_kernel, signature, constants | more, folder)
+        numbers = ("step_size", "kept", "rest_1", "beta_2", "rest_2", "root", "eps", "weight_decay")
+        signature = TABLES | dict.fromkeys(numbers, "fp32")
+        found[f"adam {order} {n} {dtype}"] = assemble(kernels.adam_kernel, signature, constants, folder)
     print(json.dumps(found))
 
 
