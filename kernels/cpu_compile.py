@@ -22,8 +22,9 @@ def unavailable() -> str | None:
 
 @cache
 def _missing() -> str | None:
-    if importlib.util.find_spec("llvmlite") is None:
-        return "llvmlite is not installed: pip install 'tfstyle_dist[cpu]'"
+    for package in ("llvmlite", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: pip install 'tfstyle_dist[cpu]'"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import cpu_steps, cpu_sum, reference, triton_sum
+from tfstyle_dist_kernels import cpu_steps, cpu_sum, cpu_threads, reference, triton_sum
 
 METHODS = {
     "add_n": AggregationMethod.ADD_N,
@@ -206,6 +207,27 @@ def test_callers_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(60)
     assert not wrong
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_one_thread_takes_the_shares_of_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_alone(team: cpu_threads.Team, function: int, argument: int) -> None:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+    monkeypatch.setattr(cpu_threads.Team, "run", run_alone)
+    monkeypatch.setattr(cpu_sum, "SHARED_ABOVE_BYTES", 0)
+    torch.set_num_threads(3)
+    contributions = make(3, 200_000)
+    assert_same(aggregate(contributions, backend="llvm"), reference.add_n(contributions))
+
+
+def test_kept_plans_are_of_the_same_sizes_and_dtypes() -> None:
+    memory = torch.randn(4, 4000)
+    for count in (4000, 1000, 3999):
+        parts, out = [m[:count] for m in memory[:3]], memory[3, :count]
+        assert_same(aggregate(parts, out=out, backend="llvm"), reference.add_n(parts))
+    wide = [m.view(torch.float64) for m in memory[:3]]
+    out = memory[3].view(torch.float64)
+    assert_same(aggregate(wide, out=out, backend="llvm"), reference.add_n(wide))
 
 
 def test_in_place_changes_are_seen_by_autograd() -> None:
