@@ -4,7 +4,7 @@
     python benchmarks/parameter_server.py --lanes shm --cases noop,dense1M --workers 4 --ps 2
     python benchmarks/parameter_server.py --cases kill,server_kill --out benchmarks/results/parameter_server.json
 
-Lanes: shm (shared memory), zmq (ZeroMQ), tf (TensorFlow, in its own interpreter). Cases:
+Lanes: shm (shared memory), tcp, zmq (ZeroMQ), tf (TensorFlow, in its own interpreter). Cases:
     noop       an empty function                                             (cost of scheduling)
     latency    one empty function at a time, schedule to fetch               (p50 and p99)
     dense1M    a function reads 1M float32 and subtracts as many             (pull + push + apply)
@@ -56,10 +56,9 @@ class Cluster:
         shared = "1" if lane == "shm" else "0"
         # Functions of these scripts travel by name when another script schedules them.
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "TFSTYLE_SHARED_MEMORY": shared, "PYTHONPATH": path
-        }  # fmt: skip
-        os.environ["TFSTYLE_SHARED_MEMORY"] = shared
+        lanes = {"TFSTYLE_SHARED_MEMORY": shared, "TFSTYLE_PS_TCP": "0" if lane == "zmq" else "1"}
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **lanes, "PYTHONPATH": path}
+        os.environ.update(lanes)
         self.tasks: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         for job in ("ps", "worker"):
             for index in range(len(self.spec[job])):
@@ -251,7 +250,7 @@ def figure(result: dict[str, Any]) -> float:
 
 def table(report: dict[str, Any]) -> str:
     lanes = report["lanes"]
-    names = [lane for lane in ("shm", "zmq", "tf") if lane in lanes]
+    names = [lane for lane in ("shm", "tcp", "zmq", "tf") if lane in lanes]
     heads = [*names, *(f"{lane} over tf" for lane in names if lane != "tf" and "tf" in lanes)]
     lines = [report["machine"], "", "| case | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     cases = dict.fromkeys(case for lane in names for case in lanes[lane])
@@ -272,7 +271,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ps", type=int, default=1)
-    parser.add_argument("--lanes", default="shm,zmq,tf", help="tf is left out where TensorFlow is not at hand")
+    parser.add_argument("--lanes", default="shm,tcp,zmq,tf", help="tf is left out where TensorFlow is not at hand")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case")
     parser.add_argument("--tf-python", help="an interpreter that has tensorflow; default: this one, if it has")

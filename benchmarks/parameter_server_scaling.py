@@ -87,7 +87,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", default="shm,zmq")
+    parser.add_argument("--lanes", default="shm,tcp,zmq")
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

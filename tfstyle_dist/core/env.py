@@ -262,6 +262,11 @@ def insecure_parameter_server() -> bool:
     return os.environ.get("TFSTYLE_PS_INSECURE", "0") == "1"
 
 
+def parameter_server_tcp() -> bool:
+    """``TFSTYLE_PS_TCP``: 0 makes tensors to servers without keys travel by ZeroMQ; default 1."""
+    return os.environ.get("TFSTYLE_PS_TCP", "1") != "0"
+
+
 def coordinator_patience() -> float:
     """``TFSTYLE_PS_PATIENCE_SECONDS``: how long ps and worker tasks wait for a silent coordinator; default 60."""
     text = os.environ.get("TFSTYLE_PS_PATIENCE_SECONDS") or "60"

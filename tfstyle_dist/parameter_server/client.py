@@ -169,6 +169,8 @@ class ServerLink(Connection):
                 flat = torch.empty(total, dtype=torch.uint8)
                 _pack(tensors, sizes, flat)
                 self._send_message([head, wire.tensor_bytes(flat)])
+            elif self.visit is not None:
+                self._send_message([head, *streams.pieces(tensors)])
             else:
                 self._socket.send(head)
                 for chunk in streams.stream(tensors):
@@ -217,6 +219,9 @@ class ServerLink(Connection):
             filler.take(wire.tensor_bytes(self.local.segment.answer(header.data_bytes)))
         elif header.flags & wire.FLAG_INLINE:
             filler.take(memoryview(message[1]))
+        elif self.visit is not None:
+            for room in filler.rooms():
+                self._receive_into(room)
         else:
             taken = 0
             while taken < header.data_bytes:

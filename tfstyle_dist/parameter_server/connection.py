@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server.door import Visit
 from tfstyle_dist.parameter_server.local_lane import LocalLane
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
@@ -39,6 +40,8 @@ class Connection:
     Attributes:
         lane: how tensors travel.
         local: shared memory, if the server is on this host.
+        stream: a TCP connection for requests and tensors, if there is one.
+        in_background: answers shall come while this process computes: only ZeroMQ has threads for that.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Connection:
         self._poller: Any = None
         self.lane = "none"
         self.local: LocalLane | None = None
+        self.stream: Visit | None = None
+        self.in_background = False
         snapshots = hello.get("snapshots")
         self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
         self._alive = False  # it was lost, but something listens at its address
@@ -75,8 +80,25 @@ class Connection:
             answer = self._introduce()
             if env.shared_memory() and answer.get("host") and answer["host"] == wire.boot_id():
                 self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
-            self.lane = "ZeroMQ" if self.local is None else self.local.description
+            elif self._context.keys is None and env.parameter_server_tcp() and not self.in_background:
+                self._open_stream()
+            self.lane = "ZeroMQ" if self.stream is None else "TCP"
+            if self.local is not None:
+                self.lane = self.local.description
             get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.lane)
+
+    def _open_stream(self) -> None:
+        told = self._call_now({"method": "door", "tcp": True})
+        host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            self.stream = Visit((host, int(told["port"])), str(told["token"]), self._timeout)
+        except OSError as error:
+            get_logger().info("%s: tensors go by ZeroMQ (%s)", self.name, error)
+
+    @property
+    def visit(self) -> Visit | None:
+        """The socket that requests go through; ``None``: ZeroMQ."""
+        return self.stream if self.local is None else self.local.visit
 
     def _introduce(self) -> dict[str, Any]:
         """Connects and says hello; with snapshots also to a server that is just being started again."""
@@ -145,6 +167,9 @@ class Connection:
         if self.local is not None:
             self.local.close()
             self.local = None
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
 
     def _abandon(self, why: str) -> None:
         """The connection is lost: what was sent and not answered may or may not have been applied."""
@@ -175,23 +200,32 @@ class Connection:
         """The next answer, on whichever way they come."""
         if self._lost is not None:
             raise UnavailableError(self._lost)
-        if self.local is None or not self.local.open:
+        if (visit := self.visit) is None:
             return self._next_over_zmq()
-        try:
-            message: list[bytes] = self.local.receive()
-            return message
-        except ConnectionError:
-            raise self._gone() from None
-        except TimeoutError:
-            raise self._silent(Deadline(self._timeout)) from None
+        with self._reporting():
+            return visit.receive(self._timeout, self._look)
+
+    def _receive_into(self, room: memoryview) -> None:
+        """The bytes of a tensor in an answer that comes over TCP."""
+        assert self.stream is not None
+        with self._reporting():
+            self.stream.receive_into(room, self._timeout, self._look)
 
     def _send_message(self, parts: Sequence[Any]) -> None:
-        """Sends a request whose tensors, if any, are in its parts or in shared memory."""
-        if self.local is None or not self.local.open:
+        """Sends a request; over ZeroMQ its tensors are in its parts or in shared memory."""
+        if (visit := self.visit) is None:
             self._socket.send_multipart(parts)
             return
+        with self._reporting():
+            visit.send(parts, self._timeout)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turns what a socket raises into what users see."""
         try:
-            self.local.send(parts)
+            yield
+        except DeadlineExceededError:
+            raise
         except ConnectionError:
             raise self._gone() from None
         except TimeoutError:

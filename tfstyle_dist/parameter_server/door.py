@@ -20,6 +20,9 @@ from tfstyle_dist.parameter_server import wire
 TOKEN_BYTES = 16
 _PIECE = 1 << 18
 _MOST_UNSENT = 64 << 20
+_MOST_VISITORS = 4096
+_JOINED = 1 << 17
+_CONNECT_SECONDS = 2.0
 
 
 class Frames:
@@ -27,6 +30,14 @@ class Frames:
 
     def __init__(self) -> None:
         self._data = b""
+
+    def take_into(self, room: memoryview) -> int:
+        """Moves bytes that belong to no message into a buffer; how many."""
+        count = min(len(room), len(self._data))
+        if count:
+            room[:count] = self._data[:count]
+            self._data = self._data[count:]
+        return count
 
     def feed(self, piece: bytes) -> None:
         """The next bytes."""
@@ -54,10 +65,11 @@ class Visitor:
 
     Args:
         connection: non-blocking.
+        carries: tensors come and go this way.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.frames = connection, Frames()
+    def __init__(self, connection: socket.socket, carries: bool) -> None:
+        self.connection, self.frames, self.carries = connection, Frames(), carries
         self.client: Any = None  # once it has shown its token
         self._unsent = b""
 
@@ -77,10 +89,34 @@ class Visitor:
         self.frames.feed(piece)
         return bool(piece)
 
+    def read_into(self, room: memoryview) -> int:
+        """Takes bytes of a tensor; how many: 0 when none are there, -1 when the client is gone."""
+        try:
+            return self.frames.take_into(room) or self.connection.recv_into(room) or -1
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return -1
+
     def send(self, parts: Sequence[Any]) -> bool:
-        """Sends a message, or keeps what the client does not take yet; ``False``: it is gone or takes nothing."""
-        self._unsent += b"".join(parts)
-        return self.flush()
+        """Sends a message, or keeps what the client does not take yet; ``False``: it is gone or takes nothing.
+
+        The parts may change afterwards.
+        """
+        if self._unsent or not self.carries:
+            self._unsent += b"".join(parts)
+            return self.flush()
+        for number, part in enumerate(parts):
+            view = memoryview(part)
+            try:
+                while view:
+                    view = view[self.connection.send(view) :]
+            except BlockingIOError:
+                self._unsent = b"".join([view, *parts[number + 1 :]])
+                return True
+            except OSError:
+                return False
+        return True
 
     def flush(self) -> bool:
         """Goes on sending."""
@@ -91,7 +127,7 @@ class Visitor:
             pass
         except OSError:
             return False
-        return len(self._unsent) <= _MOST_UNSENT
+        return self.carries or len(self._unsent) <= _MOST_UNSENT
 
 
 class Door:
@@ -109,14 +145,33 @@ class Door:
         self._listener.bind("\0" + self.name)
         self._listener.listen(128)
         self._listener.setblocking(False)
+        self._tcp: socket.socket | None = None
         self._tokens: dict[bytes, Any] = {}
         self.visitors: dict[int, Visitor] = {}
         poller.register(self._listener.fileno(), flag)
 
-    @property
-    def number(self) -> int:
-        """The file descriptor where new clients come."""
-        return self._listener.fileno()
+        self._numbers = {self._listener.fileno(): self._listener}
+
+    def is_entry(self, number: int) -> bool:
+        """Whether new clients come at a file descriptor."""
+        return number in self._numbers
+
+    def port(self, host: str) -> int:
+        """The TCP port for clients of other hosts; tensors travel there, too.
+
+        Args:
+            host: the interface to listen at.
+        """
+        if self._tcp is None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            _tune(self._tcp)
+            self._tcp.bind((host, 0))
+            self._tcp.listen(128)
+            self._tcp.setblocking(False)
+            self._numbers[self._tcp.fileno()] = self._tcp
+            self._poller.register(self._tcp.fileno(), self._flag)
+        return int(self._tcp.getsockname()[1])
 
     def token(self, client: Any) -> str:
         """Lets a client in, once."""
@@ -124,14 +179,20 @@ class Door:
         self._tokens[made] = client
         return made.hex()
 
-    def admit(self) -> None:
+    def admit(self, number: int) -> None:
         """Takes a new connection; who it is it has to tell."""
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = self._numbers[number].accept()
         except OSError:
             return
+        if len(self.visitors) >= _MOST_VISITORS:
+            connection.close()
+            return
+        carries = self._numbers[number] is self._tcp
+        if carries:
+            _tune(connection)
         connection.setblocking(False)
-        self.visitors[connection.fileno()] = Visitor(connection)
+        self.visitors[connection.fileno()] = Visitor(connection, carries)
         self._poller.register(connection.fileno(), self._flag)
 
     def identify(self, visitor: Visitor, message: bytes) -> bool:
@@ -157,15 +218,16 @@ class Door:
         """Ends all."""
         for visitor in list(self.visitors.values()):
             self.close(visitor)
-        self._poller.unregister(self._listener.fileno())
-        self._listener.close()
+        for number, listener in self._numbers.items():
+            self._poller.unregister(number)
+            listener.close()
 
 
 class Visit:
     """The client's end.
 
     Args:
-        name: of the door.
+        place: name of the door, or host and port.
         token: that the server gave.
         limit: how long to wait for the answer.
 
@@ -173,10 +235,16 @@ class Visit:
         OSError: there is no such door, e.g. in another network namespace, or it is another user's.
     """
 
-    def __init__(self, name: str, token: str, limit: timedelta | None) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    def __init__(self, place: str | tuple[str, int], token: str, limit: timedelta | None) -> None:
+        if isinstance(place, str):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        else:
+            self._socket = socket.create_connection(place, _CONNECT_SECONDS)
+            self._socket.settimeout(None)
+            _tune(self._socket)
         try:
-            self._socket.connect("\0" + name)
+            if isinstance(place, str):
+                self._socket.connect("\0" + place)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 1, 0))
             token_bytes = bytes.fromhex(token)
@@ -201,7 +269,10 @@ class Visit:
             ConnectionError: the server is gone.
             TimeoutError: it does not take the message in time.
         """
-        left = memoryview(b"".join(parts))
+        for part in [b"".join(parts)] if sum(map(len, parts)) <= _JOINED else parts:
+            self._send(memoryview(part), limit)
+
+    def _send(self, left: memoryview, limit: timedelta | None) -> None:
         deadline: Deadline | None = None
         while left:
             try:
@@ -237,6 +308,31 @@ class Visit:
             self._frames.feed(piece)
         return message
 
+    def receive_into(self, room: memoryview, limit: timedelta | None, look: Callable[[], None]) -> None:
+        """The bytes of a tensor; arguments and errors as ``receive``."""
+        room = room[self._frames.take_into(room) :]
+        deadline: Deadline | None = None
+        while room:
+            try:
+                count = self._socket.recv_into(room)
+            except BlockingIOError:
+                deadline = deadline or Deadline(limit)
+                if deadline.passed():
+                    raise TimeoutError from None
+                look()
+                continue
+            if not count:
+                raise ConnectionResetError
+            room = room[count:]
+            deadline = None
+
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()
+
+
+def _tune(connection: socket.socket) -> None:
+    """Buffers of 1 MB: two processes of one machine then change places less often."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, 1 << 20)

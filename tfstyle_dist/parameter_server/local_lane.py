@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -54,15 +54,10 @@ class LocalLane:
         """For the log."""
         return "shared memory" if self.open else "shared memory, messages by ZeroMQ"
 
-    def send(self, parts: Sequence[Any]) -> None:
-        """Sends a message through the door."""
-        assert self._visit is not None
-        self._visit.send(parts, self._timeout)
-
-    def receive(self) -> list[bytes]:
-        """The next message through the door."""
-        assert self._visit is not None
-        return self._visit.receive(self._timeout, self._look)
+    @property
+    def visit(self) -> Visit | None:
+        """The socket that requests go through; ``None``: ZeroMQ."""
+        return self._visit
 
     def ended(self) -> bool:
         """Whether the server is gone; asked when no answer is on its way."""

@@ -34,6 +34,7 @@ class ParameterServer(ServerState):
     def __init__(self, context: zmq_link.Context, address: str, name: str, patience: float) -> None:
         super().__init__(name)
         self._context, self._patience = context, patience
+        self._host = zmq_link.bindable(address.rpartition(":")[0]).strip("[]")
         self._socket = context.listen(address)
         self._clients: dict[bytes, Client] = {}
         self.incarnation = uuid.uuid4().hex
@@ -64,8 +65,8 @@ class ParameterServer(ServerState):
                 for entry, event in self._poller.poll(self._rest_ms()):
                     if entry == self._socket:
                         self._take()
-                    elif self._door is not None and entry == self._door.number:
-                        self._door.admit()
+                    elif self._door is not None and self._door.is_entry(entry):
+                        self._door.admit(entry)
                     else:
                         visits.append((entry, event))
                 for entry, event in visits:
@@ -127,10 +128,14 @@ class ParameterServer(ServerState):
         visitor = None if self._door is None else self._door.visitors.get(number)
         if self._door is None or visitor is None:
             return
-        here = (not event & zmq_link.POLLOUT or visitor.flush()) and visitor.read()
+        here = not event & zmq_link.POLLOUT or visitor.flush()
         self._through = visitor
         try:
-            while here and (parts := visitor.frames.take()) is not None:
+            if here and _expects_data(visitor):
+                here = self._take_data(visitor)
+            if here and not _expects_data(visitor):
+                here = visitor.read()
+            while here and not _expects_data(visitor) and (parts := visitor.frames.take()) is not None:
                 if visitor.client is None:
                     here = self._door.identify(visitor, parts[0])
                 elif not visitor.client.refused:
@@ -140,6 +145,8 @@ class ParameterServer(ServerState):
                     self._others = others
                     self._take_message(visitor.client.identity, visitor.client, parts)
                 here = here and self._door.visitors.get(number) is visitor
+                if here and _expects_data(visitor):
+                    here = self._take_data(visitor)
         except WireError as error:
             get_logger().warning("%s closes a connection: %s", self._name, error)
             here = False
@@ -151,6 +158,24 @@ class ParameterServer(ServerState):
                 self._forget(visitor.client)
         elif visitor.waits or event & zmq_link.POLLOUT:
             self._poller.modify(number, zmq_link.POLLIN | (zmq_link.POLLOUT if visitor.waits else 0))
+
+    def _take_data(self, visitor: Visitor) -> bool:
+        """Takes the tensors' bytes of a request as far as they are there; ``False``: the client is gone."""
+        client: Client = visitor.client
+        while client.skip:
+            count = visitor.read_into(memoryview(bytearray(min(client.skip, CHUNK))))
+            if count <= 0:
+                return count == 0
+            client.skip -= count
+        while client.header is not None:
+            room = wire.tensor_bytes(client.buffer)[client.taken : client.header.data_bytes]
+            count = visitor.read_into(room)
+            if count <= 0:
+                return count == 0
+            client.taken += count
+            if client.taken == client.header.data_bytes:
+                self._execute_taken(client)
+        return True
 
     def _write_together(self) -> None:
         """Makes the writes that have waited for others."""
@@ -239,6 +264,10 @@ class ParameterServer(ServerState):
             if asked.get("method") == "door":
                 self._door = self._door or Door(self._poller, zmq_link.POLLIN)
                 answer: dict[str, Any] = {"name": self._door.name, "token": self._door.token(client)}
+                if asked.get("tcp"):
+                    if self._context.keys is not None:
+                        raise PermissionError("with keys tensors travel encrypted, by ZeroMQ")
+                    answer["port"] = self._door.port(self._host)
             else:
                 answer = self.call(client, asked, parts[1:])
             body = wire.pack_json(answer)
@@ -301,7 +330,7 @@ class ParameterServer(ServerState):
         elif header.data_bytes == 0:
             self._execute(identity, client, header, operations, torch.empty(0, dtype=torch.uint8))
         else:
-            if self._through is not None:
+            if self._through is not None and not self._through.carries:
                 raise WireError("tensors do not come through the door")
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
@@ -319,15 +348,19 @@ class ParameterServer(ServerState):
             self._refuse(identity, header.request, WireError(f"{left} more bytes were announced"))
             return
         client.taken += size
-        if client.taken < header.data_bytes:
-            return
-        client.header = None
+        if client.taken == header.data_bytes:
+            self._execute_taken(client)
+
+    def _execute_taken(self, client: Client) -> None:
+        """Carries out a batch whose bytes have come in pieces."""
+        header, client.header = client.header, None
+        assert header is not None
         try:
             # Meanwhile the closure may have been started elsewhere.
             self.table.check(header, client.operations)
-            self._execute(identity, client, header, client.operations, client.room(header.data_bytes))
+            self._execute(client.identity, client, header, client.operations, client.room(header.data_bytes))
         except Exception as error:
-            self._refuse(identity, header.request, error)
+            self._refuse(client.identity, header.request, error)
 
     def _execute(
         self, identity: bytes, client: Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
@@ -359,6 +392,9 @@ class ParameterServer(ServerState):
             _pack(answer, flat)
             reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_INLINE)
             self._send(identity, [wire.message(reply, meta), wire.tensor_bytes(flat)])
+        elif self._through is not None and self._through.carries:
+            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
+            self._send(identity, [wire.message(reply, meta), *streams.pieces(answer.tensors)])
         elif self._through is not None:
             raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
         else:
@@ -376,6 +412,12 @@ class ParameterServer(ServerState):
                 if (client := self._clients.get(identity)) is not None:
                     self._forget(client)
                 return
+
+
+def _expects_data(visitor: Visitor) -> bool:
+    """Whether the next bytes of a connection belong to tensors."""
+    client = visitor.client
+    return visitor.carries and client is not None and (client.header is not None or client.skip > 0)
 
 
 def _pack(answer: Answer, flat: torch.Tensor) -> None:

@@ -40,6 +40,17 @@ def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         yield pack_views(waiting, _enough(scratch, total), total)
 
 
+def pieces(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """The bytes of tensors and of the padding between them, without a copy."""
+    found = []
+    for tensor in tensors:
+        view = tensor_bytes(tensor)
+        found.append(view)
+        if padded(len(view)) > len(view):
+            found.append(memoryview(bytes(padded(len(view)) - len(view))))
+    return found
+
+
 def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:
     return scratch if scratch.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
 
@@ -69,6 +80,13 @@ class Filler:
         self._targets = [(tensor_bytes(t), padded(t.numel())) for t in targets]
         self._place, self._offset = 0, 0
         self.total = sum(room for _, room in self._targets)
+
+    def rooms(self) -> Iterator[memoryview]:
+        """The places to fill, in order, with those of the padding."""
+        for view, room in self._targets:
+            yield view
+            if room > len(view):
+                yield memoryview(bytearray(room - len(view)))
 
     def take(self, data: memoryview) -> None:
         """The next bytes.

@@ -158,7 +158,7 @@ class Context:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self.keys.public, self.keys.secret
         try:
-            socket.bind(f"tcp://{_bindable(host)}:{port}")
+            socket.bind(f"tcp://{bindable(host)}:{port}")
         except zmq.ZMQError as error:
             socket.close()
             raise UnavailableError(
@@ -284,5 +284,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _bindable(host: str) -> str:
+def bindable(host: str) -> str:
+    """The name of an interface to listen at."""
     return "127.0.0.1" if host == "localhost" else host

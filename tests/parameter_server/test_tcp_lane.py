@@ -1,0 +1,80 @@
+"""Tensors over plain TCP: whole, refused without a token, and only where there are no keys."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.work import NO_WORK
+
+pytestmark = pytest.mark.timeout(60)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+SIZES = (1, 16_390, 300_001, 3_000_000)
+FAR = {"TFSTYLE_SHARED_MEMORY": "0"}
+
+
+def far_cluster(cluster: Any, monkeypatch: pytest.MonkeyPatch, tcp: str, **options: Any) -> Any:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
+    monkeypatch.setenv("TFSTYLE_PS_TCP", tcp)
+    return cluster(env={**FAR, "TFSTYLE_PS_TCP": tcp}, **options)
+
+
+@pytest.mark.parametrize("tcp", ["1", "0"])
+def test_values_come_and_go_whole(cluster: Any, monkeypatch: pytest.MonkeyPatch, tcp: str) -> None:
+    c = far_cluster(cluster, monkeypatch, tcp, workers=3, ps=1)
+    with c.strategy.scope():
+        variables = [td.Variable(torch.zeros(size)) for size in SIZES]
+
+    def add() -> bool:
+        values = [v.value() for v in variables]
+        for v in variables:
+            v.assign_add(torch.ones(v.shape))
+        return all(bool(value.eq(value[0]).all()) for value in values)
+
+    results = [c.coordinator.schedule(add) for _ in range(24)]
+    c.coordinator.join(timeout=50)
+    assert all(r.fetch() for r in results)
+    assert all(v.value().eq(24).all() for v in variables)
+    assert c.strategy.servers.links[0].lane == ("TCP" if tcp == "1" else "ZeroMQ")
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = far_cluster(cluster, monkeypatch, "1", workers=1, ps=1)
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(100_000))
+    assert v.value().eq(0).all()
+    link, number = c.strategy.servers.links[0], v._tfstyle_record.shards[0].number
+    wrong = torch.ones(500_000)
+    link.batch(NO_WORK, [Operation(Op.ADD, 0, number, 0, 0, wrong.nbytes)], [wrong], None)
+    with pytest.raises(InvalidArgumentError, match="needs 400000 bytes, but the message carries 2000000"):
+        link.finish()
+    v.assign_add(torch.ones(100_000))
+    assert v.value().eq(1).all()
+
+
+def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = far_cluster(cluster, monkeypatch, "1", workers=1, ps=1)
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(100_000))
+    assert v.value().eq(0).all()
+    told = c.strategy.servers.links[0].call({"method": "door", "tcp": True})
+    address = ("127.0.0.1", told["port"])
+    false_token = wire.message(Header(Kind.HELLO, 0, meta_bytes=16), bytes(16))
+    batch = wire.message(Header(Kind.BATCH, 1, data_bytes=1 << 40), b"")
+    for sent in (b"x" * 5000, false_token, batch, bytes.fromhex(told["token"]) * 9, b"\0" * 60):
+        with socket.create_connection(address, 5) as stranger:
+            stranger.sendall(sent)
+            assert stranger.recv(10) == b""  # closed, nothing told
+    assert v.value().eq(0).all()
+    assert c.statistics()[0]["clients"] <= 2
