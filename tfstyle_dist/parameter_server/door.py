@@ -71,7 +71,8 @@ class Visitor:
     def __init__(self, connection: socket.socket, carries: bool) -> None:
         self.connection, self.frames, self.carries = connection, Frames(), carries
         self.client: Any = None  # once it has shown its token
-        self._unsent = b""
+        self._unsent: list[memoryview] = []
+        self._broken = False
 
     @property
     def waits(self) -> bool:
@@ -103,31 +104,30 @@ class Visitor:
 
         The parts may change afterwards.
         """
-        if self._unsent or not self.carries:
-            self._unsent += b"".join(parts)
-            return self.flush()
-        for number, part in enumerate(parts):
-            view = memoryview(part)
-            try:
-                while view:
-                    view = view[self.connection.send(view) :]
-            except BlockingIOError:
-                self._unsent = b"".join([view, *parts[number + 1 :]])
-                return True
-            except OSError:
-                return False
-        return True
+        left = [memoryview(part) for part in parts]
+        if not self._unsent:
+            joined = len(left) > 1 and sum(map(len, left)) <= _JOINED
+            left = self._send_now([memoryview(b"".join(left))] if joined else left)
+        self._unsent.extend(memoryview(bytes(view)) for view in left)
+        return not self._broken and (self.carries or sum(map(len, self._unsent)) <= _MOST_UNSENT)
 
     def flush(self) -> bool:
-        """Goes on sending."""
-        try:
-            sent = self.connection.send(self._unsent)
-            self._unsent = self._unsent[sent:]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return False
-        return self.carries or len(self._unsent) <= _MOST_UNSENT
+        """Goes on sending; ``False``: the client is gone."""
+        self._unsent = self._send_now(self._unsent)
+        return not self._broken
+
+    def _send_now(self, views: list[memoryview]) -> list[memoryview]:
+        """Sends what the client takes; what is left."""
+        for number, view in enumerate(views):
+            while view:
+                try:
+                    view = view[self.connection.send(view) :]
+                except BlockingIOError:
+                    return [view, *views[number + 1 :]]
+                except OSError:
+                    self._broken = True
+                    return []
+        return []
 
 
 class Door:
