@@ -10,6 +10,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.parameter_server import board, streams, wire
+from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.table import VariableTable
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
@@ -132,3 +133,24 @@ def test_many_writes_of_a_function_go_together(cluster: Any, monkeypatch: pytest
     statistics = c.coordinator.statistics()
     assert (statistics.waiting, statistics.running, statistics.finished) == (0, 0, 20)
     assert 0 <= statistics.staleness <= 20
+
+
+@pytest.mark.timeout(60)
+def test_without_a_segment_tensors_go_another_way(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(1 << 18))
+
+    def add(fails: bool) -> float:
+        def refuse(half: int) -> None:
+            raise OSError(f"no memory for 2 x {half} bytes")
+
+        if fails:
+            Segment.create = refuse  # type: ignore[assignment, method-assign]
+        v.assign_add(torch.ones(1 << 18))
+        return float(v.value().sum())
+
+    for number in range(1, 6):
+        result = c.coordinator.schedule(add, args=(number == 1,))
+        assert result.get(timeout=20) == number * (1 << 18)
+    assert c.output().count("tensors travel by ZeroMQ") == 1

@@ -79,14 +79,14 @@ class LocalLane:
         except OSError as error:
             return self._give_up("no shared memory", error)
         try:
-            self._call({"method": "segment", "path": str(segment.path), "half": half})
+            self._call({"method": "segment", "path": segment.path, "half": half})
         except (UnavailableError, TimeoutError):
             segment.close()
             raise
         except (OSError, RuntimeError) as error:
             segment.close()
             return self._give_up("the server cannot map shared memory", error)
-        segment.unlink()
+        segment.forget_path()
         if self.segment is not None:
             self.segment.close()
         self.segment = segment
@@ -94,6 +94,8 @@ class LocalLane:
 
     def _give_up(self, why: str, error: Exception) -> bool:
         get_logger().warning("%s: %s (%s); tensors travel by ZeroMQ", self._name, why, error)
+        if self._visit is not None:  # else its end would be taken for that of this process
+            self._call({"method": "leave"})
         self.close()
         self.works = False
         return False

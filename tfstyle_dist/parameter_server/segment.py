@@ -1,47 +1,53 @@
-"""Shared memory between a server and one client on the same host: one half for requests, one for answers."""
+"""Shared memory between a server and one client on the same host: one half for requests, one for answers.
+
+It has no name in the file system, so nothing is left behind, however the two ends end.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-import uuid
-from pathlib import Path
+import re
 
 import torch
 
-_FOLDER = Path("/dev/shm")
+_NAME = "tfstyle-ps-segment"
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class Segment:
     """A piece of memory mapped by both ends.
 
     Args:
-        memory: the mapping.
+        handle: the open memory; ``forget_path`` closes it.
         half: bytes of each half.
-        path: its name while it has one.
+
+    Attributes:
+        half: bytes of each half.
+        path: where the other end finds it until ``forget_path``.
     """
 
-    def __init__(self, memory: mmap.mmap, half: int, path: Path | None) -> None:
-        self._memory, self.half, self.path = memory, half, path
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    def __init__(self, handle: int, half: int) -> None:
+        self._handle, self.half = handle, half
+        self.path = f"/proc/{os.getpid()}/fd/{handle}"
+        self._bytes = torch.frombuffer(mmap.mmap(handle, 2 * half), dtype=torch.uint8)
 
     @classmethod
     def create(cls, half: int) -> Segment:
-        """A new segment with a name that only this user can open.
+        """A new segment, which only processes of this user can open.
 
         Raises:
             OSError: no shared memory, or not enough.
         """
-        path = _FOLDER / f"tfstyle-ps-{uuid.uuid4().hex}"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory without a name (memfd_create)")
+        handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(handle, 0, 2 * half)
-            return cls(mmap.mmap(handle, 2 * half), half, path)
+            return cls(handle, half)
         except OSError:
-            path.unlink()
-            raise
-        finally:
             os.close(handle)
+            raise
 
     @classmethod
     def attach(cls, path: str, half: int) -> Segment:
@@ -51,16 +57,20 @@ class Segment:
             PermissionError: the path is no segment of this package.
             OSError: it is not there.
         """
-        place = Path(path)
-        if place.parent != _FOLDER or not place.name.startswith("tfstyle-ps-"):
+        if not _PATH.fullmatch(path):
             raise PermissionError(f"{path} is no shared memory segment of a parameter server")
-        handle = os.open(place, os.O_RDWR | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not os.readlink(f"/proc/self/fd/{handle}").startswith(f"/memfd:{_NAME}"):
+                raise PermissionError(f"{path} is no shared memory segment of a parameter server")
             if os.fstat(handle).st_size < 2 * half:
                 raise PermissionError(f"{path} is smaller than 2 x {half} bytes")
-            return cls(mmap.mmap(handle, 2 * half), half, None)
-        finally:
+            segment = cls(handle, half)
+        except OSError:
             os.close(handle)
+            raise
+        segment.forget_path()
+        return segment
 
     def request(self, nbytes: int) -> torch.Tensor:
         """The bytes that go to the server."""
@@ -70,13 +80,13 @@ class Segment:
         """The bytes that come back."""
         return self._bytes[self.half : self.half + nbytes]
 
-    def unlink(self) -> None:
-        """Takes the name away: both ends have mapped it, so nothing stays behind after a crash."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-            self.path = None
+    def forget_path(self) -> None:
+        """Both ends have mapped it, and nobody else shall."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
     def close(self) -> None:
         """Gives the memory back once no tensor refers to it."""
-        self.unlink()
+        self.forget_path()
         self._bytes = torch.empty(0, dtype=torch.uint8)

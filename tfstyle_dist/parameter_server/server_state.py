@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +74,11 @@ class ServerState:
         if method == "segment":
             client.drop_segment()
             client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
-            Path(str(meta["path"])).unlink(missing_ok=True)  # the client may have been killed before it could
+            return {}
+        if method == "leave":  # it stays, and sends by ZeroMQ from now on
+            if client.visitor is not None:
+                client.visitor.client = None
+                client.visitor = None
             return {}
         if method == "values":
             if client.column < 0 and client.visitor is not None:  # its end will be noticed
