@@ -15,7 +15,6 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.comm.compiled import Said
 from tfstyle_dist.comm.shared_lane import (
-    _WHOLE_STEP_BYTES,
     SLOT_BYTES,
     LaneError,
     SharedLane,
@@ -169,7 +168,7 @@ class TestCompiledSums:
         lanes = open_lanes(size)
         for rank in compiled:
             lanes[rank].use_compiled(find_lane_sum)
-        part = _WHOLE_STEP_BYTES // dtype.itemsize
+        part = SLOT_BYTES // dtype.itemsize
         for sizes in ([20_000], [part], [part + 1], [3, part - 3, 5000], [0, 1, 7, 0, 2 * part + 3, 31, 33, 0]):
             shapes = [torch.Size([n]) for n in sizes]
             parts = [[torch.randn(s, dtype=dtype) * 10 ** torch.randn(s, dtype=dtype) for s in shapes] for _ in lanes]

@@ -28,7 +28,7 @@ from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
 
 DIRECTORY = Path("/dev/shm")
-SLOT_BYTES = 2 * 1024 * 1024
+SLOT_BYTES = 512 * 1024  # what is still in the cache after the meeting, with the other slots beside it
 _WORDS = 16  # of 8 bytes, for each worker: two cache lines
 # The last two hold one word for even and one for odd meetings.
 _ARRIVED, _LEFT, _SLEEPS, _DIGEST, _NUMBER = 0, 1, 2, 4, 6
@@ -36,8 +36,6 @@ _CONTROL_BYTES = 64 * 1024
 _MOST_WORKERS = _CONTROL_BYTES // (_WORDS * 8)  # after their words comes one at which those sleep who wait
 # Two workers read each other's slot as fast as a common result; of small parts, the second meeting costs more.
 _WHOLE_WORKERS, _WHOLE_BYTES = 2, 64 * 1024
-_WHOLE_STEP_BYTES = SLOT_BYTES // 4  # what is still in the cache after the meeting, with the slots beside it
-_SLICES_STEP_BYTES = SLOT_BYTES // 4
 _SPINS, _NAP_SECONDS, _LOOK_SECONDS = 200, 0.002, 0.1
 _LOOKS = 20000  # of compiled code, which looks more often in the same time
 
@@ -46,7 +44,8 @@ class LaneError(RuntimeError):
     """A meeting did not come about: a worker is gone, or the time is up."""
 
 
-def _segment_bytes(size: int) -> int:
+def segment_bytes(size: int) -> int:
+    """How much memory this many workers share."""
     return _CONTROL_BYTES + 2 * (size + 1) * SLOT_BYTES
 
 
@@ -64,7 +63,7 @@ def create_segment(size: int) -> str | None:
     try:
         handle, path = tempfile.mkstemp(prefix="tfstyle-", dir=DIRECTORY)
         try:
-            os.posix_fallocate(handle, 0, _segment_bytes(size))
+            os.posix_fallocate(handle, 0, segment_bytes(size))
         except OSError:
             Path(path).unlink()
             raise
@@ -101,7 +100,7 @@ class SharedLane:
         self._state_of = state_of
         handle = os.open(path, os.O_RDWR)
         try:
-            self._memory = mmap.mmap(handle, _segment_bytes(size))
+            self._memory = mmap.mmap(handle, segment_bytes(size))
         finally:
             os.close(handle)
         self._words = memoryview(self._memory).cast("q")
@@ -127,8 +126,7 @@ class SharedLane:
         ]
         results = [self._data[turn, self.size].data_ptr() for turn in range(2)]
         last = start + 8 * self.size * _WORDS
-        part_bytes = _WHOLE_STEP_BYTES if self.size <= _WHOLE_WORKERS else _SLICES_STEP_BYTES
-        self._compiled = CompiledSums(find, Places(addresses, results, last, self.rank, part_bytes))
+        self._compiled = CompiledSums(find, Places(addresses, results, last, self.rank, SLOT_BYTES))
 
     # ---- meetings ---------------------------------------------------------------------------------------------
 
@@ -261,7 +259,7 @@ class SharedLane:
         return self._slots[dtype]
 
     def _sum_whole(self, flat: Flat, digest: int, add: Add) -> bool:
-        step, slots = _WHOLE_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         for start in range(0, max(flat.numel, 1), step):
             stop = min(start + step, flat.numel)
             turn = self._meeting % 2
@@ -288,7 +286,7 @@ class SharedLane:
         self, flat: Flat, digest: int, add: Add, between: Callable[[torch.Tensor], None] | None = None
     ) -> bool:
         """A part goes through three stages, each between two meetings: copied in, summed in slices, copied back."""
-        step, slots = _SLICES_STEP_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
+        step, slots = SLOT_BYTES // flat.dtype.itemsize, self._slots_of(flat.dtype)
         bounds = [(s, min(s + step, flat.numel)) for s in range(0, max(flat.numel, 1), step)]
         turns: list[int] = []
         for stage in range(len(bounds) + 2):

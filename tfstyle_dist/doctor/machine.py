@@ -14,7 +14,7 @@ from importlib import metadata
 import torch
 
 from tfstyle_dist.comm.bootstrap import available_backends
-from tfstyle_dist.comm.shared_lane import DIRECTORY, SLOT_BYTES, create_segment, remove_segment
+from tfstyle_dist.comm.shared_lane import DIRECTORY, create_segment, remove_segment, segment_bytes
 from tfstyle_dist.core import env, network
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 
@@ -88,7 +88,7 @@ def shared_memory() -> Iterator[Finding]:
         free = shutil.disk_usage(DIRECTORY).free
     except OSError:
         free = 0
-    needed = (workers + 1) * SLOT_BYTES
+    needed = segment_bytes(workers)
     if path is None or free < needed:
         yield warning(
             "shared memory",
