@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -108,6 +108,34 @@ class Table:
 def beginner(table: Table, order: str) -> Callable[..., LaneSum]:
     """What begins sums of the processes of a table: called with tensors, divisor, digest, meeting and looks."""
     return partial(PairSum, table) if table.num_ranks == 2 else partial(SlicedSum, table, order)
+
+
+class LaneRequest(ctypes.Structure):
+    """What the code of a sum is called with; addresses are those of int64 arrays.
+
+    Attributes:
+        pieces: The address of [T], the addresses of the tensors that follow each other in the vector of values.
+        starts: The address of [T + 1]: where each of them begins in it, and where the last one ends, in elements.
+        num_pieces: T.
+        part_numel: How many elements go through the slots at once.
+        digest: Of what this process is about to do.
+        divisor: What to divide the sum by, or 0.
+        looks: How often to look for the others before they count as late.
+        meeting: The number of the last meeting.
+        answer: Why the call came back.
+    """
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
+        ("pieces", ctypes.c_int64),
+        ("starts", ctypes.c_int64),
+        ("num_pieces", ctypes.c_int64),
+        ("part_numel", ctypes.c_int64),
+        ("digest", ctypes.c_int64),
+        ("divisor", ctypes.c_double),
+        ("looks", ctypes.c_int64),
+        ("meeting", ctypes.c_int64),
+        ("answer", ctypes.c_int64),
+    )
 
 
 class LaneSum(abc.ABC):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from typing import Any, Final
 
+from tfstyle_dist_kernels.cpu_exchange import LaneRequest
 from tfstyle_dist_kernels.cpu_llvm import DOUBLE, WORD, WORDS, Module, Vector, begin, element_bytes, integer, loop, word
 
 VECTOR_BYTES: Final = 128
@@ -28,11 +28,12 @@ class Fields:
     Args:
         builder: Writes the code.
         request: The request's address.
-        names: The names of its fields, in order.
+        kind: Its class.
     """
 
-    def __init__(self, builder: Any, request: Any, names: Sequence[str]) -> None:
-        self._builder, self._names = builder, list(names)
+    def __init__(self, builder: Any, request: Any, kind: type[LaneRequest]) -> None:
+        self._builder = builder
+        self._names = [name for name, *_ in (*LaneRequest._fields_, *kind._fields_)]
         self._words = builder.inttoptr(request, WORDS)
 
     def __getitem__(self, name: str) -> Any:

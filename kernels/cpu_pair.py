@@ -9,54 +9,35 @@ business, who then calls again.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from typing import Any
 
-from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, SLEEPS, SLOTS, WAITS, WAKES
+from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, SLEEPS, SLOTS, WAITS, WAKES, LaneRequest
 from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, integer
 from tfstyle_dist_kernels.cpu_meeting import Action, Fields, shared_word, write_walk
 
 
-class Request(ctypes.Structure):
-    """What the code is called with; addresses are those of int64 arrays.
+class Request(LaneRequest):
+    """What the code is called with, in more detail than ``LaneRequest``.
 
     Attributes:
-        pieces: The address of [T], the addresses of the tensors that follow each other in the vector of values.
-        starts: The address of [T + 1]: where each of them begins in it, and where the last one ends, in elements.
-        num_pieces: T.
-        part_numel: How many elements go through the slots at once.
         mine: The address of [5]: the addresses of this process's words (``ARRIVED``, ``DIGEST``, of two words,
             ``SLEEPS``) and of its two slots (``SLOTS``).
         other: The same for the other process.
         is_first: Whether this process is rank 0, whose values come first.
-        digest: Of what this process is about to do.
-        divisor: What to divide the sum by, or 0.
         looks: How often to look for the other before it ``WAITS``.
         part: The part under way: 0.
         is_copied: Whether it was copied in: 0.
-        meeting: The number of the last meeting.
         answer: ``DONE``; ``WAITS`` for the other to come to ``meeting``; ``WAKES``: the other sleeps; ``DIFFERS``: the
             other does something else, and the values of this part are as they were.
     """
 
     _fields_ = (
-        ("pieces", ctypes.c_int64),
-        ("starts", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
-        ("part_numel", ctypes.c_int64),
         ("mine", ctypes.c_int64),
         ("other", ctypes.c_int64),
         ("is_first", ctypes.c_int64),
-        ("digest", ctypes.c_int64),
-        ("divisor", ctypes.c_double),
-        ("looks", ctypes.c_int64),
         ("part", ctypes.c_int64),
         ("is_copied", ctypes.c_int64),
-        ("meeting", ctypes.c_int64),
-        ("answer", ctypes.c_int64),
     )
-
-
-_FIELDS: Final = [name for name, *_ in Request._fields_]
 
 
 def compile_pair(name: str) -> int:
@@ -70,7 +51,7 @@ def compile_pair(name: str) -> int:
 
 def _write_parts(builder: Any, request: Any, copy: Any, add: Any) -> None:
     """Part after part, as far as it goes without waiting long."""
-    fields = Fields(builder, request, _FIELDS)
+    fields = Fields(builder, request, Request)
     mine, other = (builder.inttoptr(fields[name], WORDS) for name in ("mine", "other"))
     values = [fields[name] for name in ("pieces", "starts", "num_pieces")]
     divisor = fields.number("divisor")

@@ -11,19 +11,15 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, PLACES, SLEEPS, SLOTS, WAITS
+from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, PLACES, SLEEPS, SLOTS, WAITS, LaneRequest
 from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, call_address, element_bytes, integer, loop
 from tfstyle_dist_kernels.cpu_meeting import Action, Fields, shared_word, write_walk
 
 
-class Request(ctypes.Structure):
-    """What the code is called with; addresses are those of int64 arrays.
+class Request(LaneRequest):
+    """What the code is called with, in more detail than ``LaneRequest``.
 
     Attributes:
-        pieces: The address of [T], the addresses of the tensors that follow each other in the vector of values.
-        starts: The address of [T + 1]: where each of them begins in it, and where the last one ends, in elements.
-        num_pieces: T.
-        part_numel: How many elements go through the slots at once.
         places: The address of [ranks, PLACES]: for each process the addresses of its words (``ARRIVED``, ``DIGEST``, of
             two words, ``SLEEPS``) and of its two slots (``SLOTS``).
         results: The address of [2]: the addresses of the two slots for sums.
@@ -34,23 +30,16 @@ class Request(ctypes.Structure):
         sum_row: The address of the row, [ranks + 2].
         sum_unit: The address of the unit, [3].
         sum_share: The address of its count of units taken, [1].
-        digest: Of what this process is about to do.
-        divisor: What to divide the sum by, or 0.
         looks: How often to look for the others before it sleeps.
         sleeps: How often to sleep, each time for ``NAP_NANOSECONDS`` at most, before it ``WAITS``.
         last: The address of the word at which processes sleep.
         system_call: The address of the system's function ``syscall``.
         stage: How many meetings of this sum are over: 0.
         has_come: Whether this process came to the next one already: 0.
-        meeting: The number of the last meeting.
         answer: ``DONE``; ``WAITS`` for the others to come to ``meeting``; ``DIFFERS``: another one does something else.
     """
 
     _fields_ = (
-        ("pieces", ctypes.c_int64),
-        ("starts", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
-        ("part_numel", ctypes.c_int64),
         ("places", ctypes.c_int64),
         ("results", ctypes.c_int64),
         ("num_ranks", ctypes.c_int64),
@@ -60,20 +49,14 @@ class Request(ctypes.Structure):
         ("sum_row", ctypes.c_int64),
         ("sum_unit", ctypes.c_int64),
         ("sum_share", ctypes.c_int64),
-        ("digest", ctypes.c_int64),
-        ("divisor", ctypes.c_double),
-        ("looks", ctypes.c_int64),
         ("sleeps", ctypes.c_int64),
         ("last", ctypes.c_int64),
         ("system_call", ctypes.c_int64),
         ("stage", ctypes.c_int64),
         ("has_come", ctypes.c_int64),
-        ("meeting", ctypes.c_int64),
-        ("answer", ctypes.c_int64),
     )
 
 
-_FIELDS: Final = [name for name, *_ in Request._fields_]
 NAP_NANOSECONDS: Final = 2_000_000
 _FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 2**31 - 1  # of Linux on x86-64, where alone there are lanes
 
@@ -94,7 +77,7 @@ class _Writer:
         self._copy_in, self._copy_out = (write_walk(module, name, a) for a in (Action.COPY_IN, Action.COPY_OUT))
         function = module.add_function("slices", [WORD], is_internal=False)
         self._b = begin(function)
-        self._fields = fields = Fields(self._b, function.args[0], _FIELDS)
+        self._fields = fields = Fields(self._b, function.args[0], Request)
         self._values = [fields[name] for name in ("pieces", "starts", "num_pieces")]
         self._numel = self._b.load(self._b.gep(self._words("starts"), [self._values[2]]))
         rounded_up = self._b.add(self._numel, self._b.sub(fields["part_numel"], integer(1)))

@@ -51,19 +51,20 @@ def test_different_calls(rank: int, kind: str) -> None:
         assert strategy.run(all_reduce) == 2.0
 
 
+def step_after_an_extra_call(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        reduce("MEAN", torch.ones(5))
+    train_step(model, optimizer)
+
+
 @ranks_of_two
 def test_an_extra_call_on_one_rank(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         model, optimizer = build(strategy, 3)
         strategy.run(lambda: train_step(model, optimizer))
 
-        def step() -> None:
-            if rank == 1:
-                reduce("MEAN", torch.ones(5))
-            train_step(model, optimizer)
-
         with pytest.raises(CollectiveMismatchError, match=r"worker 0: gradients(.|\n)*worker 1: all_reduce MEAN"):
-            strategy.run(step)
+            strategy.run(lambda: step_after_an_extra_call(rank, model, optimizer))
 
 
 @pytest.mark.distributed(workers=2, timeout=50, deadline=10, env={"TFSTYLE_SHARED_MEMORY": "0"})
@@ -73,14 +74,9 @@ def test_an_extra_call_without_shared_memory(rank: int) -> None:
         model, optimizer = build(strategy, 3)
         strategy.run(lambda: train_step(model, optimizer))
 
-        def step() -> None:
-            if rank == 1:
-                reduce("MEAN", torch.ones(5))
-            train_step(model, optimizer)
-
         expected = r"'gradients\[0\]'(.|\n)*waits in operation" if rank == 0 else r"'all_reduce(.|\n)*gradients\[0\]"
         with pytest.raises((DeadlineExceededError, PeerLostError), match=expected):
-            strategy.run(step)
+            strategy.run(lambda: step_after_an_extra_call(rank, model, optimizer))
 
 
 @pytest.mark.distributed(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from sum_oracles import add_n_oracle, assert_same, make, tree_oracle
-from torch import Tensor
+from torch import Tensor, library
 
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.ops import aggregate, aggregate_list
@@ -64,7 +64,7 @@ def test_no_gradient_is_recorded() -> None:
 def test_operators_are_registered_correctly(dtype: torch.dtype) -> None:
     xs = make(3, (5, 4), dtype)
     operators = torch.ops.tfstyle_dist
-    torch.library.opcheck(operators.aggregate.default, (xs, "tree", None, "torch"))
-    torch.library.opcheck(operators.aggregate.default, ([t.T for t in xs], "add_n", 2.0, "llvm"))
-    torch.library.opcheck(operators.aggregate_into.default, (xs, torch.empty(5, 4, dtype=dtype), "add_n", 3.0, "torch"))
-    torch.library.opcheck(operators.aggregate_list.default, (xs + xs, 3, "accumulate_n", 3.0, "auto"))
+    library.opcheck(operators.aggregate.default, (xs, "tree", None, "torch"))
+    library.opcheck(operators.aggregate.default, ([t.T for t in xs], "add_n", 2.0, "llvm"))
+    library.opcheck(operators.aggregate_into.default, (xs, torch.empty(5, 4, dtype=dtype), "add_n", 3.0, "torch"))
+    library.opcheck(operators.aggregate_list.default, (xs + xs, 3, "accumulate_n", 3.0, "auto"))

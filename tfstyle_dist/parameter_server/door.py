@@ -12,7 +12,7 @@ import struct
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.parameter_server import wire
@@ -23,6 +23,7 @@ _MOST_UNSENT = 64 << 20
 _MOST_VISITORS = 4096
 _JOINED = 1 << 17
 _CONNECT_SECONDS = 2.0
+_Received = TypeVar("_Received", bytes, int)
 
 
 class Frames:
@@ -293,38 +294,34 @@ class Visit:
             ConnectionError: the server is gone.
             TimeoutError: nothing came in time.
         """
-        deadline: Deadline | None = None
         while (message := self._frames.take()) is None:
-            try:
-                piece = self._socket.recv(_PIECE)
-            except BlockingIOError:
-                deadline = deadline or Deadline(limit)
-                if deadline.passed():
-                    raise TimeoutError from None
-                look()
-                continue
-            if not piece:
-                raise ConnectionResetError
+            piece = self._when_there(lambda: self._socket.recv(_PIECE), limit, look)
             self._frames.feed(piece)
         return message
 
     def receive_into(self, room: memoryview, limit: timedelta | None, look: Callable[[], None]) -> None:
         """The bytes of a tensor; arguments and errors as ``receive``."""
         room = room[self._frames.take_into(room) :]
-        deadline: Deadline | None = None
         while room:
+            count = self._when_there(lambda left=room: self._socket.recv_into(left), limit, look)  # type: ignore[misc]
+            room = room[count:]
+
+    @staticmethod
+    def _when_there(receive: Callable[[], _Received], limit: timedelta | None, look: Callable[[], None]) -> _Received:
+        """What ``receive`` gives when something has come; arguments and errors as ``receive``."""
+        deadline: Deadline | None = None
+        while True:
             try:
-                count = self._socket.recv_into(room)
+                received = receive()
             except BlockingIOError:
                 deadline = deadline or Deadline(limit)
                 if deadline.passed():
                     raise TimeoutError from None
                 look()
                 continue
-            if not count:
+            if not received:
                 raise ConnectionResetError
-            room = room[count:]
-            deadline = None
+            return received
 
     def close(self) -> None:
         """Ends the connection."""
