@@ -1,7 +1,9 @@
-"""A Unix socket between a server and a client of its host: messages as over ZeroMQ, with fewer threads to wake.
+"""Plain sockets between a server and its clients: messages as over ZeroMQ, with fewer threads to wake.
 
-A client is told name and token over the link that it has already, so whoever may talk to the server may use the door.
-Only small messages go this way: tensors are in shared memory. When a client dies, the server sees its end at once.
+A client of the server's host comes through a Unix socket, for small messages: tensors are in shared memory. One of
+another host comes over TCP if the cluster has no keys, and tensors travel there, too. A client is told place and token
+over the link that it has already, so whoever may talk to the server may use the door. When it dies, the server sees it
+at once.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ class Visitor:
 
 
 class Door:
-    """Where clients of this host connect.
+    """Where clients connect.
 
     Args:
         poller: told of every connection.
