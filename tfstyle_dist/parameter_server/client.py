@@ -170,6 +170,8 @@ class ServerLink(Connection):
                 _pack(tensors, sizes, flat)
                 self._send_message([head, wire.tensor_bytes(flat)])
             elif self.visit is not None:
+                if any(waiting.take is not None for waiting in self._waiting):
+                    self._drain()  # neither end must wait until the other one takes its tensors
                 self._send_message([head, *streams.pieces(tensors)])
             else:
                 self._socket.send(head)

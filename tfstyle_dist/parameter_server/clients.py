@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from tfstyle_dist.parameter_server import wire
@@ -9,23 +11,32 @@ from tfstyle_dist.parameter_server.door import Visitor
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.wire import Header
 
+if TYPE_CHECKING:
+    from tfstyle_dist.parameter_server.carriers import Carrier
+
 
 class Client:
-    """What the server knows of one connection."""
+    """What the server knows of one client.
+
+    Args:
+        identity: of its first connection.
+        way: of that one.
+    """
 
     __slots__ = (
-        "buffer", "column", "header", "identity", "name", "operations", "refused", "role", "segment", "skip", "taken",
-        "visitor",
+        "buffer", "carrier", "column", "header", "identity", "name", "operations", "refused", "role", "segment", "skip",
+        "taken", "view", "visitor", "way",
     )  # fmt: skip
 
-    def __init__(self, identity: bytes) -> None:
-        self.identity, self.role, self.name = identity, "", "somebody"
+    def __init__(self, identity: bytes, way: Any) -> None:
+        self.identity, self.way, self.role, self.name = identity, way, "", "somebody"
         self.visitor: Visitor | None = None
+        self.carrier: Carrier | None = None
         self.column = -1  # where it marks what it uses in place
         self.header: Header | None = None  # of the batch whose bytes are on their way
         self.operations: list[wire.Operation] = []
-        self.buffer, self.taken = torch.empty(0, dtype=torch.uint8), 0
-        self.skip = 0
+        self.taken = self.skip = 0
+        self.buffer, self.view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
         self.refused = False
         self.segment: Segment | None = None
 
@@ -33,7 +44,12 @@ class Client:
         """A buffer for the bytes of one batch; it is kept for the next one."""
         if self.buffer.numel() < nbytes:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self.view = wire.tensor_bytes(self.buffer)
         return self.buffer[:nbytes]
+
+    def drop_buffer(self) -> None:
+        """No more tensors will come."""
+        self.buffer, self.view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
 
     def drop_segment(self) -> None:
         """Gives its shared memory back."""

@@ -16,8 +16,8 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.door import Visit
 from tfstyle_dist.parameter_server.local_lane import LocalLane
+from tfstyle_dist.parameter_server.visit import Visit
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
 _ADVICE = (

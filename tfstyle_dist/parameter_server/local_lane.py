@@ -9,9 +9,9 @@ from typing import Any
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.door import Visit
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
+from tfstyle_dist.parameter_server.visit import Visit
 
 _NOTHING: dict[str, Any] = {"process": 0, "files": [], "bytes": [], "variables": []}
 

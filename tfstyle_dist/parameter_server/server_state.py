@@ -18,7 +18,7 @@ from tfstyle_dist.parameter_server.wire import WireError
 
 
 class ServerState:
-    """Variables, jobs and snapshots of one server; all methods are called by its thread.
+    """Variables, jobs and snapshots of one server; all methods are called with its lock held.
 
     Args:
         name: of the task, for messages, e.g. ``"/job:ps/task:0"``.

@@ -1,18 +1,22 @@
-"""The process of one parameter server: takes requests from its socket and works on its table."""
+"""The process of one parameter server: takes requests from its sockets and works on its table."""
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 import uuid
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, UnavailableError
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import streams, wire, zmq_link
+from tfstyle_dist.parameter_server import wire, zmq_link
+from tfstyle_dist.parameter_server.answers import OverZmq, Way, refusal, send_answer
+from tfstyle_dist.parameter_server.carriers import StreamPort
 from tfstyle_dist.parameter_server.clients import Client
-from tfstyle_dist.parameter_server.door import Door, Visitor
+from tfstyle_dist.parameter_server.door import Door, Tokens
 from tfstyle_dist.parameter_server.server_state import ServerState
 from tfstyle_dist.parameter_server.table import Answer
 from tfstyle_dist.parameter_server.together import Write, rate_of, write_together
@@ -23,6 +27,9 @@ _MAX_CLIENTS = 4096
 
 class ParameterServer(ServerState):
     """Serves one table.
+
+    One thread takes what comes by ZeroMQ and through the door; each TCP connection has a thread of its own. Whoever
+    works holds the lock.
 
     Args:
         context: sockets and keys.
@@ -41,10 +48,14 @@ class ParameterServer(ServerState):
         self._ended = False
         self._heard: float | None = None
         self._poller = zmq_link.poller(self._socket)
+        self.lock = threading.Lock()
+        self._tokens = Tokens()
         self._door: Door | None = None
-        self._others = False
-        self._through: Visitor | None = None  # the connection that the message at work came through
-
+        self._port: StreamPort | None = None
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._poller.register(self._ear.fileno(), zmq_link.POLLIN)
+        self._others = False  # more clients wait: a write may be made together with theirs
         self._together: dict[Client, Write] = {}  # writes that wait for others
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -61,31 +72,46 @@ class ParameterServer(ServerState):
         torch.set_grad_enabled(False)  # of this thread
         try:
             while not self._ended:
-                visits = []
-                for entry, event in self._poller.poll(self._rest_ms()):
-                    if entry == self._socket:
-                        self._take()
-                    elif self._door is not None and self._door.is_entry(entry):
-                        self._door.admit(entry)
-                    else:
-                        visits.append((entry, event))
-                for entry, event in visits:
-                    self._visit(entry, event, len(visits) > 1)
-                self._write_together()
-                if self.jobs.busy:
-                    self.jobs.tick()
-                if self.keeper is not None:
-                    self.keeper.tick()
-                if self._heard is not None and time.monotonic() - self._heard > self._patience:
-                    raise zmq_link.silence(self._name, self._patience)
+                events = self._poller.poll(self._rest_ms())
+                with self.lock:
+                    self._turn(events)
         finally:
-            for client in list(self._clients.values()):
-                self._forget(client)
+            with self.lock:
+                for client in list(self._clients.values()):
+                    self._forget(client)
+            if self._port is not None:
+                self._port.shut()
             if self._door is not None:
                 self._door.shut()
             self._socket.close(0)
+            self._bell.close()
+            self._ear.close()
             self.stop_keeping(forget=self._ended)
             self.table.shared.close()
+
+    def _turn(self, events: list[tuple[Any, int]]) -> None:
+        """Takes what has come, and does what is due."""
+        visits = []
+        for entry, event in events:
+            if entry == self._socket:
+                self._take()
+            elif entry == self._ear.fileno():
+                self._ear.recv(64)
+            elif self._port is not None and entry == self._port.number:
+                self._port.admit()
+            elif self._door is not None and entry == self._door.number:
+                self._door.admit()
+            else:
+                visits.append((entry, event))
+        for entry, event in visits:
+            self._visit(entry, event, len(visits) > 1)
+        self._write_together()
+        if self.jobs.busy:
+            self.jobs.tick()
+        if self.keeper is not None:
+            self.keeper.tick()
+        if self._heard is not None and time.monotonic() - self._heard > self._patience:
+            raise zmq_link.silence(self._name, self._patience)
 
     def _rest_ms(self) -> int:
         """How long nothing needs to be done unless a message comes."""
@@ -102,20 +128,20 @@ class ParameterServer(ServerState):
                 return
             client = self._clients.get(identity)
             if client is not None and client.header is not None:
-                self._take_chunk(identity, client)
+                self._take_chunk(client)
                 continue
             parts = self._socket.recv_multipart()
             if client is None:
                 if len(self._clients) >= _MAX_CLIENTS:
                     get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
                     continue
-                client = self._clients[identity] = Client(identity)
+                client = self._clients[identity] = Client(identity, OverZmq(self._socket, identity))
             if client.refused:
                 continue
             if client.skip:
                 client.skip = max(client.skip - len(parts[0]), 0)
                 continue
-            self._take_message(identity, client, parts)
+            self.take_message(client, parts, client.way)
 
     def _visit(self, number: int, event: int, others: bool) -> None:
         """Takes the messages of a client that came through the door.
@@ -128,54 +154,28 @@ class ParameterServer(ServerState):
         visitor = None if self._door is None else self._door.visitors.get(number)
         if self._door is None or visitor is None:
             return
-        here = not event & zmq_link.POLLOUT or visitor.flush()
-        self._through = visitor
+        here = (not event & zmq_link.POLLOUT or visitor.flush()) and visitor.read()
         try:
-            if here and _expects_data(visitor):
-                here = self._take_data(visitor)
-            if here and not _expects_data(visitor):
-                here = visitor.read()
-            while here and not _expects_data(visitor) and (parts := visitor.frames.take()) is not None:
+            while here and (parts := visitor.frames.take()) is not None:
                 if visitor.client is None:
                     here = self._door.identify(visitor, parts[0])
                 elif not visitor.client.refused:
                     if visitor.client in self._together:
                         self._write_together()
-                        self._through = visitor
                     self._others = others
-                    self._take_message(visitor.client.identity, visitor.client, parts)
+                    self.take_message(visitor.client, parts, visitor)
                 here = here and self._door.visitors.get(number) is visitor
-                if here and _expects_data(visitor):
-                    here = self._take_data(visitor)
         except WireError as error:
             get_logger().warning("%s closes a connection: %s", self._name, error)
             here = False
         finally:
-            self._through, self._others = None, False
+            self._others = False
         if not here:
             self._door.close(visitor)
             if visitor.client is not None:
                 self._forget(visitor.client)
         elif visitor.waits or event & zmq_link.POLLOUT:
             self._poller.modify(number, zmq_link.POLLIN | (zmq_link.POLLOUT if visitor.waits else 0))
-
-    def _take_data(self, visitor: Visitor) -> bool:
-        """Takes the tensors' bytes of a request as far as they are there; ``False``: the client is gone."""
-        client: Client = visitor.client
-        while client.skip:
-            count = visitor.read_into(memoryview(bytearray(min(client.skip, CHUNK))))
-            if count <= 0:
-                return count == 0
-            client.skip -= count
-        while client.header is not None:
-            room = wire.tensor_bytes(client.buffer)[client.taken : client.header.data_bytes]
-            count = visitor.read_into(room)
-            if count <= 0:
-                return count == 0
-            client.taken += count
-            if client.taken == client.header.data_bytes:
-                self._execute_taken(client)
-        return True
 
     def _write_together(self) -> None:
         """Makes the writes that have waited for others."""
@@ -189,12 +189,11 @@ class ParameterServer(ServerState):
             except Exception as error:
                 answers = [error] * len(entries)
             for (client, write), answer in zip(entries, answers, strict=True):
-                self._through = client.visitor
+                way = client.visitor or client.way
                 if isinstance(answer, Exception):
-                    self._refuse(client.identity, write.header.request, answer)
+                    self._send(client, way, [refusal(write.header.request, answer)])
                 else:
-                    self._answer(client.identity, client, write.header, [write.operation], write.data, answer)
-        self._through = None
+                    self._answer(client, way, write.header, [write.operation], write.data, answer)
 
     def num_clients(self) -> int:
         """How many clients there are."""
@@ -207,78 +206,85 @@ class ParameterServer(ServerState):
         self._together.pop(client, None)
         self.table.shared.leave(client.column)
         client.column, client.role = -1, ""
-        if self._door is not None:
-            self._door.forget(client)
-            if client.visitor is not None:
-                self._door.close(client.visitor)
+        self._tokens.forget(client)
+        if self._door is not None and client.visitor is not None:
+            self._door.close(client.visitor)
+        if client.carrier is not None:
+            client.carrier.shut()
 
-    def _take_message(self, identity: bytes, client: Client, parts: list[bytes]) -> None:
+    def left(self, client: Client) -> None:
+        """The TCP connection of a client has ended."""
+        self._forget(client)
+
+    def take_message(self, client: Client, parts: list[bytes], way: Way) -> None:
+        """Works on a message.
+
+        Args:
+            client: who sent it.
+            parts: of it.
+            way: that it came; the answer takes the same.
+        """
         header = None
         try:
             header = Header.unpack(parts[0])
-            self._handle(identity, client, header, parts)
+            self._handle(client, header, parts, way)
         except WireError as error:
             # Nothing sensible can follow on a connection that breaks the protocol.
             get_logger().warning("%s refuses a message of %s: %s", self._name, client.name, error)
             client.refused = True
-            client.buffer = torch.empty(0, dtype=torch.uint8)
-            self._refuse(identity, 0 if header is None else header.request, error)
+            client.drop_buffer()
+            self._send(client, way, [refusal(0 if header is None else header.request, error)])
         except Exception as error:
             if header is not None and header.kind is Kind.BATCH and not header.flags & wire.FLAG_INLINE:
                 client.skip = 0 if header.flags & wire.FLAG_SHARED else header.data_bytes
-            self._refuse(identity, 0 if header is None else header.request, error)
+            self._send(client, way, [refusal(0 if header is None else header.request, error)])
 
-    def _refuse(self, identity: bytes, request: int, error: BaseException) -> None:
-        meta = wire.pack_error(error)
-        self._send(identity, [wire.message(Header(Kind.ERROR, request, meta_bytes=len(meta)), meta)])
-
-    def _send(self, identity: bytes, parts: list[Any]) -> bool:
-        try:
-            if self._through is not None:
-                if self._through.send(parts):
-                    return True
-            else:
-                self._socket.send_multipart([identity, *parts])
-                return True
-        except zmq_link.ZMQError:
-            pass
-        if (client := self._clients.get(identity)) is not None:  # it is gone
+    def _send(self, client: Client, way: Way, parts: list[Any]) -> None:
+        if not way.send(parts):
             self._forget(client)
-        return False
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    def _handle(self, identity: bytes, client: Client, header: Header, parts: list[bytes]) -> None:
+    def _handle(self, client: Client, header: Header, parts: list[bytes], way: Way) -> None:
         meta = memoryview(parts[0])[wire.HEADER_SIZE :]
         if header.kind is Kind.HELLO:
-            self._hello(identity, client, header, wire.unpack_json(meta))
+            body = wire.pack_json(self._hello(client, wire.unpack_json(meta)))
+            self._send(client, way, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
             return
         if not client.role:
             raise WireError("the first message must be a HELLO")
         if client.role == "coordinator":
             self._heard = time.monotonic()
         if header.kind is Kind.BATCH:
-            self._batch(identity, client, header, meta, parts)
+            self._batch(client, header, meta, parts, way)
         elif header.kind is Kind.CALL:
             asked = wire.unpack_json(meta)
-            if asked.get("method") == "door":
-                self._door = self._door or Door(self._poller, zmq_link.POLLIN)
-                answer: dict[str, Any] = {"name": self._door.name, "token": self._door.token(client)}
-                if asked.get("tcp"):
-                    if self._context.keys is not None:
-                        raise PermissionError("with keys tensors travel encrypted, by ZeroMQ")
-                    answer["port"] = self._door.port(self._host)
-            else:
-                answer = self.call(client, asked, parts[1:])
-            body = wire.pack_json(answer)
-            self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+            door = asked.get("method") == "door"
+            body = wire.pack_json(self._let_in(client, asked) if door else self.call(client, asked, parts[1:]))
+            self._send(client, way, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
         elif header.kind is Kind.GOODBYE:
-            self._ended = self._ended or client.role == "coordinator"
+            if client.role == "coordinator":
+                self._ended = True
+                self._bell.send(b"!")
             self._forget(client)
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
-    def _hello(self, identity: bytes, client: Client, header: Header, meta: dict[str, Any]) -> None:
+    def _let_in(self, client: Client, asked: dict[str, Any]) -> dict[str, Any]:
+        """Where a client finds a plain socket, and the token that it has to show there."""
+        if asked.get("tcp") and self._context.keys is not None:
+            raise PermissionError("with keys tensors travel encrypted, by ZeroMQ")
+        answer: dict[str, Any] = {"token": self._tokens.give(client)}
+        if asked.get("tcp"):
+            if self._port is None:
+                self._port = StreamPort(self._host, self._name, self._tokens, self)
+                self._poller.register(self._port.number, zmq_link.POLLIN)
+            return answer | {"port": self._port.port}
+        if self._door is None:
+            self._door = Door(self._poller, zmq_link.POLLIN, self._tokens)
+        return answer | {"name": self._door.name}
+
+    def _hello(self, client: Client, meta: dict[str, Any]) -> dict[str, Any]:
         role, session = str(meta.get("role")), str(meta.get("session"))
         if role not in ("coordinator", "worker"):
             raise WireError(f"unknown role {role!r}")
@@ -296,13 +302,10 @@ class ParameterServer(ServerState):
         client.role, client.name = role, str(meta.get("task"))[:200]
         if role == "worker":
             self._forget_earlier(client)
-        body = wire.pack_json(
-            {
-                "incarnation": self.incarnation, "task": self._name, "host": wire.boot_id(),
-                "restored": self.restored, "empty": not self.table.variables,
-            }
-        )  # fmt: skip
-        self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
+        return {
+            "incarnation": self.incarnation, "task": self._name, "host": wire.boot_id(),
+            "restored": self.restored, "empty": not self.table.variables,
+        }  # fmt: skip
 
     def _forget_earlier(self, client: Client) -> None:
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
@@ -310,7 +313,7 @@ class ParameterServer(ServerState):
             if other is not client and other.role == "worker" and other.name == client.name:
                 self._forget(other)
 
-    def _batch(self, identity: bytes, client: Client, header: Header, meta: memoryview, parts: list[bytes]) -> None:
+    def _batch(self, client: Client, header: Header, meta: memoryview, parts: list[bytes], way: Way) -> None:
         operations = wire.unpack_operations(meta)
         self.table.check(header, operations)
         if header.flags & wire.FLAG_SHARED:
@@ -321,56 +324,62 @@ class ParameterServer(ServerState):
             if not alone:
                 self._together[client] = Write(header, operations[0], data)
                 return
-            self._execute(identity, client, header, operations, data)
+            self._execute(client, way, header, operations, data)
         elif header.flags & wire.FLAG_INLINE:
             if len(parts) != 2 or len(parts[1]) != header.data_bytes:
                 raise WireError(f"{header.data_bytes} bytes were announced")
             data = torch.frombuffer(bytearray(parts[1]), dtype=torch.uint8)
-            self._execute(identity, client, header, operations, data)
+            self._execute(client, way, header, operations, data)
         elif header.data_bytes == 0:
-            self._execute(identity, client, header, operations, torch.empty(0, dtype=torch.uint8))
+            self._execute(client, way, header, operations, torch.empty(0, dtype=torch.uint8))
         else:
-            if self._through is not None and not self._through.carries:
+            if not way.carries:
                 raise WireError("tensors do not come through the door")
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
 
-    def _take_chunk(self, identity: bytes, client: Client) -> None:
+    def _take_chunk(self, client: Client) -> None:
+        """Takes the next bytes of a batch by ZeroMQ."""
         header = client.header
         assert header is not None
         left = header.data_bytes - client.taken
-        view = wire.tensor_bytes(client.buffer)
-        size = self._socket.recv_into(view[client.taken : client.taken + min(left, CHUNK)])
+        size = self._socket.recv_into(client.view[client.taken : client.taken + min(left, CHUNK)])
         if size > left or self._socket.getsockopt(zmq_link.RCVMORE):
             while self._socket.getsockopt(zmq_link.RCVMORE):
                 self._socket.recv()
             client.header, client.refused = None, True
-            self._refuse(identity, header.request, WireError(f"{left} more bytes were announced"))
+            error = WireError(f"{left} more bytes were announced")
+            self._send(client, client.way, [refusal(header.request, error)])
             return
         client.taken += size
         if client.taken == header.data_bytes:
-            self._execute_taken(client)
+            self.execute_taken(client, client.way)
 
-    def _execute_taken(self, client: Client) -> None:
-        """Carries out a batch whose bytes have come in pieces."""
+    def execute_taken(self, client: Client, way: Way) -> None:
+        """Carries out a batch whose bytes have come in pieces.
+
+        Args:
+            client: who sent it.
+            way: that it came.
+        """
         header, client.header = client.header, None
         assert header is not None
         try:
             # Meanwhile the closure may have been started elsewhere.
             self.table.check(header, client.operations)
-            self._execute(client.identity, client, header, client.operations, client.room(header.data_bytes))
+            self._execute(client, way, header, client.operations, client.room(header.data_bytes))
         except Exception as error:
-            self._refuse(client.identity, header.request, error)
+            self._send(client, way, [refusal(header.request, error)])
 
     def _execute(
-        self, identity: bytes, client: Client, header: Header, operations: list[wire.Operation], data: torch.Tensor
+        self, client: Client, way: Way, header: Header, operations: list[wire.Operation], data: torch.Tensor
     ) -> None:
-        self._answer(identity, client, header, operations, data, self.table.execute(header, operations, data))
+        self._answer(client, way, header, operations, data, self.table.execute(header, operations, data))
 
     def _answer(
         self,
-        identity: bytes,
         client: Client,
+        way: Way,
         header: Header,
         operations: list[wire.Operation],
         data: torch.Tensor,
@@ -378,52 +387,5 @@ class ParameterServer(ServerState):
     ) -> None:
         if self.keeper is not None:
             self.keeper.note_batch(header, operations, answer.operations, data)
-        meta = wire.pack_operations(answer.operations)
-        total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
-        segment = client.segment if header.flags & wire.FLAG_SHARED else None
-        if total == 0:
-            self._send(identity, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(meta)), meta)])
-        elif segment is not None and wire.INLINE < total <= segment.half:
-            _pack(answer, segment.answer(total))
-            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_SHARED)
-            self._send(identity, [wire.message(reply, meta)])
-        elif total <= wire.INLINE:
-            flat = torch.empty(total, dtype=torch.uint8)
-            _pack(answer, flat)
-            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=wire.FLAG_INLINE)
-            self._send(identity, [wire.message(reply, meta), wire.tensor_bytes(flat)])
-        elif self._through is not None and self._through.carries:
-            reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
-            self._send(identity, [wire.message(reply, meta), *streams.pieces(answer.tensors)])
-        elif self._through is not None:
-            raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
-        else:
-            self._stream(identity, header, meta, answer, total)
-
-    def _stream(self, identity: bytes, header: Header, meta: bytes, answer: Answer, total: int) -> None:
-        reply = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total)
-        if not self._send(identity, [wire.message(reply, meta)]):
-            return
-        for chunk in streams.stream(answer.tensors):
-            try:
-                self._socket.send(identity, zmq_link.SNDMORE)
-                self._socket.send(chunk)
-            except zmq_link.ZMQError:
-                if (client := self._clients.get(identity)) is not None:
-                    self._forget(client)
-                return
-
-
-def _expects_data(visitor: Visitor) -> bool:
-    """Whether the next bytes of a connection belong to tensors."""
-    client = visitor.client
-    return visitor.carries and client is not None and (client.header is not None or client.skip > 0)
-
-
-def _pack(answer: Answer, flat: torch.Tensor) -> None:
-    """Lays the tensors of an answer out one after another."""
-    offset = 0
-    for tensor in answer.tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-        offset += wire.padded(nbytes)
+        if not send_answer(way, client.segment, header, answer):
+            self._forget(client)

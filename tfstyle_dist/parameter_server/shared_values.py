@@ -12,13 +12,13 @@ import contextlib
 import mmap
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.board import BUFFERS, COLUMNS, LEASABLE, WRITING, Board
+from tfstyle_dist.parameter_server.board import BUFFERS, COLUMNS, Board
+from tfstyle_dist.parameter_server.shared_homes import FREE, ManyPlaces, OnePlace
 
 LEASED_BYTES = 1 << 18
 """Variables from this size on have several buffers; smaller ones are copied."""
@@ -27,108 +27,6 @@ _MOST_FILES = 256
 _MOST_GROUPS = 16
 _LARGEST_MOVED = 1 << 30
 """Moving a variable needs its memory twice for a moment."""
-_FREE = bytes(COLUMNS)
-
-
-class Home:
-    """Where a shared variable lives: one place.
-
-    Args:
-        words: of the board.
-        slot: the variable's word.
-    """
-
-    def __init__(self, words: Any, slot: int) -> None:
-        self._words, self._slot = words, slot
-
-    def publish(self, version: int) -> None:
-        """The value is whole, and is of this version."""
-        self._words[self._slot] = board.pack(version, 0, 0)
-
-    def begin(self, stored: Any, keep: bool) -> torch.Tensor | None:
-        """Before the value is written: readers wait.
-
-        Args:
-            stored: the variable.
-            keep: the write needs the old value where it writes; otherwise it makes every element anew.
-
-        Returns:
-            The old value, if the variable has moved to a buffer that does not hold it.
-        """
-        self._words[self._slot] |= WRITING
-        return None
-
-
-class BufferedHome(Home):
-    """Where a large variable lives: several buffers.
-
-    Args:
-        words: of the board.
-        slot: the variable's word.
-        marks: of its buffers.
-        buffers: as many tensors; their memory is not touched yet, but for the first one's.
-    """
-
-    def __init__(self, words: Any, slot: int, marks: memoryview, buffers: list[torch.Tensor]) -> None:
-        super().__init__(words, slot)
-        self._rows = [marks[i * COLUMNS : (i + 1) * COLUMNS] for i in range(BUFFERS)]
-        self._buffers = buffers
-        self._order = [0]  # buffers that have been used, the latest last
-        self._current, self._spare = 0, -1
-        self._leasable = 0
-
-    def _in_use(self, buffer: int) -> bool:
-        return self._rows[buffer].tobytes() != _FREE
-
-    def publish(self, version: int) -> None:
-        """The value is whole; clients may use it in place if the next write will find another buffer."""
-        self._spare = self._find_spare()
-        self._leasable = LEASABLE if self._spare >= 0 else 0
-        self._words[self._slot] = board.pack(version, self._current, self._leasable)
-
-    def _find_spare(self) -> int:
-        for buffer in reversed(self._order):
-            if buffer != self._current and not self._in_use(buffer):
-                return buffer
-        if len(self._order) < BUFFERS and _memory_for(4 * self._buffers[0].nbytes):
-            self._order.insert(0, len(self._order))
-            return self._order[0]
-        return -1
-
-    def begin(self, stored: Any, keep: bool) -> torch.Tensor | None:
-        """Before the value is written: in place if nobody uses it, otherwise into the spare buffer."""
-        if self._spare >= 0:
-            if not self._in_use(self._current):
-                self._words[self._slot] |= WRITING
-                board.barrier()
-                if not self._in_use(self._current):
-                    return None
-                self._words[self._slot] &= ~WRITING
-            return self._move(stored, self._spare, keep)
-        self._words[self._slot] |= WRITING  # the published version cannot be in use: it was not leasable
-        return None
-
-    def _move(self, stored: Any, buffer: int, keep: bool) -> torch.Tensor | None:
-        old: torch.Tensor = stored.parameter.data
-        self._current, self._spare = buffer, -1
-        self._order.remove(buffer)
-        self._order.append(buffer)
-        stored.parameter.data = self._buffers[buffer]
-        if not keep:
-            return old
-        stored.parameter.data.copy_(old)
-        return None
-
-
-def _memory_for(nbytes: int) -> bool:
-    """Whether the machine has so much memory left."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10 > nbytes
-    except OSError:
-        pass
-    return False
 
 
 class SharedVariables:
@@ -157,7 +55,7 @@ class SharedVariables:
             self._board = Board(self._file(board.BYTES))
         return self._board.words
 
-    def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, Home] | None:
+    def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, OnePlace] | None:
         """Memory of its own for a new, large variable: zeros that cost nothing until they are written.
 
         Args:
@@ -175,7 +73,7 @@ class SharedVariables:
         except OSError:
             return None
         self._known[number] = [len(self._known), -1, len(self._files) - 1, 0, nbytes]
-        return torch.frombuffer(memory, dtype=torch.uint8), Home(words, self._known[number][0])
+        return torch.frombuffer(memory, dtype=torch.uint8), OnePlace(words, self._known[number][0])
 
     def describe(self, variables: Mapping[int, Any], column: int = -1) -> dict[str, Any]:
         """Shares the variables that are not shared yet.
@@ -187,7 +85,7 @@ class SharedVariables:
         Returns:
             What ``ValuesReader`` needs: process, files with their sizes, and of each variable its places.
         """
-        new = [v for n, v in variables.items() if n not in self._known and v.home is None and _movable(v)]
+        new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
         new = new[: max(board.MOST_VARIABLES - len(self._known), 0)]
         if new and self._groups < _MOST_GROUPS:
             with contextlib.suppress(OSError):  # not enough memory: pulls go by message
@@ -210,7 +108,7 @@ class SharedVariables:
             data = torch.frombuffer(memory, dtype=torch.uint8)
             for variable, place in zip(small, places, strict=True):
                 slot = self._note(variable, -1, len(self._files) - 1, place)
-                _settle(variable, data, place, Home(words, slot))
+                _settle(variable, data, place, OnePlace(words, slot))
         if large:
             self._groups += 1
             places, total = _places(large, mmap.PAGESIZE)
@@ -225,7 +123,7 @@ class SharedVariables:
                 old = variable.parameter.data
                 slot = self._note(variable, self._leased, first, (offset, nbytes))
                 buffers = [data[offset : offset + nbytes].view(old.dtype).view(old.shape) for data in all_bytes]
-                home = BufferedHome(words, slot, self._board.marks(self._leased), buffers)
+                home = ManyPlaces(words, slot, self._board.marks(self._leased), buffers)
                 self._leased += 1
                 _settle(variable, all_bytes[0], (offset, nbytes), home)
 
@@ -255,7 +153,7 @@ class SharedVariables:
         if self._board is None:
             return 0
         rows = (self._board.marks(place).tobytes() for place in range(self._leased))
-        return sum(row[i : i + COLUMNS] != _FREE for row in rows for i in range(0, len(row), COLUMNS))
+        return sum(row[i : i + COLUMNS] != FREE for row in rows for i in range(0, len(row), COLUMNS))
 
     def __del__(self) -> None:
         self.close()
@@ -284,7 +182,7 @@ def _places(variables: list[Any], alignment: int) -> tuple[list[tuple[int, int]]
     return places, total
 
 
-def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], home: Home) -> None:
+def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], home: OnePlace) -> None:
     """Moves a variable to its home."""
     offset, nbytes = place
     old = variable.parameter.data

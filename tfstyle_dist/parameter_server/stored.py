@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.parameter_server.shared_values import Home
+from tfstyle_dist.parameter_server.lending import SMALLEST, Home, Loan, OwnMemory
 from tfstyle_dist.parameter_server.wire import Op
 
 
@@ -46,7 +46,7 @@ class StoredVariable:
         rows_only: a table that is never pulled as a whole.
 
     Attributes:
-        home: where the clients of this host read it, once it is shared with them.
+        home: what is to be asked before it is written, once others read it where it is.
     """
 
     __slots__ = ("_version", "_writing", "home", "name", "number", "parameter", "rows_only")
@@ -70,7 +70,7 @@ class StoredVariable:
             self.home.publish(value)
 
     def begin_write(self, keep: bool = True) -> torch.Tensor | None:
-        """Counts a change; what clients of this host use in place is left alone until ``end_write``.
+        """Counts a change; what others use in place is left alone until ``end_write``.
 
         Args:
             keep: the write needs the old value in ``parameter``; otherwise it makes every element anew.
@@ -88,6 +88,19 @@ class StoredVariable:
         """The change is made, and can be seen."""
         self._writing = False
         self.version = self._version
+
+    def lend(self) -> Loan | None:
+        """The value as it is now, which later writes leave alone until it is given back; ``None``: copy it."""
+        if self.home is None:
+            if self.parameter.nbytes < SMALLEST:
+                return None
+            self.home = OwnMemory()
+        return self.home.lend(self)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can read it where it is."""
+        return self.home is not None and not isinstance(self.home, OwnMemory)
 
 
 def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | None, rate: float) -> None:

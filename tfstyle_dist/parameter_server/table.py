@@ -1,8 +1,8 @@
 """The variables of one parameter server, and every change to them.
 
-One thread works on a table, so each operation is atomic. Writes made by scheduled functions are counted for each
-function and variable: when a function is started again because its worker was lost, the writes that its earlier attempt
-made are recognised by their number and are not applied twice.
+One thread at a time works on a table, so each operation is atomic. Writes made by scheduled functions are counted for
+each function and variable: when a function is started again because its worker was lost, the writes that its earlier
+attempt made are recognised by their number and are not applied twice.
 """
 
 from __future__ import annotations
@@ -46,10 +46,17 @@ class ClosureWrites:
 
 @dataclass(slots=True)
 class Answer:
-    """The result of a batch: its table, and the tensors whose bytes follow in order."""
+    """The result of a batch.
+
+    Attributes:
+        operations: its table.
+        tensors: whose bytes follow, in order.
+        sources: of each tensor the variable whose own memory it is; ``None``: it is a copy.
+    """
 
     operations: list[Operation]
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sources: list[StoredVariable | None] = field(default_factory=list)
 
 
 class VariableTable:
@@ -203,7 +210,7 @@ class VariableTable:
             return self._execute(header, operations, data)
 
     def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
-        answer = Answer([], [])
+        answer = Answer([])
         offset = 0
         steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
         self._check_all_rows(operations, data)
@@ -274,11 +281,15 @@ class VariableTable:
         elif operation.argument == stored.version:
             answer.operations.append(reply(stored, extra=FLAG_UNCHANGED))
         else:
-            self._answer(answer, stored, stored.parameter.detach().to(dtype))
+            own = dtype is stored.parameter.dtype
+            self._answer(answer, stored, stored.parameter.detach().to(dtype), stored if own else None)
 
-    def _answer(self, answer: Answer, stored: StoredVariable, value: torch.Tensor) -> None:
+    def _answer(
+        self, answer: Answer, stored: StoredVariable, value: torch.Tensor, source: StoredVariable | None = None
+    ) -> None:
         answer.operations.append(reply(stored, nbytes=value.numel() * value.element_size()))
         answer.tensors.append(value)
+        answer.sources.append(source)
 
     def is_duplicate(self, header: Header, operation: Operation) -> bool:
         """Whether an earlier attempt of this closure has made this write; if not, notes that it is made now."""

@@ -65,7 +65,7 @@ def write_together(table: VariableTable, writes: Sequence[Write]) -> list[Answer
     old: torch.Tensor | None = None
     for write in writes:
         if table.is_duplicate(write.header, write.operation):
-            answers.append(Answer([reply(stored, extra=FLAG_DUPLICATE)], []))
+            answers.append(Answer([reply(stored, extra=FLAG_DUPLICATE)]))
             continue
         if not data:
             old = stored.begin_write(keep=False)
@@ -74,7 +74,7 @@ def write_together(table: VariableTable, writes: Sequence[Write]) -> list[Answer
         values = write.data[: write.operation.nbytes].view(stored.parameter.dtype)
         data.append((values, write.operation.op, rate_of(table, write.operation) or 0.0))
         table.applied += 1
-        answers.append(Answer([reply(stored)], []))
+        answers.append(Answer([reply(stored)]))
     if data:
         target = stored.parameter.detach().view(-1)
         source = target if old is None else old.view(-1)

@@ -1,0 +1,121 @@
+"""The ways that a server's messages take to a client, and what of an answer goes where."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
+from tfstyle_dist.parameter_server.segment import Segment
+from tfstyle_dist.parameter_server.table import Answer
+from tfstyle_dist.parameter_server.wire import Header, Kind
+
+
+class Way(Protocol):
+    """A connection, as the server uses it; ``False``: the client is gone.
+
+    Attributes:
+        carries: tensors come and go this way.
+    """
+
+    carries: bool
+
+    def send(self, parts: list[Any]) -> bool:
+        """Sends a message; its parts may change afterwards."""
+
+
+class Carrying(Way, Protocol):
+    """One that tensors travel by."""
+
+    def stream(self, head: bytes, answer: Answer) -> bool:
+        """Sends a message and the tensors of an answer, as they are now."""
+
+
+class OverZmq:
+    """ZeroMQ: every client has this way.
+
+    Args:
+        socket: of the server.
+        identity: of the client.
+    """
+
+    carries = True
+
+    def __init__(self, socket: Any, identity: bytes) -> None:
+        self._socket, self._identity = socket, identity
+
+    def send(self, parts: list[Any]) -> bool:
+        """Sends a message."""
+        try:
+            self._socket.send_multipart([self._identity, *parts])
+        except zmq_link.ZMQError:
+            return False
+        return True
+
+    def stream(self, head: bytes, answer: Answer) -> bool:
+        """Sends a message and the tensors of an answer, in messages of limited size."""
+        if not self.send([head]):
+            return False
+        for chunk in streams.stream(answer.tensors):
+            try:
+                self._socket.send(self._identity, zmq_link.SNDMORE)
+                self._socket.send(chunk)
+            except zmq_link.ZMQError:
+                return False
+        return True
+
+
+def refusal(request: int, error: BaseException) -> bytes:
+    """The message that tells a client of an error."""
+    meta = wire.pack_error(error)
+    return wire.message(Header(Kind.ERROR, request, meta_bytes=len(meta)), meta)
+
+
+def send_answer(way: Way | Carrying, segment: Segment | None, header: Header, answer: Answer) -> bool:
+    """Answers a batch.
+
+    Args:
+        way: that the batch came.
+        segment: the client's shared memory.
+        header: of the batch.
+        answer: to it.
+
+    Returns:
+        Whether the client is still there.
+
+    Raises:
+        InvalidArgumentError: the answer is too large for this client's shared memory.
+    """
+    meta = wire.pack_operations(answer.operations)
+    total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
+    if not header.flags & wire.FLAG_SHARED:
+        segment = None
+
+    def head(flags: int = 0) -> bytes:
+        found = Header(Kind.OK, header.request, meta_bytes=len(meta), data_bytes=total, flags=flags)
+        return wire.message(found, meta)
+
+    if total == 0:
+        return way.send([head()])
+    if segment is not None and wire.INLINE < total <= segment.half:
+        _pack(answer, segment.answer(total))
+        return way.send([head(wire.FLAG_SHARED)])
+    if total <= wire.INLINE:
+        flat = torch.empty(total, dtype=torch.uint8)
+        _pack(answer, flat)
+        return way.send([head(wire.FLAG_INLINE), wire.tensor_bytes(flat)])
+    if not way.carries:
+        raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
+    carrying: Any = way
+    return bool(carrying.stream(head(), answer))
+
+
+def _pack(answer: Answer, flat: torch.Tensor) -> None:
+    """Lays the tensors of an answer out one after another."""
+    offset = 0
+    for tensor in answer.tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        offset += wire.padded(nbytes)

@@ -1,0 +1,215 @@
+"""TCP connections of clients on other hosts: each has a thread, so that bytes of several come and go at one time.
+
+A thread waits for bytes without the server's lock and works on the table with it. What it sends it sends without the
+lock too, straight from the variables: they are lent meanwhile, and a write that comes goes into other memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server import streams
+from tfstyle_dist.parameter_server.clients import Client
+from tfstyle_dist.parameter_server.door import WELCOME, Tokens
+from tfstyle_dist.parameter_server.frames import JOINED, Frames, tune
+from tfstyle_dist.parameter_server.lending import Loan
+from tfstyle_dist.parameter_server.table import Answer
+from tfstyle_dist.parameter_server.wire import CHUNK, WireError
+
+_PIECE = 1 << 14
+_MOST_CARRIERS = 4096
+_TOKEN_SECONDS = 10
+_END_SECONDS = 5.0
+
+
+class Desk(Protocol):
+    """What the server does with the messages of a connection, all with its lock held."""
+
+    lock: threading.Lock
+
+    def take_message(self, client: Client, parts: list[bytes], way: Any) -> None:
+        """Works on a message."""
+
+    def execute_taken(self, client: Client, way: Any) -> None:
+        """Carries out a batch whose tensors have come."""
+
+    def left(self, client: Client) -> None:
+        """A client is gone."""
+
+
+class Carrier:
+    """The server's end of one connection.
+
+    Args:
+        connection: a new one.
+        port: that it came in at.
+    """
+
+    carries = True
+
+    def __init__(self, connection: socket.socket, port: StreamPort) -> None:
+        self._connection, self._port, self._frames = connection, port, Frames()
+        self._outbox: list[tuple[list[Any], list[Loan]]] = []
+        self.thread = threading.Thread(target=self._run, name="tfstyle-ps-tcp", daemon=True)
+
+    def shut(self) -> None:
+        """Ends the connection; its thread notices."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    # ---- answers, with the lock -------------------------------------------------------------------------------
+
+    def send(self, parts: list[Any]) -> bool:
+        """Sends a message after the lock is free."""
+        self._outbox.append((parts, []))
+        return True
+
+    def stream(self, head: bytes, answer: Answer) -> bool:
+        """Sends a message and tensors, as they are now, after the lock is free."""
+        tensors, loans = [], []
+        for tensor, stored in zip(answer.tensors, answer.sources, strict=True):
+            loan = None if stored is None else stored.lend()
+            if loan is not None:
+                loans.append(loan)
+            tensors.append(tensor.clone() if stored is not None and loan is None else tensor)
+        self._outbox.append(([head, *streams.pieces(tensors)], loans))
+        return True
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread
+        desk, client = self._port.desk, None
+        try:
+            client = self._identify()
+            while client is not None and not client.refused:
+                parts = self._message()
+                with desk.lock:
+                    desk.take_message(client, parts, self)
+                self._send_all()
+                self._take_tensors(client)
+            while client is not None:
+                self._receive(CHUNK)  # nothing sensible can follow; the client is told, and goes
+        except OSError:
+            pass  # it is gone
+        except WireError as error:
+            get_logger().warning("%s closes a connection: %s", self._port.name, error)
+        finally:
+            with desk.lock:
+                for _, loans in self._outbox:
+                    for loan in loans:
+                        loan.give_back()
+                if client is not None:
+                    desk.left(client)
+                self._port.carriers.discard(self)
+            self._connection.close()
+
+    def _identify(self) -> Client | None:
+        """The client that shows its token."""
+        self._connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _TOKEN_SECONDS, 0)
+        )  # strangers get no thread for longer
+        message = self._message()[0]
+        with self._port.desk.lock:
+            client: Client | None = self._port.tokens.take(message)
+            if client is None or client.carrier is not None:
+                return None
+            client.carrier = self
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
+        self._connection.sendall(WELCOME)
+        return client
+
+    def _message(self) -> list[bytes]:
+        while (parts := self._frames.take()) is None:
+            self._frames.feed(self._receive(_PIECE))
+        return parts
+
+    def _receive(self, most: int) -> bytes:
+        piece = self._connection.recv(most)
+        if not piece:
+            raise ConnectionResetError
+        return piece
+
+    def _take_tensors(self, client: Client) -> None:
+        """Takes the bytes that follow a batch, and carries it out; those of a refused one are dropped."""
+        while client.skip:
+            room = memoryview(bytearray(min(client.skip, CHUNK)))
+            self._fill(room)
+            client.skip -= len(room)
+        if client.header is not None:
+            self._fill(client.view[: client.header.data_bytes])
+            with self._port.desk.lock:
+                self._port.desk.execute_taken(client, self)
+            self._send_all()
+
+    def _fill(self, room: memoryview) -> None:
+        room = room[self._frames.take_into(room) :]
+        while room:
+            count = self._connection.recv_into(room, 0, socket.MSG_WAITALL)
+            if count == 0:
+                raise ConnectionResetError
+            room = room[count:]
+
+    def _send_all(self) -> None:
+        while self._outbox:
+            parts, loans = self._outbox[0]
+            joined = len(parts) > 1 and sum(map(len, parts)) <= JOINED
+            for part in [b"".join(parts)] if joined else parts:
+                self._connection.sendall(part)
+            if loans:
+                with self._port.desk.lock:
+                    for loan in loans:
+                        loan.give_back()
+            del self._outbox[0]
+
+
+class StreamPort:
+    """Where clients of other hosts connect.
+
+    Args:
+        host: the interface to listen at.
+        name: of the server, for messages.
+        tokens: of those who may come in.
+        desk: the server.
+    """
+
+    def __init__(self, host: str, name: str, tokens: Tokens, desk: Desk) -> None:
+        self.name, self.tokens, self.desk = name, tokens, desk
+        self.carriers: set[Carrier] = set()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        tune(self._listener)
+        self._listener.bind((host, 0))
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self.number, self.port = self._listener.fileno(), int(self._listener.getsockname()[1])
+
+    def admit(self) -> None:
+        """Takes a new connection; who it is it has to tell."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self.carriers) >= _MOST_CARRIERS:
+            connection.close()
+            return
+        connection.setblocking(True)
+        tune(connection)
+        carrier = Carrier(connection, self)
+        self.carriers.add(carrier)
+        carrier.thread.start()
+
+    def shut(self) -> None:
+        """Ends all; to be called without the server's lock."""
+        self._listener.close()
+        for carrier in (left := list(self.carriers)):
+            carrier.shut()
+        for carrier in left:
+            carrier.thread.join(_END_SECONDS)

@@ -1,0 +1,130 @@
+"""The client's end of a plain socket to a server: a Unix socket on its host, or TCP."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server.frames import JOINED, Frames, tune
+
+_PIECE = 1 << 17
+_PIECE_BEFORE_TENSORS = 1 << 14
+"""What comes with a message's head is copied once more."""
+_CONNECT_SECONDS = 2.0
+_Received = TypeVar("_Received", bytes, int)
+
+
+class Visit:
+    """The client's end.
+
+    Args:
+        place: name of the door, or host and port.
+        token: that the server gave.
+        limit: how long to wait for the answer.
+
+    Raises:
+        OSError: there is no such door, e.g. in another network namespace, or it is another user's.
+    """
+
+    def __init__(self, place: str | tuple[str, int], token: str, limit: timedelta | None) -> None:
+        if isinstance(place, str):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._piece = _PIECE
+        else:
+            self._piece = _PIECE_BEFORE_TENSORS
+            self._socket = socket.create_connection(place, _CONNECT_SECONDS)
+            self._socket.settimeout(None)
+            tune(self._socket)
+        try:
+            if isinstance(place, str):
+                self._socket.connect("\0" + place)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 1, 0))
+            token_bytes = bytes.fromhex(token)
+            head = wire.Header(wire.Kind.HELLO, 0, meta_bytes=len(token_bytes))
+            self._socket.sendall(wire.message(head, token_bytes))
+            self._frames = Frames()
+            self.receive(limit, lambda: None)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._end = select.poll()
+        self._end.register(self._socket.fileno(), select.POLLIN)
+
+    def ended(self) -> bool:
+        """Whether the server is gone; asked when no answer is on its way."""
+        return bool(self._end.poll(0))
+
+    def send(self, parts: Sequence[Any], limit: timedelta | None) -> None:
+        """Sends a message.
+
+        Raises:
+            ConnectionError: the server is gone.
+            TimeoutError: it does not take the message in time.
+        """
+        for part in [b"".join(parts)] if sum(map(len, parts)) <= JOINED else parts:
+            self._send(memoryview(part), limit)
+
+    def _send(self, left: memoryview, limit: timedelta | None) -> None:
+        deadline: Deadline | None = None
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                deadline = deadline or Deadline(limit)
+                if deadline.passed():
+                    raise TimeoutError from None
+
+    def receive(self, limit: timedelta | None, look: Callable[[], None]) -> list[bytes]:
+        """The next message.
+
+        Args:
+            limit: how long to wait.
+            look: called about once a second.
+
+        Raises:
+            ConnectionError: the server is gone.
+            TimeoutError: nothing came in time.
+        """
+        while (message := self._frames.take()) is None:
+            piece = self._when_there(lambda: self._socket.recv(self._piece), limit, look)
+            self._frames.feed(piece)
+        return message
+
+    def receive_into(self, room: memoryview, limit: timedelta | None, look: Callable[[], None]) -> None:
+        """The bytes of a tensor; arguments and errors as ``receive``."""
+        room = room[self._frames.take_into(room) :]
+        while room:
+            count = self._when_there(lambda left=room: self._receive_all(left), limit, look)  # type: ignore[misc]
+            room = room[count:]
+
+    def _receive_all(self, room: memoryview) -> int:
+        """Waits in the kernel until the room is full or the time of one wait is over."""
+        return self._socket.recv_into(room, 0, socket.MSG_WAITALL)
+
+    @staticmethod
+    def _when_there(receive: Callable[[], _Received], limit: timedelta | None, look: Callable[[], None]) -> _Received:
+        """What ``receive`` gives when something has come; arguments and errors as ``receive``."""
+        deadline: Deadline | None = None
+        while True:
+            try:
+                received = receive()
+            except BlockingIOError:
+                deadline = deadline or Deadline(limit)
+                if deadline.passed():
+                    raise TimeoutError from None
+                look()
+                continue
+            if not received:
+                raise ConnectionResetError
+            return received
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()
