@@ -73,13 +73,14 @@ class Carrier:
 
     def stream(self, head: bytes, answer: Answer) -> bool:
         """Sends a message and tensors, as they are now, after the lock is free."""
-        tensors, loans = [], []
-        for tensor, stored in zip(answer.tensors, answer.sources, strict=True):
+        loans, copied = [], set()
+        for place, stored in enumerate(answer.sources):
             loan = None if stored is None else stored.lend()
             if loan is not None:
                 loans.append(loan)
-            tensors.append(tensor.clone() if stored is not None and loan is None else tensor)
-        self._outbox.append(([head, *streams.pieces(tensors)], loans))
+            elif stored is not None:
+                copied.add(place)
+        self._outbox.append(([head, *streams.pieces(answer.tensors, copied)], loans))
         return True
 
     # ---- the thread -------------------------------------------------------------------------------------------

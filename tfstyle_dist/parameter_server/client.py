@@ -221,9 +221,8 @@ class ServerLink(Connection):
             filler.take(wire.tensor_bytes(self.local.segment.answer(header.data_bytes)))
         elif header.flags & wire.FLAG_INLINE:
             filler.take(memoryview(message[1]))
-        elif self.visit is not None:
-            for room in filler.rooms():
-                self._receive_into(room)
+        elif self.stream is not None:
+            self._receive_into(list(filler.rooms()))
         else:
             taken = 0
             while taken < header.data_bytes:

@@ -205,11 +205,11 @@ class Connection:
         with self._reporting():
             return visit.receive(self._timeout, self._look)
 
-    def _receive_into(self, room: memoryview) -> None:
-        """The bytes of a tensor in an answer that comes over TCP."""
+    def _receive_into(self, rooms: Sequence[memoryview]) -> None:
+        """The bytes of tensors in an answer that comes over TCP."""
         assert self.stream is not None
         with self._reporting():
-            self.stream.receive_into(room, self._timeout, self._look)
+            self.stream.receive_into(rooms, self._timeout, self._look)
 
     def _send_message(self, parts: Sequence[Any]) -> None:
         """Sends a request; over ZeroMQ its tensors are in its parts or in shared memory."""

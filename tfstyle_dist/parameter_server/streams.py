@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tfstyle_dist.parameter_server.wire import CHUNK, INLINE, WireError, padded, tensor_bytes
+
+_LARGE = 1 << 17
 
 
 def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
@@ -40,14 +42,29 @@ def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         yield pack_views(waiting, _enough(scratch, total), total)
 
 
-def pieces(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The bytes of tensors and of the padding between them, without a copy."""
-    found = []
-    for tensor in tensors:
-        view = tensor_bytes(tensor)
-        found.append(view)
-        if padded(len(view)) > len(view):
-            found.append(memoryview(bytes(padded(len(view)) - len(view))))
+def pieces(tensors: Sequence[torch.Tensor], copied: Collection[int] = ()) -> list[memoryview]:
+    """The bytes of tensors and of the padding between them: large ones without a copy, small ones together.
+
+    Args:
+        tensors: contiguous, on the CPU.
+        copied: places of those that are to be copied, however large.
+    """
+    found: list[memoryview] = []
+    waiting: list[tuple[memoryview, int]] = []
+    total = 0
+    for place, tensor in enumerate([*tensors, None]):
+        view = None if tensor is None else tensor_bytes(tensor)
+        if view is None or (len(view) >= _LARGE and place not in copied):
+            if total:
+                found.append(pack_views(waiting, torch.empty(total, dtype=torch.uint8), total))
+                waiting, total = [], 0
+            if view is not None:
+                found.append(view)
+                if padded(len(view)) > len(view):
+                    found.append(memoryview(bytes(padded(len(view)) - len(view))))
+            continue
+        waiting.append((view, total))
+        total += padded(len(view))
     return found
 
 

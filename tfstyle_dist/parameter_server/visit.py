@@ -17,6 +17,7 @@ _PIECE = 1 << 17
 _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
 _CONNECT_SECONDS = 2.0
+_MOST_ROOMS = 512
 _Received = TypeVar("_Received", bytes, int)
 
 
@@ -97,16 +98,24 @@ class Visit:
             self._frames.feed(piece)
         return message
 
-    def receive_into(self, room: memoryview, limit: timedelta | None, look: Callable[[], None]) -> None:
-        """The bytes of a tensor; arguments and errors as ``receive``."""
-        room = room[self._frames.take_into(room) :]
-        while room:
-            count = self._when_there(lambda left=room: self._receive_all(left), limit, look)  # type: ignore[misc]
-            room = room[count:]
+    def receive_into(self, rooms: Sequence[memoryview], limit: timedelta | None, look: Callable[[], None]) -> None:
+        """The bytes of tensors, one after another; other arguments and errors as ``receive``."""
+        left = []
+        for room in rooms:
+            rest = room[self._frames.take_into(room) :]
+            if rest:
+                left.append(rest)
+        start = 0
+        while start < len(left):
+            count = self._when_there(lambda: self._receive_all(left[start : start + _MOST_ROOMS]), limit, look)  # noqa: B023
+            while count:
+                taken = min(count, len(left[start]))
+                left[start] = left[start][taken:]
+                start, count = start + (not left[start]), count - taken
 
-    def _receive_all(self, room: memoryview) -> int:
-        """Waits in the kernel until the room is full or the time of one wait is over."""
-        return self._socket.recv_into(room, 0, socket.MSG_WAITALL)
+    def _receive_all(self, rooms: list[memoryview]) -> int:
+        """Waits in the kernel until the rooms are full or the time of one wait is over."""
+        return self._socket.recvmsg_into(rooms, 0, socket.MSG_WAITALL)[0]
 
     @staticmethod
     def _when_there(receive: Callable[[], _Received], limit: timedelta | None, look: Callable[[], None]) -> _Received:
