@@ -14,7 +14,7 @@ import tfstyle_dist as td
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-OVER_ZEROMQ = {"TFSTYLE_SHARED_MEMORY": "0"}
+FAR = {"TFSTYLE_SHARED_MEMORY": "0"}
 THIRD = 1 / 3
 
 
@@ -32,7 +32,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tenso
 
 
 def test_parameters_travel_with_16_bits_and_stay_float32(cluster: Any) -> None:
-    c = cluster(workers=2, ps=2, env=OVER_ZEROMQ, wire_dtype=torch.bfloat16)
+    c = cluster(workers=2, ps=2, env=FAR, wire_dtype=torch.bfloat16)
     with c.strategy.scope():
         net = torch.nn.Linear(4, 1)
         count, exact = td.Variable(0.0), td.Variable(torch.full((3,), THIRD))
@@ -81,7 +81,7 @@ def test_only_gradients_and_pulls_may_be_narrow(cluster: Any) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ahead_and_without_staleness_it_is_plain_sgd(cluster: Any, workers: int) -> None:
-    c = cluster(workers=workers, ps=2, env=OVER_ZEROMQ, max_staleness=0, pull_ahead=True)
+    c = cluster(workers=workers, ps=2, env=FAR, max_staleness=0, pull_ahead=True)
     with c.strategy.scope():
         torch.manual_seed(0)
         net = torch.nn.Linear(4, 1)
@@ -104,7 +104,7 @@ def test_ahead_and_without_staleness_it_is_plain_sgd(cluster: Any, workers: int)
 @pytest.mark.parametrize("bound", [None, 1, 3])
 def test_asked_ahead_a_function_is_one_step_older_and_within_the_bound(cluster: Any, bound: int | None) -> None:
     """Each function adds one to the weight and tells by how much the weight it had seen was behind when it ended."""
-    c = cluster(workers=2, ps=1, env=OVER_ZEROMQ, max_staleness=bound, pull_ahead=True)
+    c = cluster(workers=2, ps=1, env=FAR, max_staleness=bound, pull_ahead=True)
     with c.strategy.scope():
         net = torch.nn.Linear(1, 1, bias=False)
         ended = td.Variable(0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,7 @@ class ServerLink(Connection):
         self._gathered: list[Operation] = []
         self._gathered_for, self._gathered_bytes = NO_WORK, 0
         self._room = torch.empty(0, dtype=torch.uint8)
+        self._receiver: ThreadPoolExecutor | None = None
 
     def forgive(self) -> bool:
         """Lets a server that was lost come back: what was not answered is made again by whoever made it."""
@@ -65,6 +67,12 @@ class ServerLink(Connection):
             self._posted_error = UnavailableError(f"{why} {writes} requests with writes had not been answered.")
         self._waiting.clear()
         self._gathered, self._gathered_bytes = [], 0
+
+    def _drop(self) -> None:
+        super()._drop()
+        if self._receiver is not None:
+            self._receiver.shutdown(wait=False)
+            self._receiver = None
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -196,6 +204,24 @@ class ServerLink(Connection):
                 raise error
 
     # ---- answers ----------------------------------------------------------------------------------------------
+
+    def receive_in_background(self) -> None:
+        """Lets the answers of what was sent come while this thread goes on; ``finish`` raises their errors.
+
+        Over ZeroMQ they come anyway.
+        """
+        if self.stream is None:
+            return
+        if self._receiver is None:
+            self._receiver = ThreadPoolExecutor(1, "tfstyle-ps-ahead")
+        self._receiver.submit(self._collect)
+
+    def _collect(self) -> None:
+        with self._lock:
+            try:
+                self._drain()
+            except Exception as error:
+                self._posted_error = self._posted_error or error
 
     def _receive(self) -> None:
         """Takes the next answer: they come in the order of the requests."""

@@ -41,7 +41,6 @@ class Connection:
         lane: how tensors travel.
         local: shared memory, if the server is on this host.
         stream: a TCP connection for requests and tensors, if there is one.
-        in_background: answers shall come while this process computes: only ZeroMQ has threads for that.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Connection:
         self.lane = "none"
         self.local: LocalLane | None = None
         self.stream: Visit | None = None
-        self.in_background = False
         snapshots = hello.get("snapshots")
         self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
         self._alive = False  # it was lost, but something listens at its address
@@ -80,7 +78,7 @@ class Connection:
             answer = self._introduce()
             if env.shared_memory() and answer.get("host") and answer["host"] == wire.boot_id():
                 self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
-            elif self._context.keys is None and env.parameter_server_tcp() and not self.in_background:
+            elif self._context.keys is None and env.parameter_server_tcp():
                 self._open_stream()
             self.lane = "ZeroMQ" if self.stream is None else "TCP"
             if self.local is not None:

@@ -193,6 +193,7 @@ class Reader:
 
             for server, entries in by_server.items():
                 self._ask(server, entries, target, unchanged)
+                self.links[server].receive_in_background()
 
     def _take_ahead(self, record: RemoteRecord, pull: Pull) -> bool:
         """Whether all of a tensor was asked for ahead, and has come: then that is its value."""

@@ -44,10 +44,7 @@ class Servers(Reader):
             ServerLink(context, address, f"/job:ps/task:{index}", dict(hello), timeout)
             for index, address in enumerate(addresses)
         ]
-        servers = cls(links, options or WireOptions())
-        for link in links:
-            link.in_background = servers.options.ahead
-        return servers
+        return cls(links, options or WireOptions())
 
     def close(self, goodbye: bool = True) -> None:
         """Closes all links."""
