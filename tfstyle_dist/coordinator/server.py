@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -161,9 +160,9 @@ class Server:
 def keep_memory() -> None:
     """Memory that this process frees stays with it: asking the kernel for it anew costs more than using it.
 
-    Large tensors get large pages, if this process has made no tensor yet: torch looks once.
+    Large tensors get large pages, if this process has made no tensor yet.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    env.prefer_large_pages()
     gc.freeze()  # what was imported lives as long as the process
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

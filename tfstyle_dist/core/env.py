@@ -279,6 +279,14 @@ def coordinator_patience() -> float:
     return seconds
 
 
+def prefer_large_pages() -> None:
+    """``THP_MEM_ALLOC_ENABLE``: makes torch ask for large pages for large tensors, unless the user has decided.
+
+    Torch looks when it makes the first tensor of a process.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def log_level() -> str:
     """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
     return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()
