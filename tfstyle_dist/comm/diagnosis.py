@@ -105,11 +105,11 @@ class Peer:
 
 
 def boot_id() -> str:
-    """Identifies this boot of this host."""
+    """Identifies this boot of this host; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "unknown"
+        return ""
 
 
 def this_peer(rank: int) -> Peer:

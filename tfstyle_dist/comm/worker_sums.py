@@ -41,6 +41,7 @@ class WorkerSums:
     ) -> None:
         self._wire, self._memory, self._comparison, self._topology = wire, memory, comparison, topology
         self._routes: dict[Any, Route] = {}
+        self._adders: dict[int, Add] = {}
         self.sum_into: SumInto = _left_to_right
         self.find_sum: FindSum = nothing_compiled
 
@@ -112,8 +113,11 @@ class WorkerSums:
         return route
 
     def _adder(self, method: int) -> Add:
-        order = AggregationMethod.ADD_N if AggregationMethod.is_default(method) else method
-        return lambda parts, out: self.sum_into(parts, out, order)
+        add = self._adders.get(method)  # DEFAULT is found as ADD_N, which has the order that it takes here
+        if add is None:
+            order = AggregationMethod.ADD_N if AggregationMethod.is_default(method) else method
+            add = self._adders[method] = lambda parts, out: self.sum_into(parts, out, order)
+        return add
 
 
 def _left_to_right(parts: Sequence[torch.Tensor], out: torch.Tensor, method: int) -> None:
