@@ -293,7 +293,7 @@ def test_ranks_compile_the_pair_when_it_pays(rank: int, monkeypatch: pytest.Monk
             value = torch.full((30_000,), 1.0 + rank)
             group.all_reduce(value, "test")
             assert bool((value == 3).all())
-            if all(group.numbers(int(bool(group._lane._compiled._found)), "loaded")):  # type: ignore[attr-defined]
+            if all(group.numbers(int(bool(group._memory.lane._compiled._found)), "loaded")):  # type: ignore[attr-defined]
                 return
     pytest.fail("it was not compiled")
 
@@ -304,7 +304,7 @@ def test_ranks_use_it_unless_told_not_to(shared: bool, rank: int, monkeypatch: p
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", str(int(shared)))
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
-        assert (group._lane is not None) == shared  # type: ignore[attr-defined]
+        assert (group._memory is not None) == shared  # type: ignore[attr-defined]
         parts = [torch.randn(1001, generator=torch.Generator().manual_seed(r)) for r in range(3)]
         mine = parts[rank].clone()
         group.all_reduce(mine, "test")

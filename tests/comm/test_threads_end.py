@@ -1,4 +1,4 @@
-"""A closed group, and one that is left open at the end of the program, leaves none of torch's Gloo threads.
+"""A closed group, one that is left open and one that is dropped leave none of torch's Gloo threads at the end.
 
 Such a thread may free a tensor while the interpreter ends, which aborts the process after all work is done.
 """
@@ -12,7 +12,7 @@ import pytest
 from tfstyle_dist.testing.runner import run_script
 
 SCRIPT = """
-import atexit, os, sys
+import atexit, gc, os, sys
 
 def running():
     threads = [open(f"/proc/self/task/{n}/comm").read() for n in os.listdir("/proc/self/task")]
@@ -23,27 +23,38 @@ atexit.register(lambda: running() and os._exit(3))
 import torch
 import tfstyle_dist as tfd
 
-strategy = tfd.MirroredStrategy()
-with strategy.scope():
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    strategy = tfd.MirroredStrategy()
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-def step():
-    model(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
+    def step():
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
 
-strategy.run(step)
-assert running() > 0
+    strategy.run(step)
+    assert running() > 0
+    return strategy
+
+strategy = train()
 if "close" in sys.argv:
     strategy.close()
     assert running() == 0
+if "drop" in sys.argv:
+    del strategy
+    gc.collect()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["close"], []], ids=["closed", "left open"])
-def test_no_gloo_thread_is_left(options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [(["close"], "1"), ([], "1"), (["drop"], "0")],
+    ids=["closed", "left open", "dropped, over sockets"],
+)
+def test_no_gloo_thread_is_left(options: list[str], shared: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    result = run_script([script, *options], nproc=2, timeout=120)
+    result = run_script([script, *options], nproc=2, timeout=120, env={"TFSTYLE_SHARED_MEMORY": shared})
     assert result.returncode == 0, result.stderr

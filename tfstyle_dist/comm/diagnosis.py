@@ -105,11 +105,11 @@ class Peer:
 
 
 def boot_id() -> str:
-    """Identifies this boot of this host."""
+    """Identifies this boot of this host; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "unknown"
+        return ""
 
 
 def this_peer(rank: int) -> Peer:
@@ -117,7 +117,12 @@ def this_peer(rank: int) -> Peer:
     return Peer(rank, os.getpid(), socket.gethostname(), boot_id())
 
 
-def post(store: KeyValueStore | None, key: str, value: str) -> None:
+def report_failure(store: KeyValueStore | None, prefix: str, rank: int, reason: str) -> None:
+    """Leaves word why a worker leaves, for ``describe_missing`` of the others."""
+    _post(store, f"{prefix}/failed/{rank}", json.dumps(reason))
+
+
+def _post(store: KeyValueStore | None, key: str, value: str) -> None:
     """Writes to the side channel if it still answers."""
     if store is None:
         return
@@ -132,7 +137,7 @@ def _read(store: KeyValueStore | None, key: str) -> str | None:
         return None
     try:
         return store.get(key).decode() if store.check([key]) else None
-    except Exception:  # as in post
+    except Exception:  # as in _post
         return None
 
 
@@ -153,7 +158,7 @@ def describe_missing(
     Returns:
         The missing ranks, and text about every other worker.
     """
-    post(store, f"{prefix}/waiting/{rank}", waiting_in)
+    _post(store, f"{prefix}/waiting/{rank}", waiting_in)
     others = [p for p in peers if p.rank != rank]
     end = time.monotonic() + _GRACE_SECONDS
     waiting: dict[int, str] = {}

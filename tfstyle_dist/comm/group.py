@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,39 +12,6 @@ import torch
 from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
 from tfstyle_dist.core.enums import AggregationMethod
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What a worker is about to do together with the others.
-
-    Attributes:
-        name: what it is for, e.g. ``"gradients[0]"``.
-        sequence: how many operations this group did before.
-        dtype: element type of the buffer.
-        numel: number of elements of the buffer.
-        site: ``file:line`` of the user's call.
-    """
-
-    name: str
-    sequence: int
-    dtype: str
-    numel: int
-    site: str
-
-    def __str__(self) -> str:
-        return f"operation {self.sequence} '{self.name}' ({self.numel} x {self.dtype}) called at {self.site}"
-
-
-def call_site() -> str:
-    """``file:line`` of the innermost frame outside this package and torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("tfstyle_dist.", "torch.", "threading")) and module != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown"
 
 
 class Pending(Protocol):

@@ -13,10 +13,13 @@ from tfstyle_dist.comm.halving import Messages, tree_all_reduce
 
 
 class Wire(Protocol):
-    """What these sums need of a group; no call compares sizes."""
+    """What sums need of a transport; no call compares sizes."""
 
     rank: int
     size: int
+
+    def start_all_reduce(self, buffer: torch.Tensor, name: str) -> Pending:
+        """Starts the library's own sum."""
 
     def start_gather(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
         """Starts collecting the buffers of all workers, of one size."""

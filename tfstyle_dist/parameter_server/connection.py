@@ -17,6 +17,7 @@ from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
 from tfstyle_dist.parameter_server.local_lane import LocalLane
+from tfstyle_dist.parameter_server.segment import host_id
 from tfstyle_dist.parameter_server.visit import Visit
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
@@ -76,7 +77,7 @@ class Connection:
             if self._socket is not None:
                 return
             answer = self._introduce()
-            if env.shared_memory() and answer.get("host") and answer["host"] == wire.boot_id():
+            if env.shared_memory() and answer.get("host") and answer["host"] == host_id():
                 self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
             elif self._context.keys is None and env.parameter_server_tcp():
                 self._open_stream()

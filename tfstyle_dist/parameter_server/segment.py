@@ -11,8 +11,20 @@ import re
 
 import torch
 
+from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.core import env
+
 _NAME = "tfstyle-ps-segment"
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+def host_id() -> str:
+    """Tells whether two processes run on one machine (and in one IPC namespace); empty where nothing tells it."""
+    try:
+        boot = diagnosis.boot_id()
+        return f"{boot} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}" if boot else ""
+    except OSError:
+        return ""
 
 
 class Segment:

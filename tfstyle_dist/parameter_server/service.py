@@ -17,6 +17,7 @@ from tfstyle_dist.parameter_server.answers import OverZmq, Way, refusal, send_an
 from tfstyle_dist.parameter_server.carriers import StreamPort
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import Door, Tokens
+from tfstyle_dist.parameter_server.segment import host_id
 from tfstyle_dist.parameter_server.server_state import ServerState
 from tfstyle_dist.parameter_server.table import Answer
 from tfstyle_dist.parameter_server.together import Write, rate_of, write_together
@@ -303,7 +304,7 @@ class ParameterServer(ServerState):
         if role == "worker":
             self._forget_earlier(client)
         return {
-            "incarnation": self.incarnation, "task": self._name, "host": wire.boot_id(),
+            "incarnation": self.incarnation, "task": self._name, "host": host_id(),
             "restored": self.restored, "empty": not self.table.variables,
         }  # fmt: skip
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -84,8 +81,6 @@ FLAG_UNCHANGED = 1
 """In the answer to a PULL: the client's copy is the newest, no data follows."""
 FLAG_DUPLICATE = 2
 """In the answer to a write: an earlier attempt of the same closure made this write already."""
-
-
 FLAG_INLINE = 4
 """In a header: the data is the second part of the same message."""
 FLAG_SHARED = 8
@@ -280,15 +275,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def tensor_view(buffer: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor over part of a byte buffer."""
     return buffer[offset : offset + nbytes].view(dtype)
-
-
-def boot_id() -> str:
-    """Tells whether two processes run on one machine (and in one IPC namespace)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}"
-    except OSError:
-        return ""
 
 
 _ERRORS = {

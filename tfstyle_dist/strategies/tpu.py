@@ -14,7 +14,8 @@ from tfstyle_dist.comm.bootstrap import effective_timeout
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.comm.xla_group import XlaAdapter, XlaGroup
+from tfstyle_dist.comm.xla_adapter import XlaAdapter
+from tfstyle_dist.comm.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.logging import get_logger

@@ -1,0 +1,100 @@
+"""The transport of workers that share a host: meetings in shared memory, numbered as all operations of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.compiled import FindSum
+from tfstyle_dist.comm.flat import Add, Flat
+from tfstyle_dist.comm.operations import Operation, Operations, name_of
+from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
+from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.core.tracing import region
+
+# What travels through shared memory; other element types are rare and take the sockets.
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+class HostMemory:
+    """The lane of this worker's host, with the translation of its errors. No call begins after the group is broken.
+
+    Args:
+        lane: the lane of this host.
+        operations: the group's.
+        for_all: whether all workers of the group are on this host.
+
+    Attributes:
+        lane: the lane; ``None`` after ``leave``.
+        for_all: as given.
+    """
+
+    def __init__(self, lane: SharedLane, operations: Operations, for_all: bool) -> None:
+        self.lane: SharedLane | None = lane
+        self._operations, self.for_all = operations, for_all
+
+    @classmethod
+    def open(
+        cls, operations: Operations, topology: Topology, gather: Callable[[Any, str], list[Any]]
+    ) -> HostMemory | None:
+        """Maps a segment for each host, if all workers can; its name is gone afterwards, so nothing stays behind.
+
+        Args:
+            operations: the group's; its peers are known.
+            topology: which workers share a host.
+            gather: the values of all workers in rank order, with a name for messages; all workers come here.
+        """
+        here, peers = topology.neighbours(operations.rank), operations.peers
+        made = create_segment(len(here)) if operations.rank == here[0] else None
+        path = gather(made, "shared memory")[here[0]]
+        lane = None
+        if path is not None:
+            with suppress(OSError, ValueError):
+                place = here.index(operations.rank)
+                state_of = lambda other: peers[here[other]].state()  # noqa: E731
+                lane = SharedLane(path, place, len(here), operations.timeout, state_of)
+        everywhere = all(gather(lane is not None, "shared memory is open"))
+        remove_segment(made)
+        return cls(lane, operations, len(topology.hosts) == 1) if everywhere and lane is not None else None
+
+    def use_compiled(self, find_sum: FindSum) -> None:
+        """See ``SharedLane``."""
+        if self.lane is not None:
+            self.lane.use_compiled(find_sum)
+
+    def compare(self, digest: int, number: int, name: str) -> tuple[bool, list[int]]:
+        """Whether all workers of the host have the same digest, and the number of each."""
+        sequence = self._operations.begin()
+        assert self.lane is not None
+        try:
+            with region("meet for", name):
+                return self.lane.compare(digest, number)
+        except LaneError as error:
+            self._operations.fail(Operation(name, sequence, "int64", 2), error)
+
+    def all_reduce(
+        self,
+        values: Flat,
+        digest: int,
+        add: Add,
+        between: Callable[[torch.Tensor], None] | None,
+        method: int,
+        name: str,
+    ) -> bool:
+        """Replaces the values by their sum; see ``SharedLane.all_reduce`` for the arguments and the result."""
+        sequence = self._operations.begin()
+        assert self.lane is not None
+        try:
+            with region("all_reduce in shared memory", name):
+                return self.lane.all_reduce(values, digest, add, between, method)
+        except LaneError as error:
+            self._operations.fail(Operation(name, sequence, name_of(values.dtype), values.numel), error)
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this worker any more."""
+        if self.lane is not None:
+            self.lane.leave()
+            self.lane = None
