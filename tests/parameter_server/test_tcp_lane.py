@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.parameter_server import wire
+from tfstyle_dist.parameter_server import keys, wire
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 from tfstyle_dist.parameter_server.work import NO_WORK
 
@@ -78,3 +81,45 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
             assert stranger.recv(10) == b""  # closed, nothing told
     assert v.value().eq(0).all()
     assert c.statistics()[0]["clients"] <= 2
+
+
+@pytest.mark.parametrize("servers", ["always", "1"])
+def test_with_keys_tensors_come_by_tcp_if_both_ends_say_so(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, servers: str
+) -> None:
+    keys.main([str(tmp_path / "cluster.key")])
+    monkeypatch.setenv("TFSTYLE_PS_KEYS", str(tmp_path / "cluster.key"))
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
+    environment = {**FAR, "TFSTYLE_PS_KEYS": str(tmp_path / "cluster.key"), "TFSTYLE_PS_TCP": servers}
+    c = cluster(workers=1, ps=1, env=environment, coordinator=False)
+    monkeypatch.setenv("TFSTYLE_PS_TCP", "always")
+    c.make_coordinator()
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(300_000))
+
+    def add() -> None:
+        v.assign_add(torch.ones(300_000))
+
+    for _ in range(3):
+        c.coordinator.schedule(add)
+    c.coordinator.join(timeout=30)
+    assert v.value().eq(3).all()
+    assert c.strategy.servers.links[0].lane == ("TCP" if servers == "always" else "ZeroMQ")
+
+
+def test_nothing_but_tensors_comes_by_tcp(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = far_cluster(cluster, monkeypatch, "1", workers=1, ps=1)
+    with c.strategy.scope():
+        td.Variable(torch.zeros(100_000))
+    body = wire.pack_json({"method": "statistics"})
+    stream = c.strategy.servers.links[0].stream
+    stream.send([wire.message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None)
+    answer = stream.receive(timedelta(seconds=10), lambda: None)[0]
+    assert Header.unpack(answer).kind is Kind.ERROR
+    assert b"tensors alone come by plain TCP" in answer
+
+
+def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_PS_TCP", "yes")
+    with pytest.raises(ValueError, match=r"TFSTYLE_PS_TCP='yes': write 0 .* 1 .* always"):
+        env.parameter_server_tcp(with_keys=True)

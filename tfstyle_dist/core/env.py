@@ -262,9 +262,21 @@ def insecure_parameter_server() -> bool:
     return os.environ.get("TFSTYLE_PS_INSECURE", "0") == "1"
 
 
-def parameter_server_tcp() -> bool:
-    """``TFSTYLE_PS_TCP``: 0 makes tensors to servers without keys travel by ZeroMQ; default 1."""
-    return os.environ.get("TFSTYLE_PS_TCP", "1") != "0"
+def parameter_server_tcp(with_keys: bool) -> bool:
+    """``TFSTYLE_PS_TCP``: whether tensors between hosts travel by plain TCP; default 1.
+
+    0: never; 1: where there are no keys; ``always``: with keys too, so whoever reads the network sees them.
+
+    Raises:
+        ValueError: another value.
+    """
+    value = os.environ.get("TFSTYLE_PS_TCP", "1")
+    if value not in ("0", "1", "always"):
+        raise ValueError(
+            f"TFSTYLE_PS_TCP={value!r}: write 0 (tensors travel by ZeroMQ), 1 (by plain TCP where there are no keys) "
+            "or always (by plain TCP, not encrypted, also with keys)."
+        )
+    return value == "always" or (value == "1" and not with_keys)
 
 
 def coordinator_patience() -> float:

@@ -79,7 +79,7 @@ class Connection:
             answer = self._introduce()
             if env.shared_memory() and answer.get("host") and answer["host"] == host_id():
                 self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
-            elif self._context.keys is None and env.parameter_server_tcp():
+            elif env.parameter_server_tcp(self._context.keys is not None):
                 self._open_stream()
             self.lane = "ZeroMQ" if self.stream is None else "TCP"
             if self.local is not None:
@@ -87,8 +87,12 @@ class Connection:
             get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.lane)
 
     def _open_stream(self) -> None:
-        told = self._call_now({"method": "door", "tcp": True})
         host = self.address.rpartition(":")[0].strip("[]")
+        try:
+            told = self._call_now({"method": "door", "tcp": True})
+        except PermissionError as error:
+            get_logger().info("%s: tensors go by ZeroMQ (%s)", self.name, error)
+            return
         try:
             self.stream = Visit((host, int(told["port"])), str(told["token"]), self._timeout)
         except OSError as error:
@@ -153,7 +157,11 @@ class Connection:
             if goodbye and self._lost is None:
                 self._socket.linger = 1000
                 with contextlib.suppress(UnavailableError, TimeoutError):
-                    self._send_message([wire.message(Header(Kind.GOODBYE, 0), b"")])
+                    farewell = [wire.message(Header(Kind.GOODBYE, 0), b"")]
+                    if self.stream is None:
+                        self._send_message(farewell)
+                    else:
+                        self._socket.send_multipart(farewell)
             if self._socket is None:
                 return
             self._drop()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
@@ -258,6 +259,8 @@ class ParameterServer(ServerState):
             self._heard = time.monotonic()
         if header.kind is Kind.BATCH:
             self._batch(client, header, meta, parts, way)
+        elif way is client.carrier:
+            raise WireError("tensors alone come by plain TCP")
         elif header.kind is Kind.CALL:
             asked = wire.unpack_json(meta)
             door = asked.get("method") == "door"
@@ -273,8 +276,8 @@ class ParameterServer(ServerState):
 
     def _let_in(self, client: Client, asked: dict[str, Any]) -> dict[str, Any]:
         """Where a client finds a plain socket, and the token that it has to show there."""
-        if asked.get("tcp") and self._context.keys is not None:
-            raise PermissionError("with keys tensors travel encrypted, by ZeroMQ")
+        if asked.get("tcp") and not env.parameter_server_tcp(self._context.keys is not None):
+            raise PermissionError(f"{self._name} lets no tensors come by plain TCP (TFSTYLE_PS_TCP)")
         answer: dict[str, Any] = {"token": self._tokens.give(client)}
         if asked.get("tcp"):
             if self._port is None:
