@@ -5,9 +5,9 @@
 A worker asks the coordinator, pulls from all servers, computes, pushes to all servers, and asks again. The coordinator,
 each server's core and each direction of each server's network link serve one request at a time in the order of
 arrival. Costs come from ``results/parameter_server_scaling.json`` (CPU time of a step of 2 workers and 1 server over
-ZeroMQ at three sizes, a straight line through them, half of it for the pull and half for the push); the network and
-the time a worker computes (with a spread of 10 %) are given. Beside the result stands what the sizing formula of
-docs/parameter_server.md says:
+TCP at three sizes, a straight line through them, half of it for the pull and half for the push); the network and
+the time a worker computes (with a spread of 10 %) are given. A server is taken to have one core, although its threads
+use several. Beside the result stands what the sizing formula of docs/parameter_server.md says:
 
     steps/s = min(W / (compute + an idle system's pull and push),    workers
                   S / (c + d B / S),                                 servers' cores:  c per request pair, d per byte
@@ -141,7 +141,7 @@ def formula(workers: int, servers: int, nbytes: float, compute: float, link: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calibration", type=Path, default=RESULTS / "parameter_server_scaling.json")
-    parser.add_argument("--lane", default="zmq")
+    parser.add_argument("--lane", default="tcp")
     parser.add_argument("--megabytes", type=float, default=4.0, help="pulled, and as many pushed, in each step")
     parser.add_argument("--compute", type=float, default=0.2, help="seconds that a worker computes for each step")
     parser.add_argument("--link", type=float, default=1.25e9, help="bytes per second each way of a server's network")
