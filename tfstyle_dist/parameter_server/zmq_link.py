@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
+import resource
 import stat
 import threading
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ _MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
 MOST_FAILURES = 8
 """So many failed exchanges of keys in a row mean that the keys differ."""
 _HEARTBEAT_MS, _LOST_MS = 500, 2000
+_FILES = 1 << 16
 
 
 def __getattr__(name: str) -> Any:
@@ -117,11 +120,15 @@ class Context:
         load()
         self.keys = keys
         self.context = zmq.Context()
-        self.context.set(zmq.MAX_SOCKETS, 4096)
+        self.context.set(zmq.MAX_SOCKETS, self.context.get(zmq.SOCKET_LIMIT))
         self._authenticator: Any = None
+        _use_all_files()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self.context.socket(kind)
+        try:
+            socket = self.context.socket(kind)
+        except zmq.ZMQError as error:
+            raise UnavailableError(_too_many(error)) from None
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 0),
@@ -176,7 +183,11 @@ class Context:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         events |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         events |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        try:
+            monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise UnavailableError(_too_many(error)) from None
         host, _, port = address.rpartition(":")
         socket.connect(f"tcp://{host}:{port}")
         return socket, monitor
@@ -193,6 +204,24 @@ class Context:
             self._authenticator.stop()
             self._authenticator = None
         self.context.destroy(linger=0)
+
+
+def _use_all_files() -> None:
+    """A link takes about five open files, and a process may open 1024 as a rule: takes what it may take if it asks."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _too_many(error: Exception) -> str:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"No socket could be made ({error}). This process may have {files} files open, and needs about five for each "
+        "task that it talks to. Raise the limit before it starts: ulimit -Hn 65536 (as root), or LimitNOFILE= in a "
+        "systemd unit."
+    )
 
 
 def close_link(socket: Any, monitor: Any) -> None:
