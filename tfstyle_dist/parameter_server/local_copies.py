@@ -39,15 +39,20 @@ class Pull:
         whole = len(record.shards) == 1 and record.kind != "buffer"
         return whole and self._steps is not None and record.looked_up != self._steps
 
+    @property
+    def may_replace(self) -> bool:
+        """Whether ``adopt`` may put a new tensor in the place of the local copy's memory."""
+        return not self._in_place and len(self._record.shards) == 1
+
     def adopt(self, data: torch.Tensor, version: int, owner: Any) -> None:
-        """The local copy is the server's own memory.
+        """The local copy is another tensor from now on.
 
         Args:
-            data: its bytes.
-            version: of them.
-            owner: that reads from the server.
+            data: with its dtype and shape.
+            version: of the value.
+            owner: whose memory that is, if it is the server's; ``None``: new memory.
         """
-        self._target = data.view(self._local.dtype).view(self._local.shape)
+        self._target = data
         self._owner, self._in_place, self.versions[0] = owner, False, version
 
     def target(self, place: int, version: int) -> torch.Tensor:

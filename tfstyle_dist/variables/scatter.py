@@ -94,12 +94,16 @@ def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Te
 
 
 def _check_range(op: str, indices: torch.Tensor, size: int, name: str) -> None:
+    if indices.numel() == 0:
+        return
+    low, high = torch.aminmax(indices)
+    if int(low) >= 0 and int(high) < size:
+        return
     wrong = ((indices < 0) | (indices >= size)).nonzero()
-    if len(wrong):
-        place = wrong[0].tolist()
-        raise InvalidArgumentError(
-            f"{op} of variable {name!r}: indices{place} = {int(indices[tuple(place)])} is not in [0, {size})."
-        )
+    place = wrong[0].tolist()
+    raise InvalidArgumentError(
+        f"{op} of variable {name!r}: indices{place} = {int(indices[tuple(place)])} is not in [0, {size})."
+    )
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
