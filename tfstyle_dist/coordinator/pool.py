@@ -203,7 +203,7 @@ class WorkerPool:
     def _take(self, link: _Link) -> None:
         for _ in range(64):
             try:
-                parts = link.socket.recv_multipart(zmq_link.DONTWAIT)
+                parts = messages.receive(link.socket, zmq_link.DONTWAIT)
             except zmq_link.Again:
                 return
             header = Header.unpack(parts[0])
@@ -273,20 +273,21 @@ class WorkerPool:
 
     def _give(self, link: _Link, closure: Closure) -> None:
         for number in self._resources.keys() - link.resources:
-            link.socket.send_multipart(messages.call({"method": "resource", "number": number}, self._resources[number]))
+            messages.send(link.socket, messages.call({"method": "resource", "number": number}, self._resources[number]))
             link.resources.add(number)
         if closure.function not in link.functions:
             parts = self._functions[closure.function]
-            link.socket.send_multipart(messages.call({"method": "function", "number": closure.function}, parts))
+            messages.send(link.socket, messages.call({"method": "function", "number": closure.function}, parts))
             link.functions.add(closure.function)
         for value in closure.values:
             if value.number not in link.values:
                 parts = pickling.dumps(value.get())
-                link.socket.send_multipart(messages.call({"method": "value", "number": value.number}, parts))
+                messages.send(link.socket, messages.call({"method": "value", "number": value.number}, parts))
                 link.values.add(value.number)
         link.running[closure.number] = closure
         low_water = self._queue.low_water()
         flags = wire.FLAG_KEEP if self._queue.is_wanted(closure) else 0
-        link.socket.send_multipart(
-            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags)
+        messages.send(
+            link.socket,
+            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags),
         )

@@ -62,7 +62,7 @@ class WorkerTask:
         try:
             while not self._ended:
                 if self._early or poller.poll(500):
-                    parts = self._early.pop() if self._early else self._socket.recv_multipart()
+                    parts = self._early.pop() if self._early else messages.receive(self._socket)
                     self._take(parts[0], parts[1:])
                 elif self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
@@ -99,7 +99,7 @@ class WorkerTask:
 
     def _send(self, identity: bytes, parts: list[Any]) -> None:
         try:
-            self._socket.send_multipart([identity, *parts])
+            messages.send(self._socket, [identity, *parts])
         except zmq_link.ZMQError:
             self._coordinators.discard(identity)  # that connection is gone; the coordinator has noticed
 
@@ -132,7 +132,7 @@ class WorkerTask:
         """Parameters that the next function will pull, if it is here already."""
         assert self._session is not None
         try:
-            self._early.append(self._socket.recv_multipart(zmq_link.DONTWAIT))
+            self._early.append(messages.receive(self._socket, zmq_link.DONTWAIT))
             identity, head = self._early[0][:2]
             header = Header.unpack(head)
             if header.kind is not Kind.RUN or identity not in self._coordinators or header.attempt > 1:
