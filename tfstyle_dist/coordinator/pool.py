@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -77,7 +76,7 @@ class WorkerPool:
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopping = False
+        self._woken = self._stopping = False
         self._goodbye = True
         self._poller: Any = None
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
@@ -87,7 +86,8 @@ class WorkerPool:
 
     def wake(self) -> None:
         """There is something to do."""
-        with contextlib.suppress(BlockingIOError):
+        if not self._woken:
+            self._woken = True
             os.eventfd_write(self._event, 1)
 
     def absent(self) -> str:
@@ -152,8 +152,8 @@ class WorkerPool:
         while not self._stopping:
             for entry, _ in self._poller.poll(500):
                 if entry == self._event:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._event)
+                    os.eventfd_read(self._event)
+                    self._woken = False  # whoever calls wake() after this writes again
                 elif entry in self._sockets:
                     self._take(self._sockets[entry])
                 elif entry in self._monitors:
