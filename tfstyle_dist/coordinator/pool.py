@@ -13,7 +13,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
 IN_FLIGHT = 2
@@ -222,7 +222,7 @@ class WorkerPool:
             if header.flags & wire.FLAG_KEEP:
                 link.values.add(closure.number)
             try:
-                value = pickling.loads(streams.join(messages.numbers(meta), parts[1:]))
+                value = messages.value_of(streams.join(messages.numbers(meta), parts[1:]))
             except Exception as error:
                 self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
                 continue
@@ -281,7 +281,7 @@ class WorkerPool:
             link.functions.add(closure.function)
         for value in closure.values:
             if value.number not in link.values:
-                parts = pickling.dumps(value.get())
+                parts = messages.parts_of(value.get())
                 messages.send(link.socket, messages.call({"method": "value", "number": value.number}, parts))
                 link.values.add(value.number)
         link.running[closure.number] = closure

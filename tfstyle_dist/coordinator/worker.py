@@ -10,7 +10,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.records import RemoteRecord
 from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
 from tfstyle_dist.parameter_server.work import Work
@@ -151,7 +151,7 @@ class WorkerTask:
             function = session.functions[numbers[0]]
             arguments = streams.join(numbers[1:], frames)
             work = Work(header.closure, header.attempt, header.low_water)
-            parts = pickling.dumps(run_function(session, function, work, arguments, self._following))
+            parts = messages.parts_of(run_function(session, function, work, arguments, self._following))
             if header.flags & wire.FLAG_KEEP:
                 session.values.put(header.closure, parts)
                 flags |= wire.FLAG_KEEP

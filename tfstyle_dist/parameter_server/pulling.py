@@ -275,14 +275,14 @@ class Reader:
             A new tensor with one row for each number.
         """
         local, dtype = record.components[0], self.wire_dtype(record)
-        result = torch.empty((len(rows), *local.shape[1:]), dtype=local.dtype)
+        result = torch.empty((rows.numel(), *local.shape[1:]), dtype=local.dtype)
 
         def pull() -> None:
             used = []
             for shard, places, ids in by_shard(record, rows):
-                operation = Operation(Op.PULL_ROWS, dtype_number(dtype), shard.number, 0, len(ids))
+                operation = Operation(Op.PULL_ROWS, dtype_number(dtype), shard.number, 0, ids.numel())
                 whole = places is None and dtype is local.dtype
-                part = result if whole else torch.empty((len(ids), *result.shape[1:]), dtype=dtype)
+                part = result if whole else torch.empty((ids.numel(), *result.shape[1:]), dtype=dtype)
                 values = self.links[shard.server].values([shard.number])
                 if values is not None and shard.number in values and values.rows(shard.number, ids, part):
                     if places is not None:

@@ -130,7 +130,7 @@ def gradient_parts(
         rows, values = grad._indices()[0], grad._values().to(dtype)
         for shard, places, ids in by_shard(record, rows):
             part = (values if places is None else values[places]).contiguous()
-            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, len(ids), part.nbytes), [ids, part]
+            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
         return
     for shard, part in parts_by_shard(record, grad.detach().to("cpu", dtype).contiguous()):
         yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, part.nbytes), [part]

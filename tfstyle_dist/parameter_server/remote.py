@@ -106,7 +106,7 @@ class Servers(Reader):
         with self._lock:
             for shard, places, ids in by_shard(record, rows):
                 part = values.detach() if places is None else values.detach()[places]
-                operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, len(ids))
+                operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, ids.numel())
                 self._send(shard, operation, [ids, part.contiguous()])
             self._after_write([record])
 

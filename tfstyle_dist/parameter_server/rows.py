@@ -58,7 +58,7 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
     if not servers.is_near(record):
         wanted, place = torch.unique(wanted, return_inverse=True)
     rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
-    if place is None:
+    if place is None and numbers.dim() != 1:
         rows = rows.view(*numbers.shape, *rows.shape[1:])
     anchor = record.components[0]
     record.looked_up = servers.steps or -1

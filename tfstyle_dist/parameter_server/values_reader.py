@@ -183,7 +183,7 @@ class ValuesReader:
         Returns:
             Whether that was possible: not if the variable was being written all the time, or a number is out of range.
         """
-        place, row_bytes = self._places[variable], target.nbytes // max(len(numbers), 1)
+        place, row_bytes = self._places[variable], target.nbytes // max(numbers.numel(), 1)
         if row_bytes == 0:
             return False
         shape = (place.nbytes // row_bytes, *target.shape[1:])
