@@ -86,8 +86,8 @@ def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Te
     fits = depth >= 1 and depth <= like.dim() and tuple(values.shape) == (*indices.shape, *rest)
     if not fits or any(b > n for b, n in zip(batches, like.shape, strict=False)):
         raise InvalidArgumentError(
-            f"batch_scatter_update: slices of variable {name()!r} of shape {tuple(like.shape)} must have values.shape = "
-            f"indices.shape + shape[{depth}:], got values.shape {tuple(values.shape)}, indices.shape "
+            f"batch_scatter_update: slices of variable {name()!r} of shape {tuple(like.shape)} must have values.shape "
+            f"= indices.shape + shape[{depth}:], got values.shape {tuple(values.shape)}, indices.shape "
             f"{tuple(indices.shape)}."
         )
     _check_range("batch_scatter_update", indices, like.shape[depth - 1], name)
