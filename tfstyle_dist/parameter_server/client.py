@@ -176,9 +176,7 @@ class ServerLink(Connection):
             elif total == 0:
                 self._send_message([head])
             elif flags:
-                flat = torch.empty(total, dtype=torch.uint8)
-                _pack(tensors, sizes, flat)
-                self._send_message([head, wire.tensor_bytes(flat)])
+                self._send_message([head, _in_one(tensors, sizes, total)])
             elif self.visit is not None:
                 if any(waiting.take is not None for waiting in self._waiting):
                     self._drain()  # neither end must wait until the other one takes its tensors
@@ -307,6 +305,15 @@ class ServerLink(Connection):
             return True
         self.local, self.lane = None, "ZeroMQ"
         return False
+
+
+def _in_one(tensors: Sequence[torch.Tensor], sizes: Sequence[int], total: int) -> memoryview:
+    """The bytes of tensors and of the padding between them, copied only if there is more than one piece."""
+    if sizes[0] == total:
+        return wire.tensor_bytes(tensors[0])
+    flat = torch.empty(total, dtype=torch.uint8)
+    _pack(tensors, sizes, flat)
+    return wire.tensor_bytes(flat)
 
 
 def _pack(tensors: Sequence[torch.Tensor], sizes: Sequence[int], flat: torch.Tensor) -> None:
