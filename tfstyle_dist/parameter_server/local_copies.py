@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.records import RemoteRecord, parts_by_shard
 
 
 class Pull:
@@ -57,6 +56,11 @@ class Pull:
 
     def target(self, place: int, version: int) -> torch.Tensor:
         """The flat bytes that one shard's go into."""
+        self.versions[place] = version
+        return self.part(place).view(-1).view(torch.uint8)
+
+    def part(self, place: int) -> torch.Tensor:
+        """The elements that one shard's go into; if it is the only one, in the tensor's shape."""
         if self._target is None:
             local = self._local.detach()
             if self._in_place:
@@ -65,9 +69,7 @@ class Pull:
                 self._target = torch.empty(local.shape, dtype=local.dtype)
                 if len(self._record.shards) > 1:
                     self._target.copy_(local)
-        shard = self._record.shards[place]
-        self.versions[place] = version
-        return self._target.view(-1)[shard.offset : shard.offset + shard.numel].view(torch.uint8)
+        return parts_by_shard(self._record, self._target)[place][1]
 
     def done(self) -> None:
         """The local copy is as fresh as the servers were."""

@@ -249,9 +249,8 @@ class Reader:
             if made is not None:
                 pull.adopt(*made, None)
             return made is not None
-        version = values.copy(number, pull.target(place, 0))
-        if version is not None:
-            pull.versions[place] = version
+        version = values.copy(number, pull.part(place))
+        pull.versions[place] = version or 0
         return version is not None
 
     def wire_dtype(self, record: RemoteRecord) -> torch.dtype:

@@ -132,5 +132,7 @@ def gradient_parts(
             part = (values if places is None else values[places]).contiguous()
             yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
         return
-    for shard, part in parts_by_shard(record, grad.detach().to("cpu", dtype).contiguous()):
+    if not grad.is_cpu or grad.dtype is not dtype:
+        grad = grad.to("cpu", dtype)
+    for shard, part in parts_by_shard(record, grad.detach().contiguous()):
         yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, part.nbytes), [part]

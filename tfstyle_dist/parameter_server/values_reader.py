@@ -56,7 +56,7 @@ class _Buffer:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The buffer as the variable's tensor."""
         found = self.shaped
-        if found is None or found.shape != shape:
+        if found is None or found.shape != shape or found.dtype is not dtype:
             found = self.shaped = self.data.view(dtype).view(shape)
         return found
 
@@ -147,16 +147,17 @@ class ValuesReader:
         return board.version_of(self._words[self._places[variable].slot])
 
     def copy(self, variable: int, target: torch.Tensor) -> int | None:
-        """Copies a variable's bytes.
+        """Copies a variable's value.
 
         Args:
             variable: its number.
-            target: as many bytes.
+            target: of as many bytes, contiguous.
 
         Returns:
             The version of the copy; ``None`` if the variable was being written all the time.
         """
-        found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.data))
+        dtype, shape = target.dtype, target.shape
+        found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
         return None if found is None else board.version_of(found[1])
 
     def clone(self, variable: int, like: torch.Tensor) -> tuple[torch.Tensor, int] | None:
