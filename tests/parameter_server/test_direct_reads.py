@@ -52,8 +52,16 @@ def test_a_reader_sees_each_version_once_it_is_whole() -> None:
     stored = table.variables[1]
     stored.begin_write()
     assert reader.copy(1, target) is None
+    assert reader.clone(1, torch.empty(1000)) is None
     stored.end_write()
     assert reader.copy(1, target) == 3
+    made = reader.clone(1, torch.empty(1000))
+    assert made is not None
+    made[0].zero_()  # memory of its own
+    again = reader.clone(1, torch.empty(1000))
+    assert again is not None
+    assert again[0].eq(1).all()
+    assert again[1] == 3
     table.shared.close()
 
 
@@ -108,6 +116,20 @@ def test_streams_bring_tensors_whole(sizes: tuple[int, ...]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, targets, strict=True))
     with pytest.raises(wire.WireError, match="1 bytes too many"):
         filler.take(memoryview(b"x"))
+
+
+def test_a_message_is_taken_apart_into_its_tensors() -> None:
+    tensors = [
+        torch.arange(5), torch.randn(5, 3), torch.tensor(2.5, dtype=torch.float64), torch.zeros(0, 4),
+        torch.randn(2, 3, 4), torch.tensor([True, False, True]), torch.randn(7).bfloat16(), torch.arange(3),
+    ]  # fmt: skip
+    pieces = streams.pieces([tensor for tensor in tensors if tensor.numel()])
+    data = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces])
+    taken = streams.Tensors(torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:])  # not at the storage's start
+    for tensor in tensors:
+        found = taken.take(tensor.dtype, tensor.shape)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])

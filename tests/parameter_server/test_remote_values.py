@@ -44,6 +44,14 @@ def test_results_as_arguments(cluster: Any) -> None:
     assert c.coordinator.done()
 
 
+def test_no_result_as_an_argument(cluster: Any) -> None:
+    schedule = cluster(workers=2, ps=1).coordinator.schedule
+    nothing = schedule(lambda: None, worker=0)
+    seen = [schedule(lambda value, say=say: (value, say), args=(nothing,), worker=say) for say in (0, 1, 0)]
+    assert [value.get(timeout=30) for value in seen] == [(None, 0), (None, 1), (None, 0)]
+    assert nothing.get() is None
+
+
 def test_many_results_of_one_worker_are_given_up_and_sent_again(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     old = c.coordinator.schedule(add, args=(1, 2))

@@ -69,7 +69,6 @@ class ClusterCoordinator:
         self._resources: dict[int, list[bytes]] = {}
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
-        self._no_arguments = [bytes(p) for p in pickling.dumps(((), {}))]
         hello = {
             "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
             "snapshots": strategy.snapshots,
@@ -131,7 +130,7 @@ class ClusterCoordinator:
         if worker is not None and not 0 <= worker < len(self._strategy.cluster["worker"]):
             raise ValueError(f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}.")
         number = self._function_number(fn)
-        parts = self._no_arguments
+        parts: list[bytes] = []
         values: list[RemoteValue] = []
         if args or kwargs:
             with self._lock:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 _index: ContextVar[int | None] = ContextVar("tfstyle_dist_worker_index", default=None)
 
 
-@contextmanager
-def on_worker(index: int) -> Iterator[None]:
-    """Inside, this is worker ``index``."""
-    token = _index.set(index)
-    try:
-        yield
-    finally:
-        _index.reset(token)
+class on_worker:
+    """Context manager: inside, this is worker ``index``."""
+
+    __slots__ = ("_number", "_token")
+
+    def __init__(self, index: int) -> None:
+        self._number = index
+
+    def __enter__(self) -> None:
+        """Sets the number for this thread."""
+        self._token = _index.set(self._number)
+
+    def __exit__(self, *error: object) -> None:
+        """Puts back what was there before."""
+        _index.reset(self._token)
 
 
 def experimental_get_current_worker_index() -> int:

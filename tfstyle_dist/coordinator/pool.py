@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
 IN_FLIGHT = 2
@@ -77,7 +76,7 @@ class WorkerPool:
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stopping = False
+        self._woken = self._stopping = False
         self._goodbye = True
         self._poller: Any = None
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
@@ -87,7 +86,8 @@ class WorkerPool:
 
     def wake(self) -> None:
         """There is something to do."""
-        with contextlib.suppress(BlockingIOError):
+        if not self._woken:
+            self._woken = True
             os.eventfd_write(self._event, 1)
 
     def absent(self) -> str:
@@ -152,8 +152,8 @@ class WorkerPool:
         while not self._stopping:
             for entry, _ in self._poller.poll(500):
                 if entry == self._event:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._event)
+                    os.eventfd_read(self._event)
+                    self._woken = False  # whoever calls wake() after this writes again
                 elif entry in self._sockets:
                     self._take(self._sockets[entry])
                 elif entry in self._monitors:
@@ -203,7 +203,7 @@ class WorkerPool:
     def _take(self, link: _Link) -> None:
         for _ in range(64):
             try:
-                parts = link.socket.recv_multipart(zmq_link.DONTWAIT)
+                parts = messages.receive(link.socket, zmq_link.DONTWAIT)
             except zmq_link.Again:
                 return
             header = Header.unpack(parts[0])
@@ -222,7 +222,7 @@ class WorkerPool:
             if header.flags & wire.FLAG_KEEP:
                 link.values.add(closure.number)
             try:
-                value = pickling.loads(streams.join(messages.numbers(meta), parts[1:]))
+                value = messages.value_of(streams.join(messages.numbers(meta), parts[1:]))
             except Exception as error:
                 self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
                 continue
@@ -273,20 +273,21 @@ class WorkerPool:
 
     def _give(self, link: _Link, closure: Closure) -> None:
         for number in self._resources.keys() - link.resources:
-            link.socket.send_multipart(messages.call({"method": "resource", "number": number}, self._resources[number]))
+            messages.send(link.socket, messages.call({"method": "resource", "number": number}, self._resources[number]))
             link.resources.add(number)
         if closure.function not in link.functions:
             parts = self._functions[closure.function]
-            link.socket.send_multipart(messages.call({"method": "function", "number": closure.function}, parts))
+            messages.send(link.socket, messages.call({"method": "function", "number": closure.function}, parts))
             link.functions.add(closure.function)
         for value in closure.values:
             if value.number not in link.values:
-                parts = pickling.dumps(value.get())
-                link.socket.send_multipart(messages.call({"method": "value", "number": value.number}, parts))
+                parts = messages.parts_of(value.get())
+                messages.send(link.socket, messages.call({"method": "value", "number": value.number}, parts))
                 link.values.add(value.number)
         link.running[closure.number] = closure
         low_water = self._queue.low_water()
         flags = wire.FLAG_KEEP if self._queue.is_wanted(closure) else 0
-        link.socket.send_multipart(
-            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags)
+        messages.send(
+            link.socket,
+            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags),
         )

@@ -10,7 +10,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
+from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.records import RemoteRecord
 from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
 from tfstyle_dist.parameter_server.work import Work
@@ -62,7 +62,7 @@ class WorkerTask:
         try:
             while not self._ended:
                 if self._early or poller.poll(500):
-                    parts = self._early.pop() if self._early else self._socket.recv_multipart()
+                    parts = self._early.pop() if self._early else messages.receive(self._socket)
                     self._take(parts[0], parts[1:])
                 elif self._heard is not None and time.monotonic() - self._heard > self._patience:
                     raise zmq_link.silence(self._name, self._patience)
@@ -99,7 +99,7 @@ class WorkerTask:
 
     def _send(self, identity: bytes, parts: list[Any]) -> None:
         try:
-            self._socket.send_multipart([identity, *parts])
+            messages.send(self._socket, [identity, *parts])
         except zmq_link.ZMQError:
             self._coordinators.discard(identity)  # that connection is gone; the coordinator has noticed
 
@@ -132,7 +132,7 @@ class WorkerTask:
         """Parameters that the next function will pull, if it is here already."""
         assert self._session is not None
         try:
-            self._early.append(self._socket.recv_multipart(zmq_link.DONTWAIT))
+            self._early.append(messages.receive(self._socket, zmq_link.DONTWAIT))
             identity, head = self._early[0][:2]
             header = Header.unpack(head)
             if header.kind is not Kind.RUN or identity not in self._coordinators or header.attempt > 1:
@@ -151,7 +151,7 @@ class WorkerTask:
             function = session.functions[numbers[0]]
             arguments = streams.join(numbers[1:], frames)
             work = Work(header.closure, header.attempt, header.low_water)
-            parts = pickling.dumps(run_function(session, function, work, arguments, self._following))
+            parts = messages.parts_of(run_function(session, function, work, arguments, self._following))
             if header.flags & wire.FLAG_KEEP:
                 session.values.put(header.closure, parts)
                 flags |= wire.FLAG_KEEP

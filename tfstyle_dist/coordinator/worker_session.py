@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.context import on_worker
 from tfstyle_dist.coordinator.references import Incoming
 from tfstyle_dist.core import nest
@@ -59,7 +60,7 @@ class Values:
         """
         if number not in self._parts:
             raise NoValueError(number)
-        return pickling.loads(self._parts[number])
+        return messages.value_of(self._parts[number])
 
     def trim(self) -> None:
         """Between two functions: what the next one needs is sent together with it."""
@@ -120,9 +121,11 @@ def run_function(
                 incoming = session.incoming()
                 function.call = pickling.loads(function.parts, incoming)
                 function.fixed, function.parts = list(incoming.seen), None
-            incoming = session.incoming()
-            args, kwargs = pickling.loads(arguments, incoming)
-            fixed = [*function.fixed, *incoming.seen]
+            args, kwargs, fixed = (), {}, function.fixed
+            if arguments:
+                incoming = session.incoming()
+                args, kwargs = pickling.loads(arguments, incoming)
+                fixed = [*fixed, *incoming.seen]
             if fixed or function.reads:
                 servers.refresh([*fixed, *function.reads])
             if servers.options.ahead:

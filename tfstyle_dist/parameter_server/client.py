@@ -53,6 +53,7 @@ class ServerLink(Connection):
         self._gathered_for, self._gathered_bytes = NO_WORK, 0
         self._room = torch.empty(0, dtype=torch.uint8)
         self._receiver: ThreadPoolExecutor | None = None
+        self._room_bytes = memoryview(b"")
 
     def forgive(self) -> bool:
         """Lets a server that was lost come back: what was not answered is made again by whoever made it."""
@@ -102,7 +103,7 @@ class ServerLink(Connection):
                 afterwards.
         """
         with self._lock:
-            total = sum(wire.padded(t.numel() * t.element_size()) for t in tensors)
+            total = sum(wire.padded(t.nbytes) for t in tensors)
             if self._gathered and (
                 work != self._gathered_for
                 or self._gathered_bytes + total > _GATHERED
@@ -114,11 +115,12 @@ class ServerLink(Connection):
                 return
             if self._room.numel() == 0:
                 self._room = torch.empty(_GATHERED, dtype=torch.uint8)
-            views, offset = [], self._gathered_bytes
+                self._room_bytes = wire.tensor_bytes(self._room)
+            offset = self._gathered_bytes
             for tensor in tensors:
-                views.append((wire.tensor_bytes(tensor), offset))
-                offset += wire.padded(len(views[-1][0]))
-            streams.pack_views(views, self._room, offset)
+                view = wire.tensor_bytes(tensor)
+                self._room_bytes[offset : offset + len(view)] = view
+                offset += wire.padded(len(view))
             self._gathered.extend(operations)
             self._gathered_for, self._gathered_bytes = work, offset
 
@@ -154,7 +156,7 @@ class ServerLink(Connection):
         with self._lock:
             self.connect()
             self.flush()
-            sizes = [t.numel() * t.element_size() for t in tensors]
+            sizes = [t.nbytes for t in tensors]
             total = sum(wire.padded(n) for n in sizes)
             shared = self._use_segment(total, answer_bytes)
             if take is None and len(self._waiting) >= _MOST_POSTED:
@@ -174,9 +176,7 @@ class ServerLink(Connection):
             elif total == 0:
                 self._send_message([head])
             elif flags:
-                flat = torch.empty(total, dtype=torch.uint8)
-                _pack(tensors, sizes, flat)
-                self._send_message([head, wire.tensor_bytes(flat)])
+                self._send_message([head, _in_one(tensors, sizes, total)])
             elif self.visit is not None:
                 if any(waiting.take is not None for waiting in self._waiting):
                     self._drain()  # neither end must wait until the other one takes its tensors
@@ -234,8 +234,10 @@ class ServerLink(Connection):
             return
         if header.request != waiting.number:
             raise self._broken(f"answered request {header.request} instead of {waiting.number}")
-        operations = wire.unpack_operations(body)
-        self._fill(header, message, streams.Filler([] if waiting.take is None else waiting.take(operations)))
+        if waiting.take is not None:
+            self._fill(header, message, streams.Filler(waiting.take(wire.unpack_operations(body))))
+        elif header.data_bytes:
+            raise self._broken(f"sent {header.data_bytes} bytes in answer to a write")
 
     def _fill(self, header: Header, message: list[bytes], filler: streams.Filler) -> None:
         """Puts the bytes of an answer where they belong."""
@@ -303,6 +305,15 @@ class ServerLink(Connection):
             return True
         self.local, self.lane = None, "ZeroMQ"
         return False
+
+
+def _in_one(tensors: Sequence[torch.Tensor], sizes: Sequence[int], total: int) -> memoryview:
+    """The bytes of tensors and of the padding between them, copied only if there is more than one piece."""
+    if sizes[0] == total:
+        return wire.tensor_bytes(tensors[0])
+    flat = torch.empty(total, dtype=torch.uint8)
+    _pack(tensors, sizes, flat)
+    return wire.tensor_bytes(flat)
 
 
 def _pack(tensors: Sequence[torch.Tensor], sizes: Sequence[int], flat: torch.Tensor) -> None:

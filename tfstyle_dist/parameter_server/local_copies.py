@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.records import RemoteRecord, parts_by_shard
 
 
 class Pull:
@@ -39,19 +38,29 @@ class Pull:
         whole = len(record.shards) == 1 and record.kind != "buffer"
         return whole and self._steps is not None and record.looked_up != self._steps
 
+    @property
+    def may_replace(self) -> bool:
+        """Whether ``adopt`` may put a new tensor in the place of the local copy's memory."""
+        return not self._in_place and len(self._record.shards) == 1
+
     def adopt(self, data: torch.Tensor, version: int, owner: Any) -> None:
-        """The local copy is the server's own memory.
+        """The local copy is another tensor from now on.
 
         Args:
-            data: its bytes.
-            version: of them.
-            owner: that reads from the server.
+            data: with its dtype and shape.
+            version: of the value.
+            owner: whose memory that is, if it is the server's; ``None``: new memory.
         """
-        self._target = data.view(self._local.dtype).view(self._local.shape)
+        self._target = data
         self._owner, self._in_place, self.versions[0] = owner, False, version
 
     def target(self, place: int, version: int) -> torch.Tensor:
         """The flat bytes that one shard's go into."""
+        self.versions[place] = version
+        return self.part(place).view(-1).view(torch.uint8)
+
+    def part(self, place: int) -> torch.Tensor:
+        """The elements that one shard's go into; if it is the only one, in the tensor's shape."""
         if self._target is None:
             local = self._local.detach()
             if self._in_place:
@@ -60,9 +69,7 @@ class Pull:
                 self._target = torch.empty(local.shape, dtype=local.dtype)
                 if len(self._record.shards) > 1:
                     self._target.copy_(local)
-        shard = self._record.shards[place]
-        self.versions[place] = version
-        return self._target.view(-1)[shard.offset : shard.offset + shard.numel].view(torch.uint8)
+        return parts_by_shard(self._record, self._target)[place][1]
 
     def done(self) -> None:
         """The local copy is as fresh as the servers were."""

@@ -13,7 +13,8 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.local_copies import Pull
-from tfstyle_dist.parameter_server.records import RemoteRecord, by_shard, record_shape
+from tfstyle_dist.parameter_server.records import RemoteRecord, by_shard
+from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
 from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
@@ -98,6 +99,13 @@ class Reader:
                     self.reads[record] = None
             if wanted:
                 self._persist(lambda: self._pull(list(wanted)))
+
+    def read(self, record: RemoteRecord) -> None:
+        """Makes sure that one tensor's local copy may be used by whoever reads it now."""
+        if self.steps is not None and record.stamp == self.steps:
+            self.reads[record] = None
+        else:
+            self.refresh([record], read=True)
 
     def _pull(self, records: Sequence[RemoteRecord]) -> None:
         pulls = {id(record): Pull(record, self.steps) for record in records}
@@ -226,14 +234,24 @@ class Reader:
             elif values.version(number) != record.versions[place]:
                 leased = values.lease(number) if pull.may_lease else None
                 if leased is not None:
-                    pull.adopt(*leased, values)
-                    continue
-                version = values.copy(number, pull.target(place, 0))
-                if version is None:
+                    data, version = leased
+                    local = record.components[0]
+                    pull.adopt(data.view(local.dtype).view(local.shape), version, values)
+                elif not self._copy(values, record, place, pull):
                     rest.append((record, place))
-                else:
-                    pull.versions[place] = version
         return rest
+
+    def _copy(self, values: ValuesReader, record: RemoteRecord, place: int, pull: Pull) -> bool:
+        """Copies a shard out of shared memory, if it is not written all the time."""
+        number = record.shards[place].number
+        if pull.may_replace:
+            made = values.clone(number, record.components[0])
+            if made is not None:
+                pull.adopt(*made, None)
+            return made is not None
+        version = values.copy(number, pull.part(place))
+        pull.versions[place] = version or 0
+        return version is not None
 
     def wire_dtype(self, record: RemoteRecord) -> torch.dtype:
         """How the elements of a tensor and of its gradients travel."""
@@ -256,15 +274,14 @@ class Reader:
             A new tensor with one row for each number.
         """
         local, dtype = record.components[0], self.wire_dtype(record)
-        result = torch.empty((len(rows), *record_shape(record)[1:]), dtype=local.dtype)
-        flat_bytes = result.view(len(rows), -1).shape[1] * dtype.itemsize if len(rows) else 0
+        result = torch.empty((rows.numel(), *local.shape[1:]), dtype=local.dtype)
 
         def pull() -> None:
             used = []
             for shard, places, ids in by_shard(record, rows):
-                operation = Operation(Op.PULL_ROWS, dtype_number(dtype), shard.number, 0, len(ids))
+                operation = Operation(Op.PULL_ROWS, dtype_number(dtype), shard.number, 0, ids.numel())
                 whole = places is None and dtype is local.dtype
-                part = result if whole else torch.empty((len(ids), *result.shape[1:]), dtype=dtype)
+                part = result if whole else torch.empty((ids.numel(), *result.shape[1:]), dtype=dtype)
                 values = self.links[shard.server].values([shard.number])
                 if values is not None and shard.number in values and values.rows(shard.number, ids, part):
                     if places is not None:
@@ -274,7 +291,7 @@ class Reader:
                 def take(answers: list[Operation], part: torch.Tensor = part) -> list[torch.Tensor]:
                     return [part.view(-1).view(torch.uint8)]
 
-                self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(len(ids) * flat_bytes))
+                self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(part.nbytes))
                 used.append((shard.server, places, part))
             for server, _, _ in used:
                 self.links[server].finish()

@@ -65,7 +65,7 @@ class RemoteRecord(Record):
     def read(self) -> torch.Tensor:
         """The local copy, fresh enough for the calling context."""
         if self.created:
-            self.store.servers.refresh([self], read=True)  # type: ignore[attr-defined]
+            self.store.servers.read(self)  # type: ignore[attr-defined]
         return self.components[0]
 
     def fan_out(self) -> None:
@@ -88,9 +88,12 @@ class RemoteRecord(Record):
         self.fan_out()
 
 
-def record_shape(record: RemoteRecord) -> torch.Size:
-    """Shape of the whole tensor."""
-    return record.components[0].shape
+def parts_by_shard(record: RemoteRecord, whole: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
+    """For each shard its elements of a contiguous tensor of the record's shape."""
+    if len(record.shards) == 1:
+        return [(record.shards[0], whole)]
+    flat = whole.view(-1)
+    return [(shard, flat[shard.offset : shard.offset + shard.numel]) for shard in record.shards]
 
 
 def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
@@ -127,11 +130,9 @@ def gradient_parts(
         rows, values = grad._indices()[0], grad._values().to(dtype)
         for shard, places, ids in by_shard(record, rows):
             part = (values if places is None else values[places]).contiguous()
-            nbytes = part.numel() * part.element_size()
-            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, len(ids), nbytes), [ids, part]
+            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
         return
-    flat = grad.detach().to("cpu", dtype).contiguous().view(-1)
-    for shard in record.shards:
-        part = flat[shard.offset : shard.offset + shard.numel]
-        nbytes = part.numel() * part.element_size()
-        yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, nbytes), [part]
+    if not grad.is_cpu or grad.dtype is not dtype:
+        grad = grad.to("cpu", dtype)
+    for shard, part in parts_by_shard(record, grad.detach().contiguous()):
+        yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, part.nbytes), [part]

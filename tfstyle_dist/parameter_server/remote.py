@@ -13,7 +13,7 @@ from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.local_copies import give_back
 from tfstyle_dist.parameter_server.pulling import Reader, WireOptions
-from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard, gradient_parts
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard, gradient_parts, parts_by_shard
 from tfstyle_dist.parameter_server.wire import Op, Operation, dtype_number
 from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
@@ -93,12 +93,11 @@ class Servers(Reader):
     def write(self, record: RemoteRecord, op: Op, value: torch.Tensor) -> None:
         """Assigns to, adds to or subtracts from a tensor; the servers do it in one go for each shard."""
         self._before_write()
-        flat = value.detach().contiguous().view(-1)
+        number = dtype_number(value.dtype)
         with self._lock:
             give_back(record)
-            for shard in record.shards:
-                part = flat[shard.offset : shard.offset + shard.numel]
-                self._send(shard, Operation(op, dtype_number(flat.dtype), shard.number), [part])
+            for shard, part in parts_by_shard(record, value.detach().contiguous()):
+                self._send(shard, Operation(op, number, shard.number), [part])
             self._after_write([record])
 
     def add_rows(self, record: RemoteRecord, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -107,7 +106,7 @@ class Servers(Reader):
         with self._lock:
             for shard, places, ids in by_shard(record, rows):
                 part = values.detach() if places is None else values.detach()[places]
-                operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, len(ids))
+                operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, ids.numel())
                 self._send(shard, operation, [ids, part.contiguous()])
             self._after_write([record])
 
@@ -134,9 +133,7 @@ class Servers(Reader):
             self._after_write([record for record, _ in pairs])
 
     def _send(self, shard: Shard, operation: Operation, tensors: list[torch.Tensor]) -> None:
-        values = tensors[-1]
-        operation.nbytes = values.numel() * values.element_size()
-        operation.argument = self._count(shard)
+        operation.nbytes, operation.argument = tensors[-1].nbytes, self._count(shard)
         self.links[shard.server].post(self.work, [operation], tensors)
 
     def _count(self, shard: Shard) -> int:
@@ -172,8 +169,8 @@ class Servers(Reader):
                 parts: list[Any] = []
                 for record in records:
                     local: Any = record.components[0].detach()
-                    flat = local.contiguous().view(-1) if fill is None else local
-                    for place, shard in enumerate(record.shards):
+                    whole = local.contiguous() if fill is None else local
+                    for place, (shard, part) in enumerate(parts_by_shard(record, whole)):
                         if shard.server != server:
                             continue
                         shape = [shard.rows, *local.shape[1:]] if local.dim() else []
@@ -185,7 +182,7 @@ class Servers(Reader):
                             entries[-1]["fill"] = list(fill)
                             parts.append(b"")
                             continue
-                        parts.append(wire.tensor_bytes(flat[shard.offset : shard.offset + shard.numel]))
+                        parts.append(wire.tensor_bytes(part))
                 for batch in _in_batches(list(zip(entries, parts, strict=True))):
                     self.call(server, {"method": "create", "variables": [e for e, _ in batch]}, [p for _, p in batch])
             for record in records:

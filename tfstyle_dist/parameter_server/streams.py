@@ -126,6 +126,31 @@ class Filler:
                 self._place, self._offset = self._place + 1, 0
 
 
+class Tensors:
+    """The bytes of one message as the tensors that they are, one after another.
+
+    Args:
+        data: flat, uint8.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data, self._offset = data, 0
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The next one, without a copy."""
+        flat = self._typed.get(dtype)
+        if flat is None:
+            flat = self._typed[dtype] = self._data.view(dtype)
+        steps, numel = [], 1
+        for size in reversed(shape):
+            steps.append(numel)
+            numel *= size
+        start = flat.storage_offset() + self._offset // dtype.itemsize
+        self._offset += padded(numel * dtype.itemsize)
+        return flat.as_strided(shape, steps[::-1], start)  # slices and views take three times as long
+
+
 def split(parts: Sequence[Any]) -> tuple[list[int], list[memoryview]]:
     """Buffers as frames of at most ``CHUNK`` bytes, and their sizes."""
     views = [memoryview(part).cast("B") for part in parts]

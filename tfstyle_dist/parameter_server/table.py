@@ -18,6 +18,7 @@ import torch
 from tfstyle_dist.core.errors import CancelledError, InvalidArgumentError, NotFoundError
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.stored import GradientRule, StoredVariable, descend, write
+from tfstyle_dist.parameter_server.streams import Tensors
 from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
@@ -28,7 +29,6 @@ from tfstyle_dist.parameter_server.wire import (
     Op,
     Operation,
     dtype_number,
-    padded,
     tensor_view,
     travels_as,
 )
@@ -210,29 +210,26 @@ class VariableTable:
             return self._execute(header, operations, data)
 
     def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
-        answer = Answer([])
-        offset = 0
+        answer, tensors = Answer([]), Tensors(data)
         steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
         self._check_all_rows(operations, data)
         for operation in operations:
             stored = self.variable(operation.variable)
             parameter = stored.parameter
-            rows = None
-            if operation.op in ROW_OPERATIONS:
-                rows = tensor_view(data, offset, 8 * operation.rows, torch.int64)
-                offset += padded(8 * operation.rows)
+            rows = tensors.take(torch.int64, (operation.rows,)) if operation.op in ROW_OPERATIONS else None
             if operation.op in (Op.PULL, Op.PULL_ROWS):
                 self._step(steps)
                 self._pull(stored, operation, rows, answer)
                 continue
-            value = tensor_view(data, offset, operation.nbytes, DTYPES[operation.dtype]).to(parameter.dtype)
-            offset += padded(operation.nbytes)
+            shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
+            value = tensors.take(DTYPES[operation.dtype], shape)
+            if value.dtype is not parameter.dtype:
+                value = value.to(parameter.dtype)
             if self.is_duplicate(header, operation):
                 answer.operations.append(reply(stored, extra=FLAG_DUPLICATE))
                 continue
-            shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
             if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
-                grad, rate = value.view(shape), self.rules[operation.extra].plain_rate(parameter)
+                grad, rate = value, self.rules[operation.extra].plain_rate(parameter)
                 if rate is not None:
                     self._step(steps)
                     descend(stored, grad, rows, rate)
@@ -247,7 +244,7 @@ class VariableTable:
                 stored.begin_write()
             else:
                 self._step(steps)
-                write(stored, operation.op, value.view(shape), rows)
+                write(stored, operation.op, value, rows)
             self.applied += 1
             answer.operations.append(reply(stored))
         self._step(steps)
@@ -265,6 +262,8 @@ class VariableTable:
 
     def _check_all_rows(self, operations: Sequence[Operation], data: torch.Tensor) -> None:
         """Nothing of a batch is applied when one of its row numbers is wrong."""
+        if not any(operation.op in ROW_OPERATIONS for operation in operations):
+            return
         offset = 0
         for operation in operations:
             if operation.op in ROW_OPERATIONS:
@@ -326,10 +325,12 @@ def _row_numel(parameter: torch.Tensor) -> int:
 
 
 def _check_rows(rows: torch.Tensor, stored: StoredVariable) -> None:
-    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < stored.parameter.shape[0]):
+    if rows.numel() == 0:
+        return
+    low, high = (int(number) for number in torch.aminmax(rows))
+    if low < 0 or high >= stored.parameter.shape[0]:
         raise InvalidArgumentError(
-            f"Row numbers {int(rows.min())}..{int(rows.max())} do not fit variable {stored.name!r} of "
-            f"{stored.parameter.shape[0]} rows."
+            f"Row numbers {low}..{high} do not fit variable {stored.name!r} of {stored.parameter.shape[0]} rows."
         )
 
 

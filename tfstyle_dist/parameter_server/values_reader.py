@@ -8,7 +8,8 @@ import mmap
 import os
 import struct
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ _POPULATE_READ = 22
 _SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
 """The kernel's PAGEMAP_SCAN."""
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_T = TypeVar("_T")
 
 
 class _Place:
@@ -39,16 +41,24 @@ class _Buffer:
         private: what is written here stays here, and must be dropped before the buffer is used again.
     """
 
-    __slots__ = ("address", "data", "lent", "memory", "uses")
+    __slots__ = ("address", "data", "lent", "memory", "shaped", "uses")
 
     def __init__(self, memory: memoryview, private: bool) -> None:
         self.memory = memory
         self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.shaped: torch.Tensor | None = None  # the same elements as the variable has them
         self.address = self.data.data_ptr()
         self.lent = False  # since its pages were last known to be the server's
         self.uses = 0
         if private:
             _advise(self.address, len(memory), _POPULATE_READ)
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The buffer as the variable's tensor."""
+        found = self.shaped
+        if found is None or found.shape != shape or found.dtype is not dtype:
+            found = self.shaped = self.data.view(dtype).view(shape)
+        return found
 
 
 class ValuesReader:
@@ -137,17 +147,31 @@ class ValuesReader:
         return board.version_of(self._words[self._places[variable].slot])
 
     def copy(self, variable: int, target: torch.Tensor) -> int | None:
-        """Copies a variable's bytes.
+        """Copies a variable's value.
 
         Args:
             variable: its number.
-            target: as many bytes.
+            target: of as many bytes, contiguous.
 
         Returns:
             The version of the copy; ``None`` if the variable was being written all the time.
         """
-        found = self._read(self._places[variable], lambda data: target.copy_(data))
-        return None if found is None else board.version_of(found)
+        dtype, shape = target.dtype, target.shape
+        found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
+        return None if found is None else board.version_of(found[1])
+
+    def clone(self, variable: int, like: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        """A new tensor with a variable's value.
+
+        Args:
+            variable: its number.
+            like: has the variable's shape and dtype.
+
+        Returns:
+            The tensor and its version; ``None`` if the variable was being written all the time.
+        """
+        found = self._read(self._places[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
+        return None if found is None else (found[0], board.version_of(found[1]))
 
     def rows(self, variable: int, numbers: torch.Tensor, target: torch.Tensor) -> bool:
         """Copies some rows of a variable.
@@ -160,29 +184,32 @@ class ValuesReader:
         Returns:
             Whether that was possible: not if the variable was being written all the time, or a number is out of range.
         """
-        place = self._places[variable]
-        count = place.nbytes // (target[0].nbytes or 1) if len(numbers) else 0
-        if len(numbers) == 0 or int(numbers.min()) < 0 or int(numbers.max()) >= count:
+        place, row_bytes = self._places[variable], target.nbytes // max(numbers.numel(), 1)
+        if row_bytes == 0:
+            return False
+        shape = (place.nbytes // row_bytes, *target.shape[1:])
+        low, high = torch.aminmax(numbers)
+        if int(low) < 0 or int(high) >= shape[0]:
             return False
 
-        def pick(data: torch.Tensor) -> None:
-            torch.index_select(data.view(target.dtype).view(-1, *target.shape[1:]), 0, numbers, out=target)
+        def pick(buffer: _Buffer) -> None:
+            torch.index_select(buffer.tensor(target.dtype, shape), 0, numbers, out=target)
 
         return self._read(place, pick) is not None
 
-    def _read(self, place: _Place, take: Any) -> int | None:
-        """The word of what was read; ``None`` if the variable was being written all the time."""
+    def _read(self, place: _Place, take: Callable[[_Buffer], _T]) -> tuple[_T, int] | None:
+        """What ``take`` gives, and the word of it; ``None`` if the variable was being written all the time."""
         for _ in range(TRIES):
-            before = int(self._words[place.slot])
+            before: int = self._words[place.slot]
             if before & WRITING:
                 os.sched_yield()
                 continue
             buffer = self._buffer(place, board.buffer_of(before))
             if buffer.lent:
                 return None  # this process may have written into its pages
-            take(buffer.data)
-            if int(self._words[place.slot]) == before:
-                return before
+            taken = take(buffer)
+            if self._words[place.slot] == before:
+                return taken, before
         return None
 
     # ---- values used in place ---------------------------------------------------------------------------------

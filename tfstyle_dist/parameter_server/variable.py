@@ -65,7 +65,7 @@ class _OnServers(RowMethods, Replicated):
                 f"{op} of {record.describe()!r}, which lives on parameter servers: they add and subtract rows. Use "
                 "scatter_add, scatter_sub or assign."
             )
-        values, rows = rows_of(op, sparse_delta, record.components[0], record.describe())
+        values, rows = rows_of(op, sparse_delta, record.components[0], record.describe)
         store: Any = record.store
         store.servers.add_rows(record, rows, values if op == "scatter_add" else -values)
         return self

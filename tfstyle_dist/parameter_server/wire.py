@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,9 @@ class Kind(enum.IntEnum):
     RUN = 6
     OK = 16
     ERROR = 17
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Op(enum.IntEnum):
@@ -113,8 +116,7 @@ def travels_as(op: int, dtype: torch.dtype, own: torch.dtype) -> bool:
     return dtype is own or (op in NARROWED and dtype is torch.bfloat16 and own is torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The fixed part of a message.
 
     Attributes:
@@ -158,13 +160,11 @@ class Header:
             raise WireError("this is no message of a tfstyle_dist parameter server")
         if version != VERSION:
             raise WireError(f"the peer speaks version {version} of the protocol, this process version {VERSION}")
-        try:
-            kind = Kind(kind)
-        except ValueError:
-            raise WireError(f"unknown kind of message {kind}") from None
+        if kind not in _KINDS:
+            raise WireError(f"unknown kind of message {kind}")
         if meta > MAX_META or meta != len(message) - _HEADER.size:
             raise WireError(f"the header announces {meta} bytes, but {len(message) - _HEADER.size} follow it")
-        return cls(kind, request, closure, low, attempt, meta, data, flags)
+        return cls(_KINDS[kind], request, closure, low, attempt, meta, data, flags)
 
 
 HEADER_SIZE = _HEADER.size
@@ -268,7 +268,8 @@ def unpack_json(meta: bytes | memoryview) -> dict[str, Any]:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach() if tensor.dim() == 1 else tensor.detach().reshape(-1)
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 

@@ -66,7 +66,7 @@ class VariableComponent(RowMethods, torch.nn.Parameter):  # type: ignore[misc]  
     def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> VariableComponent:
         from tfstyle_dist.variables.scatter import apply_rows, rows_of
 
-        apply_rows(self, op, rows_of(op, sparse_delta, self, self._tfstyle_name))
+        apply_rows(self, op, rows_of(op, sparse_delta, self, lambda: self._tfstyle_name))
         return self
 
     def _write(self, op: str, value: Any) -> VariableComponent:

@@ -43,8 +43,14 @@ _NOT_COMBINED = ("scatter_min", "scatter_max", "scatter_update")
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(op: str, sparse_delta: Any, like: torch.Tensor, name: str) -> Rows:
+def rows_of(op: str, sparse_delta: Any, like: torch.Tensor, name: Callable[[], str]) -> Rows:
     """The rows to write, in one dimension, on the variable's device.
+
+    Args:
+        op: name of the method.
+        sparse_delta: what the user gave.
+        like: has the variable's shape, dtype and device.
+        name: tells the variable's name, for messages.
 
     Raises:
         TypeError: not ``IndexedSlices``, nor a sparse tensor.
@@ -55,24 +61,24 @@ def rows_of(op: str, sparse_delta: Any, like: torch.Tensor, name: str) -> Rows:
     values = values.to(true_device(like))
     if values.dtype != like.dtype:
         raise InvalidArgumentError(
-            f"{op}: variable {name!r} has dtype {like.dtype}, but the slices have {values.dtype}; write "
+            f"{op}: variable {name()!r} has dtype {like.dtype}, but the slices have {values.dtype}; write "
             f"values.to({like.dtype})."
         )
     if like.dim() == 0:
-        raise InvalidArgumentError(f"{op}: variable {name!r} is a scalar and has no rows; use assign.")
+        raise InvalidArgumentError(f"{op}: variable {name()!r} is a scalar and has no rows; use assign.")
     if op == "batch_scatter_update":
         return _rows_of_batches(values, indices, like, name)
     row = tuple(like.shape[1:])
     if values.dim() > 0 and tuple(values.shape) != (*indices.shape, *row):
         raise InvalidArgumentError(
-            f"{op}: slices of variable {name!r} must have values.shape = indices.shape + {row}, or one number, got "
+            f"{op}: slices of variable {name()!r} must have values.shape = indices.shape + {row}, or one number, got "
             f"values.shape {tuple(values.shape)} and indices.shape {tuple(indices.shape)}."
         )
     _check_range(op, indices, like.shape[0], name)
     return values.expand((*indices.shape, *row)).reshape(-1, *row), indices.reshape(-1)
 
 
-def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Tensor, name: str) -> Rows:
+def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Tensor, name: Callable[[], str]) -> Rows:
     """``variable[b1, ..., indices[b1, ..., j]] = values[b1, ..., j]``: the last dimension of the indices counts."""
     depth = indices.dim()
     rest = tuple(like.shape[depth:])
@@ -80,8 +86,8 @@ def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Te
     fits = depth >= 1 and depth <= like.dim() and tuple(values.shape) == (*indices.shape, *rest)
     if not fits or any(b > n for b, n in zip(batches, like.shape, strict=False)):
         raise InvalidArgumentError(
-            f"batch_scatter_update: slices of variable {name!r} of shape {tuple(like.shape)} must have values.shape = "
-            f"indices.shape + shape[{depth}:], got values.shape {tuple(values.shape)}, indices.shape "
+            f"batch_scatter_update: slices of variable {name()!r} of shape {tuple(like.shape)} must have values.shape "
+            f"= indices.shape + shape[{depth}:], got values.shape {tuple(values.shape)}, indices.shape "
             f"{tuple(indices.shape)}."
         )
     _check_range("batch_scatter_update", indices, like.shape[depth - 1], name)
@@ -93,13 +99,17 @@ def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Te
     return values.reshape(-1, *rest), number.reshape(-1)
 
 
-def _check_range(op: str, indices: torch.Tensor, size: int, name: str) -> None:
+def _check_range(op: str, indices: torch.Tensor, size: int, name: Callable[[], str]) -> None:
+    if indices.numel() == 0:
+        return
+    low, high = torch.aminmax(indices)
+    if int(low) >= 0 and int(high) < size:
+        return
     wrong = ((indices < 0) | (indices >= size)).nonzero()
-    if len(wrong):
-        place = wrong[0].tolist()
-        raise InvalidArgumentError(
-            f"{op} of variable {name!r}: indices{place} = {int(indices[tuple(place)])} is not in [0, {size})."
-        )
+    place = wrong[0].tolist()
+    raise InvalidArgumentError(
+        f"{op} of variable {name()!r}: indices{place} = {int(indices[tuple(place)])} is not in [0, {size})."
+    )
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -152,7 +162,7 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
     plain = variable._tfstyle_plain()
     if frame is not None and frame.strategy is not strategy and not plain:
         raise mixing_error(strategy, frame.strategy, f"{op} of variable {variable.name!r}")
-    rows = rows_of(op, sparse_delta, record.components[0], variable.name)
+    rows = rows_of(op, sparse_delta, record.components[0], lambda: variable.name)
     index, central = record.index(), record.placement is Placement.CENTRAL
     try:
         if plain or (frame is not None and frame.component is not None):
@@ -236,7 +246,7 @@ def read_rows(value: torch.Tensor, indices: Any, name: str) -> torch.Tensor:
     numbers = torch.as_tensor(indices, device=true_device(value)).to(torch.int64)
     if value.dim() == 0:
         raise InvalidArgumentError(f"sparse_read of variable {name!r}: it is a scalar and has no rows.")
-    _check_range("sparse_read", numbers, value.shape[0], name)
+    _check_range("sparse_read", numbers, value.shape[0], lambda: name)
     return value[numbers]
 
 
@@ -249,7 +259,7 @@ def read_places(value: torch.Tensor, indices: Any, name: str) -> torch.Tensor:
             f"most {value.dim()}, got indices.shape {tuple(places.shape)}."
         )
     for axis in range(places.shape[-1]):
-        _check_range("gather_nd", places[..., axis], value.shape[axis], name)
+        _check_range("gather_nd", places[..., axis], value.shape[axis], lambda: name)
     if places.shape[-1] == 0:
         return value.expand(*places.shape[:-1], *value.shape)
     return value[tuple(places.unbind(-1))]
