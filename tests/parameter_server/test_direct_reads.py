@@ -23,6 +23,7 @@ def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
     table = VariableTable()
     table.create(1, "v", (size,), torch.float32, torch.zeros(size))
     table.create(2, "scalar", (), torch.int64, torch.tensor(7))
+    table.create(4, "empty", (0, 3), torch.float32, torch.empty(0, 3))
     table.create_filled(3, "rows", (10, 2), torch.float32, ("constant", 1.5, 0.0, 0))
     return table, ValuesReader(table.shared.describe(table.variables))
 
@@ -45,6 +46,9 @@ def test_a_reader_sees_each_version_once_it_is_whole() -> None:
     seven = torch.zeros(8, dtype=torch.uint8)
     assert reader.copy(2, seven) == 1
     assert int(seven.view(torch.int64)) == 7
+    empty = reader.clone(4, torch.empty(0, 3))
+    assert empty is not None
+    assert empty[0].shape == (0, 3)
     target = torch.zeros(4000, dtype=torch.uint8)
     add(table, torch.ones(1000))
     assert (reader.version(1), reader.copy(1, target)) == (2, 2)

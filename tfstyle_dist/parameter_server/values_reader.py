@@ -45,7 +45,7 @@ class _Buffer:
 
     def __init__(self, memory: memoryview, private: bool) -> None:
         self.memory = memory
-        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.data = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
         self.shaped: torch.Tensor | None = None  # the same elements as the variable has them
         self.address = self.data.data_ptr()
         self.lent = False  # since its pages were last known to be the server's
