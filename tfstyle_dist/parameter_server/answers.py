@@ -23,7 +23,7 @@ class Way(Protocol):
     carries: bool
 
     def send(self, parts: list[Any]) -> bool:
-        """Sends a message; its parts may change afterwards."""
+        """Sends a message, perhaps after this returns: its parts are the way's own."""
 
 
 class Carrying(Way, Protocol):

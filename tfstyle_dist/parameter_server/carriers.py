@@ -67,7 +67,7 @@ class Carrier:
     # ---- answers, with the lock -------------------------------------------------------------------------------
 
     def send(self, parts: list[Any]) -> bool:
-        """Sends a message after the lock is free."""
+        """Sends a message after the lock is free; until then its parts must not change."""
         self._outbox.append((parts, []))
         return True
 
@@ -80,7 +80,11 @@ class Carrier:
                 loans.append(loan)
             elif stored is not None:
                 copied.add(place)
-        self._outbox.append(([head, *streams.pieces(answer.tensors, copied)], loans))
+        try:
+            self._outbox.append(([head, *streams.pieces(answer.tensors, copied)], loans))
+        except BaseException:
+            _give_back(loans)
+            raise
         return True
 
     # ---- the thread -------------------------------------------------------------------------------------------
@@ -105,8 +109,7 @@ class Carrier:
         finally:
             with desk.lock:
                 for _, loans in self._outbox:
-                    for loan in loans:
-                        loan.give_back()
+                    _give_back(loans)
                 if client is not None:
                     desk.left(client)
                 self._port.carriers.discard(self)
@@ -166,8 +169,7 @@ class Carrier:
                 self._connection.sendall(part)
             if loans:
                 with self._port.desk.lock:
-                    for loan in loans:
-                        loan.give_back()
+                    _give_back(loans)
             del self._outbox[0]
 
 
@@ -204,8 +206,13 @@ class StreamPort:
         connection.setblocking(True)
         tune(connection)
         carrier = Carrier(connection, self)
+        try:
+            carrier.thread.start()
+        except RuntimeError as error:  # no more threads, or no memory for one; the client goes on by ZeroMQ
+            get_logger().warning("%s takes no more TCP connections than %d: %s", self.name, len(self.carriers), error)
+            connection.close()
+            return
         self.carriers.add(carrier)
-        carrier.thread.start()
 
     def shut(self) -> None:
         """Ends all; to be called without the server's lock."""
@@ -214,3 +221,8 @@ class StreamPort:
             carrier.shut()
         for carrier in left:
             carrier.thread.join(_END_SECONDS)
+
+
+def _give_back(loans: list[Loan]) -> None:
+    for loan in loans:
+        loan.give_back()

@@ -22,6 +22,8 @@ _MOST_POSTED = 256
 _GATHERED = 1 << 20
 """Writes are sent together until they have so many bytes."""
 _MOST_GATHERED = 1024
+_MOST_OWED = 1 << 12
+"""Operations: their answers fit into a socket, so a server that sends them goes on to take what this end sends."""
 Taker = Callable[[list[Operation]], list[torch.Tensor]]
 
 
@@ -29,6 +31,7 @@ Taker = Callable[[list[Operation]], list[torch.Tensor]]
 class _Waiting:
     number: int
     take: Taker | None  # None: a posted write, whose answer nobody waits for
+    operations: int
 
 
 class ServerLink(Connection):
@@ -161,6 +164,8 @@ class ServerLink(Connection):
             shared = self._use_segment(total, answer_bytes)
             if take is None and len(self._waiting) >= _MOST_POSTED:
                 self.finish()
+            while self.stream is not None and sum(w.operations for w in self._waiting) > _MOST_OWED:
+                self._receive()
             self._number += 1
             meta = wire.pack_operations(operations)
             flags = wire.FLAG_SHARED if shared else wire.FLAG_INLINE if 0 < total <= wire.INLINE else 0
@@ -185,7 +190,7 @@ class ServerLink(Connection):
                 self._socket.send(head)
                 for chunk in streams.stream(tensors):
                     self._socket.send(chunk)
-            self._waiting.append(_Waiting(self._number, take))
+            self._waiting.append(_Waiting(self._number, take, len(operations)))
 
     def finish(self) -> None:
         """Waits for the answers of all that was sent.

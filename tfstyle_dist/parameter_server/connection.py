@@ -224,7 +224,7 @@ class Connection:
             self._socket.send_multipart(parts)
             return
         with self._reporting():
-            visit.send(parts, self._timeout)
+            visit.send(parts, self._timeout, self._look)
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -236,7 +236,11 @@ class Connection:
         except ConnectionError:
             raise self._gone() from None
         except TimeoutError:
-            raise self._silent(Deadline(self._timeout)) from None
+            # Half a message may be on its way: the next one must not be taken for the rest of it.
+            late = self._silent(Deadline(self._timeout))
+            self._broken("did not answer in time", alive=True)
+            get_logger().warning("%s", late)
+            raise late from None
 
     def _wait(self) -> None:
         if self._lost is not None:

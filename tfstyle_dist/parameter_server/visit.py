@@ -18,7 +18,7 @@ _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
 _CONNECT_SECONDS = 2.0
 _MOST_ROOMS = 512
-_Received = TypeVar("_Received", bytes, int)
+_Done = TypeVar("_Done", bytes, int)
 
 
 class Visit:
@@ -62,25 +62,22 @@ class Visit:
         """Whether the server is gone; asked when no answer is on its way."""
         return bool(self._end.poll(0))
 
-    def send(self, parts: Sequence[Any], limit: timedelta | None) -> None:
+    def send(self, parts: Sequence[Any], limit: timedelta | None, look: Callable[[], None]) -> None:
         """Sends a message.
+
+        Args:
+            parts: of it.
+            limit: how long to wait while the server takes nothing.
+            look: called about once a second meanwhile.
 
         Raises:
             ConnectionError: the server is gone.
-            TimeoutError: it does not take the message in time.
+            TimeoutError: it takes nothing; part of the message may be sent.
         """
         for part in [b"".join(parts)] if sum(map(len, parts)) <= JOINED else parts:
-            self._send(memoryview(part), limit)
-
-    def _send(self, left: memoryview, limit: timedelta | None) -> None:
-        deadline: Deadline | None = None
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                deadline = deadline or Deadline(limit)
-                if deadline.passed():
-                    raise TimeoutError from None
+            left = memoryview(part)
+            while left:
+                left = left[self._when_ready(lambda: self._socket.send(left), limit, look) :]  # noqa: B023
 
     def receive(self, limit: timedelta | None, look: Callable[[], None]) -> list[bytes]:
         """The next message.
@@ -94,7 +91,7 @@ class Visit:
             TimeoutError: nothing came in time.
         """
         while (message := self._frames.take()) is None:
-            piece = self._when_there(lambda: self._socket.recv(self._piece), limit, look)
+            piece = self._when_ready(lambda: self._socket.recv(self._piece), limit, look)
             self._frames.feed(piece)
         return message
 
@@ -107,7 +104,7 @@ class Visit:
                 left.append(rest)
         start = 0
         while start < len(left):
-            count = self._when_there(lambda: self._receive_all(left[start : start + _MOST_ROOMS]), limit, look)  # noqa: B023
+            count = self._when_ready(lambda: self._receive_all(left[start : start + _MOST_ROOMS]), limit, look)  # noqa: B023
             while count:
                 taken = min(count, len(left[start]))
                 left[start] = left[start][taken:]
@@ -118,21 +115,21 @@ class Visit:
         return self._socket.recvmsg_into(rooms, 0, socket.MSG_WAITALL)[0]
 
     @staticmethod
-    def _when_there(receive: Callable[[], _Received], limit: timedelta | None, look: Callable[[], None]) -> _Received:
-        """What ``receive`` gives when something has come; arguments and errors as ``receive``."""
+    def _when_ready(call: Callable[[], _Done], limit: timedelta | None, look: Callable[[], None]) -> _Done:
+        """What a call gives when it need not wait any more; other arguments and errors as ``receive``."""
         deadline: Deadline | None = None
         while True:
             try:
-                received = receive()
+                done = call()
             except BlockingIOError:
                 deadline = deadline or Deadline(limit)
                 if deadline.passed():
                     raise TimeoutError from None
                 look()
                 continue
-            if not received:
+            if not done:
                 raise ConnectionResetError
-            return received
+            return done
 
     def close(self) -> None:
         """Ends the connection."""
