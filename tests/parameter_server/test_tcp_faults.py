@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 from tfstyle_dist.parameter_server.work import NO_WORK
 
 pytestmark = pytest.mark.timeout(60)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LARGE = 16 << 20
 """Elements: more than both ends' socket buffers hold."""
 
@@ -51,6 +54,7 @@ def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
         yield c, server
     finally:
         c.strategy.close()
+        server._ended = True  # its client may have been refused, and could not take leave
         thread.join(20)
         context.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("tfstyle-ps")]
@@ -109,3 +113,108 @@ def test_a_tensor_that_was_sent_in_part_is_not_completed_by_the_next(here: Any) 
     link._timeout = timedelta(seconds=20)
     v.assign_add(torch.full((LARGE,), 2.0))
     assert v.value().eq(2).all()
+
+
+def test_a_client_that_was_forgotten_while_it_sends_changes_nothing(here: Any) -> None:
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(100_000))
+    assert v.value().eq(0).all()
+    (client,) = (client for client in server._clients.values() if client.carrier is not None)
+    carrier, begun = client.carrier, threading.Event()
+    fill, going_on = carrier._fill, threading.Event()
+
+    def slowly(room: memoryview) -> None:
+        begun.set()
+        assert going_on.wait(20)
+        fill(room)
+
+    carrier._fill = slowly
+    add_to(c.strategy.servers.links[0], place_of(v), torch.ones(100_000))
+    assert begun.wait(20)
+    time.sleep(0.1)  # now they are in the socket's buffer
+    with server.lock:
+        server._forget(client)
+    going_on.set()
+    carrier.thread.join(20)
+    assert v.value().eq(0).all()
+
+
+def test_threads_that_cannot_be_started(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, server = here
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "tfstyle-ps-tcp":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with c.strategy.scope():
+        v = td.Variable(torch.ones(LARGE // 16))
+    link = c.strategy.servers.links[0]
+    assert link.lane == "TCP"
+    link._broken("is connected to once more", alive=True)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert v.value().eq(1).all()
+    assert link.lane == "ZeroMQ"
+
+
+def test_a_hello_over_tcp_is_refused(here: Any) -> None:
+    """It could end other clients' sockets from this connection's thread, while the server's thread polls them."""
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    assert float(v.value().sum()) == 0
+    link = c.strategy.servers.links[0]
+    body = wire.pack_json({"role": "coordinator", "session": "another", "task": "x"})
+    link._send_message([wire.message(Header(Kind.HELLO, 1, meta_bytes=len(body)), body)])
+    answer = link._next_message()
+    assert Header.unpack(answer[0]).kind is Kind.ERROR
+    assert server.session == c.strategy.servers.links[0]._hello["session"]
+
+
+WAYS = ({"TFSTYLE_SHARED_MEMORY": "1"}, {"TFSTYLE_SHARED_MEMORY": "0"}, {"TFSTYLE_SHARED_MEMORY": "0"},
+        {"TFSTYLE_SHARED_MEMORY": "0", "TFSTYLE_PS_TCP": "0"})  # fmt: skip
+
+
+def test_clients_on_different_ways_see_whole_values(cluster: Any) -> None:
+    """One worker uses shared memory, two TCP, one ZeroMQ; all read and write the same variables of one server."""
+    c = cluster(workers=len(WAYS), ps=1, start=False, coordinator=False)
+    c.start("ps", 0)
+    for index, way in enumerate(WAYS):
+        c._env = way
+        c.start("worker", index)
+    c.make_coordinator()
+    with c.strategy.scope():
+        variables = [td.Variable(torch.zeros(size)) for size in (1000, 60_000, 400_000)]
+        net = torch.nn.Linear(1, 400_000, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(0.0)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)]
+
+    def work(number: int) -> tuple[str, bool]:
+        values = [v.value() for v in variables]
+        whole = all(bool(value.eq(value[0]).all()) for value in values)
+        weight = net.weight.detach()
+        whole = whole and bool(weight.eq(weight[0]).all())
+        for v in variables:
+            if number % 5 == 4:
+                v.assign(torch.full(v.shape, float(-number)))
+            else:
+                v.assign_add(torch.ones(v.shape))
+        optimizers[number % 2].zero_grad()
+        net.weight.sum().backward()
+        optimizers[number % 2].step()
+        weight = net.weight.detach()
+        return lane(), whole and bool(weight.eq(weight[0]).all())
+
+    results = [c.coordinator.schedule(work, args=(n,)) for n in range(120)]
+    c.coordinator.join(timeout=50)
+    found = [r.fetch() for r in results]
+    assert all(whole for _, whole in found)
+    assert {lane for lane, _ in found} == {"shared memory", "TCP", "ZeroMQ"}
+    assert c.statistics()[0]["applied"] >= 4 * 120
+
+
+def lane() -> str:
+    return str(td.get_strategy().servers.links[0].lane)

@@ -123,11 +123,11 @@ class Carrier:
         message = self._message()[0]
         with self._port.desk.lock:
             client: Client | None = self._port.tokens.take(message)
-            if client is None or client.carrier is not None:
+            if client is None or client.has_entered:
                 return None
+            self._connection.sendall(WELCOME)  # a new connection has room for it
             client.carrier = self
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
-        self._connection.sendall(WELCOME)
         return client
 
     def _message(self) -> list[bytes]:

@@ -40,6 +40,11 @@ class Client:
         self.refused = False
         self.segment: Segment | None = None
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether it has a socket beside ZeroMQ: one is enough."""
+        return self.visitor is not None or self.carrier is not None
+
     def room(self, nbytes: int) -> torch.Tensor:
         """A buffer for the bytes of one batch; it is kept for the next one."""
         if self.buffer.numel() < nbytes:

@@ -142,10 +142,10 @@ class Door:
 
     def identify(self, visitor: Visitor, message: bytes) -> bool:
         """Whether the first message of a connection is a token that was given out; answers it."""
-        visitor.client = self._tokens.take(message)
-        if visitor.client is None:
+        client = self._tokens.take(message)
+        if client is None or client.has_entered:
             return False
-        visitor.client.visitor = visitor
+        visitor.client, client.visitor = client, visitor
         return visitor.send([WELCOME])
 
     def close(self, visitor: Visitor) -> None:

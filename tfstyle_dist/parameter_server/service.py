@@ -250,6 +250,8 @@ class ParameterServer(ServerState):
     def _handle(self, client: Client, header: Header, parts: list[bytes], way: Way) -> None:
         meta = memoryview(parts[0])[wire.HEADER_SIZE :]
         if header.kind is Kind.HELLO:
+            if way is not client.way:
+                raise WireError("a HELLO comes by ZeroMQ")
             body = wire.pack_json(self._hello(client, wire.unpack_json(meta)))
             self._send(client, way, [wire.message(Header(Kind.OK, header.request, meta_bytes=len(body)), body)])
             return
@@ -337,8 +339,8 @@ class ParameterServer(ServerState):
         elif header.data_bytes == 0:
             self._execute(client, way, header, operations, torch.empty(0, dtype=torch.uint8))
         else:
-            if not way.carries:
-                raise WireError("tensors do not come through the door")
+            if not way.carries or way is not (client.carrier or client.way):
+                raise WireError("tensors do not come this way")
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
 
@@ -367,7 +369,8 @@ class ParameterServer(ServerState):
             way: that it came.
         """
         header, client.header = client.header, None
-        assert header is not None
+        if header is None or not client.role:
+            return  # it was forgotten while they came
         try:
             # Meanwhile the closure may have been started elsewhere.
             self.table.check(header, client.operations)
