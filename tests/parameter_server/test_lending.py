@@ -8,9 +8,11 @@ from hypothesis import given, settings, strategies as st
 
 from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.lending import SMALLEST, OwnMemory
+from tfstyle_dist.parameter_server.rules import LocalParameters, TorchRule
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.stored import StoredVariable, write
-from tfstyle_dist.parameter_server.wire import Op
+from tfstyle_dist.parameter_server.table import Answer, VariableTable
+from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 
 SIZE = SMALLEST // 4
 STEPS = st.lists(st.sampled_from(["lend", "return first", "return last", "add", "rows", "assign"]), max_size=30)
@@ -92,3 +94,44 @@ def test_a_lent_variable_can_still_be_shared() -> None:
         loan.give_back()
     finally:
         shared.close()
+
+
+def batch_of(table: VariableTable, operations: list[Operation], values: list[torch.Tensor]) -> Answer:
+    data = torch.cat([value.view(torch.uint8) for value in values])
+    return table.execute(Header(Kind.BATCH, 1, data_bytes=data.numel()), operations, data)
+
+
+def test_a_value_that_the_same_batch_changes_is_answered_as_it_was() -> None:
+    table = VariableTable()
+    table.create(1, "v", (SIZE,), torch.float32, torch.zeros(SIZE))
+    answer = batch_of(table, [Operation(Op.PULL, 0, 1), Operation(Op.ADD, 0, 1, nbytes=4 * SIZE)], [torch.ones(SIZE)])
+    assert answer.tensors[0].eq(0).all()
+    assert answer.sources == [None]
+    assert table.variables[1].parameter.detach().eq(1).all()
+
+
+def test_a_write_that_finds_no_memory_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = VariableTable()
+    for number in (1, 2):
+        table.create(number, "v", (SIZE,), torch.float32, torch.zeros(SIZE))
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    adam.param_groups[0]["params"] = [LocalParameters([table.variables[n].parameter for n in (1, 2)])]
+    table.rules[1] = TorchRule(adam)
+    gradients = [Operation(Op.GRADIENT, 0, number, nbytes=4 * SIZE, extra=1) for number in (1, 2)]
+    loans = [table.variables[number].lend() for number in (1, 2)]
+    begin, calls = OwnMemory.begin, []
+
+    def second_fails(home: OwnMemory, stored: StoredVariable, keep: bool) -> torch.Tensor | None:
+        calls.append(stored.number)
+        if len(calls) == 2:
+            raise MemoryError
+        return begin(home, stored, keep)
+
+    monkeypatch.setattr(OwnMemory, "begin", second_fails)
+    with pytest.raises(MemoryError):
+        batch_of(table, gradients, [torch.ones(SIZE)] * 2)
+    monkeypatch.undo()
+    loans.append(table.variables[1].lend())
+    batch_of(table, gradients, [torch.ones(SIZE)] * 2)
+    assert all(loan is not None and loan.data.eq(0).all() for loan in loans)
+    assert all(table.variables[number].parameter.detach().lt(0).all() for number in (1, 2))

@@ -81,8 +81,9 @@ class StoredVariable:
         self._version += 1
         if self.home is None or self._writing:
             return None
+        old = self.home.begin(self, keep)  # may find no memory
         self._writing = True
-        return self.home.begin(self, keep)
+        return old
 
     def end_write(self) -> None:
         """The change is made, and can be seen."""

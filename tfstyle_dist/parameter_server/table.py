@@ -34,6 +34,8 @@ from tfstyle_dist.parameter_server.wire import (
 )
 
 _KNOWN = frozenset(int(op) for op in Op)
+_Steps = dict[int, list[tuple[torch.Tensor, StoredVariable]]]
+"""Gradients that optimizers are to apply together."""
 
 
 @dataclass(slots=True)
@@ -204,14 +206,18 @@ class VariableTable:
             operations: the batch.
             data: the bytes that came with it, one flat uint8 tensor.
         """
-        if not torch.is_grad_enabled():
-            return self._execute(header, operations, data)
-        with torch.no_grad():
-            return self._execute(header, operations, data)
+        steps: _Steps = {}
+        try:
+            if not torch.is_grad_enabled():
+                return self._execute(header, operations, data, steps)
+            with torch.no_grad():
+                return self._execute(header, operations, data, steps)
+        finally:
+            _end(steps)
 
-    def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> Answer:
+    def _execute(self, header: Header, operations: Sequence[Operation], data: torch.Tensor, steps: _Steps) -> Answer:
         answer, tensors = Answer([]), Tensors(data)
-        steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]] = {}
+        writes = any(o.op in WRITES for o in operations)
         self._check_all_rows(operations, data)
         for operation in operations:
             stored = self.variable(operation.variable)
@@ -219,7 +225,7 @@ class VariableTable:
             rows = tensors.take(torch.int64, (operation.rows,)) if operation.op in ROW_OPERATIONS else None
             if operation.op in (Op.PULL, Op.PULL_ROWS):
                 self._step(steps)
-                self._pull(stored, operation, rows, answer)
+                self._pull(stored, operation, rows, answer, writes)
                 continue
             shape = parameter.shape if rows is None else (operation.rows, *parameter.shape[1:])
             value = tensors.take(DTYPES[operation.dtype], shape)
@@ -240,8 +246,8 @@ class VariableTable:
                     grad = torch.sparse_coo_tensor(
                         rows[None], grad, parameter.shape, is_coalesced=_increase(rows), check_invariants=False
                     )
-                steps.setdefault(operation.extra, []).append((grad, stored))
                 stored.begin_write()
+                steps.setdefault(operation.extra, []).append((grad, stored))
             else:
                 self._step(steps)
                 write(stored, operation.op, value, rows)
@@ -250,15 +256,12 @@ class VariableTable:
         self._step(steps)
         return answer
 
-    def _step(self, steps: dict[int, list[tuple[torch.Tensor, StoredVariable]]]) -> None:
+    def _step(self, steps: _Steps) -> None:
         try:
             for number, pairs in steps.items():
                 self.rules[number].apply([(grad, stored.parameter) for grad, stored in pairs])
         finally:
-            for pairs in steps.values():
-                for _, stored in pairs:
-                    stored.end_write()
-            steps.clear()
+            _end(steps)
 
     def _check_all_rows(self, operations: Sequence[Operation], data: torch.Tensor) -> None:
         """Nothing of a batch is applied when one of its row numbers is wrong."""
@@ -271,7 +274,9 @@ class VariableTable:
                 _check_rows(rows, self.variable(operation.variable))
             offset += request_bytes(operation)
 
-    def _pull(self, stored: StoredVariable, operation: Operation, rows: torch.Tensor | None, answer: Answer) -> None:
+    def _pull(
+        self, stored: StoredVariable, operation: Operation, rows: torch.Tensor | None, answer: Answer, copy: bool
+    ) -> None:
         dtype = DTYPES[operation.dtype]
         if not travels_as(operation.op, dtype, stored.parameter.dtype):
             dtype = stored.parameter.dtype
@@ -280,8 +285,8 @@ class VariableTable:
         elif operation.argument == stored.version:
             answer.operations.append(reply(stored, extra=FLAG_UNCHANGED))
         else:
-            own = dtype is stored.parameter.dtype
-            self._answer(answer, stored, stored.parameter.detach().to(dtype), stored if own else None)
+            own = dtype is stored.parameter.dtype and not copy  # the same batch may write it yet
+            self._answer(answer, stored, stored.parameter.detach().to(dtype, copy=copy), stored if own else None)
 
     def _answer(
         self, answer: Answer, stored: StoredVariable, value: torch.Tensor, source: StoredVariable | None = None
@@ -312,6 +317,14 @@ def request_bytes(operation: Operation) -> int:
 def reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:
     """The entry of an answer about one variable."""
     return Operation(0, dtype_number(stored.parameter.dtype), stored.number, stored.version, 0, nbytes, extra)
+
+
+def _end(steps: _Steps) -> None:
+    """The gradients are applied, or cannot be."""
+    for pairs in steps.values():
+        for _, stored in pairs:
+            stored.end_write()
+    steps.clear()
 
 
 def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
