@@ -1,9 +1,8 @@
-"""TCP connections whose ends stop, stay silent, break off or are too many: the server goes on, and values stay whole."""
+"""TCP connections whose ends stop, stay silent or break off: the server goes on, and values stay whole."""
 
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import threading
 import time
@@ -68,6 +67,11 @@ def add_to(link: ServerLink, number: int, value: torch.Tensor) -> None:
     link.batch(NO_WORK, [Operation(Op.ADD, 0, number, 0, 0, value.nbytes)], [value], None)
 
 
+def add_and_wait(link: ServerLink, number: int, value: torch.Tensor) -> None:
+    add_to(link, number, value)
+    link.finish()
+
+
 def test_many_requests_before_an_answer_is_taken(far: Any) -> None:
     """The answers fill the socket while this end sends: it must take some."""
     c = far()
@@ -92,8 +96,7 @@ def test_a_server_that_stops_while_it_is_sent_a_tensor(far: Any) -> None:
     c.signal("ps", 0, signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(UnavailableError, match="/job:ps/task:0"):
-        add_to(link, place_of(v), torch.ones(LARGE))
-        link.finish()
+        add_and_wait(link, place_of(v), torch.ones(LARGE))
     assert time.monotonic() - begun < 20
     c.signal("ps", 0, signal.SIGCONT)
     assert v.value().eq(0).all()
@@ -141,7 +144,7 @@ def test_a_client_that_was_forgotten_while_it_sends_changes_nothing(here: Any) -
 
 
 def test_threads_that_cannot_be_started(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    c, server = here
+    c, _ = here
     start = threading.Thread.start
 
     def fail(thread: threading.Thread) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(
     assert v.value().eq(1).all()
 
 
+def send_slowly(connection: socket.socket, data: bytes) -> None:
+    for byte in data:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.01)
+
+
 def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     c = far_cluster(cluster, monkeypatch, "1", workers=1, ps=1)
     with c.strategy.scope():
@@ -79,6 +86,10 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
         with socket.create_connection(address, 5) as stranger:
             stranger.sendall(sent)
             assert stranger.recv(10) == b""  # closed, nothing told
+    with socket.create_connection(address, 5) as stranger:
+        stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with pytest.raises(ConnectionError):  # before it has told who it is
+            send_slowly(stranger, Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(200))
     assert v.value().eq(0).all()
     assert c.statistics()[0]["clients"] <= 2
 

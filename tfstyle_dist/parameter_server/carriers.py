@@ -26,6 +26,7 @@ from tfstyle_dist.parameter_server.wire import CHUNK, WireError
 _PIECE = 1 << 14
 _MOST_CARRIERS = 4096
 _TOKEN_SECONDS = 10
+_TOKEN_PIECES = 4
 _END_SECONDS = 5.0
 
 
@@ -117,10 +118,8 @@ class Carrier:
 
     def _identify(self) -> Client | None:
         """The client that shows its token."""
-        self._connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _TOKEN_SECONDS, 0)
-        )  # strangers get no thread for longer
-        message = self._message()[0]
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _TOKEN_SECONDS, 0))
+        message = self._message(_TOKEN_PIECES)[0]  # strangers get no thread for longer
         with self._port.desk.lock:
             client: Client | None = self._port.tokens.take(message)
             if client is None or client.has_entered:
@@ -130,9 +129,14 @@ class Carrier:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
         return client
 
-    def _message(self) -> list[bytes]:
+    def _message(self, most: int | None = None) -> list[bytes]:
+        """The next message, in at most so many pieces."""
+        count = 0
         while (parts := self._frames.take()) is None:
+            if count == most:
+                raise WireError("a token came in too many pieces")
             self._frames.feed(self._receive(_PIECE))
+            count += 1
         return parts
 
     def _receive(self, most: int) -> bytes:

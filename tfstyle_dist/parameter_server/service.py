@@ -369,8 +369,8 @@ class ParameterServer(ServerState):
             way: that it came.
         """
         header, client.header = client.header, None
-        if header is None or not client.role:
-            return  # it was forgotten while they came
+        if header is None or client.refused or not client.role:
+            return  # it was refused or forgotten while they came
         try:
             # Meanwhile the closure may have been started elsewhere.
             self.table.check(header, client.operations)
