@@ -124,7 +124,7 @@ def test_nothing_but_tensors_comes_by_tcp(cluster: Any, monkeypatch: pytest.Monk
         td.Variable(torch.zeros(100_000))
     body = wire.pack_json({"method": "statistics"})
     stream = c.strategy.servers.links[0].stream
-    stream.send([wire.message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None)
+    stream.send([wire.message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None, lambda: None)
     answer = stream.receive(timedelta(seconds=10), lambda: None)[0]
     assert Header.unpack(answer).kind is Kind.ERROR
     assert b"tensors alone come by plain TCP" in answer
