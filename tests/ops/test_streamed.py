@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 
 import pytest
@@ -96,6 +97,12 @@ def test_two_roundings_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_update, "_rounds_like_torch", lambda dtype: True)
     assert cpu_update.update(first, second, 0.3, out)
     assert not torch.equal(out, torch.add(first, second, alpha=0.3))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for instructions of x86-64")
+def test_outputs_go_past_the_caches() -> None:
+    for program in (("float32", "float32", 2, "update", False), ("int8", "int8", 1, "add_n", False)):
+        assert "movnt" in cpu_kernel.write_program(cpu_kernel.Program(*program)).assembly()
 
 
 def test_several_threads_share_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
