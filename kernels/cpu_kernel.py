@@ -29,7 +29,7 @@ from tfstyle_dist_kernels.cpu_llvm import (
     total_name,
     word,
 )
-from tfstyle_dist_kernels.cpu_steps import CHAIN, OUT, Row, steps
+from tfstyle_dist_kernels.cpu_steps import CHAIN, OUT, SCALED, Row, steps
 
 VECTOR_BYTES: Final = 128  # of running totals; two AVX-512 or four AVX2 registers hide the latency of an addition
 # A block of running totals stays in the first-level cache between the steps of a sum of more than 8 contributions.
@@ -48,7 +48,7 @@ class Request(ctypes.Structure):
         rows: The address of [tensors, N + 2]: the addresses of the contributions and of the output, and whether the
             output is written past the caches.
         scratch: The address of ``scratch_bytes(num_levels)`` for each thread.
-        divisor: What to divide by, if the program divides.
+        operand: What to divide by, if the program divides; what the second contribution is multiplied by in an update.
         num_threads: How many threads may come. Each begins with a share of its own, the same one in every call, whose
             addresses its core may still know.
         shares: The address of [num_threads], how many units of each share are taken: 0.
@@ -60,7 +60,7 @@ class Request(ctypes.Structure):
         ("num_units", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("scratch", ctypes.c_int64),
-        ("divisor", ctypes.c_double),
+        ("operand", ctypes.c_double),
         ("num_threads", ctypes.c_int64),
         ("shares", ctypes.c_int64),
         ("thread_number", ctypes.c_int64),
@@ -124,7 +124,7 @@ class _Writer:
         request = builder.inttoptr(function.args[0], WORDS)
         fields = {name: word(builder, request, index) for index, name in enumerate(_FIELDS)}
         units, shares = (builder.inttoptr(fields[name], WORDS) for name in ("units", "shares"))
-        rows, num_threads, divisor = fields["rows"], fields["num_threads"], builder.bitcast(fields["divisor"], DOUBLE)
+        rows, num_threads, operand = fields["rows"], fields["num_threads"], builder.bitcast(fields["operand"], DOUBLE)
         thread = call_number(builder, fields["thread_number"])
         num_levels = steps(self._program.n, self._program.order)[1]
         scratch = builder.add(fields["scratch"], builder.mul(thread, integer(scratch_bytes(num_levels))))
@@ -164,22 +164,22 @@ class _Writer:
         with loop(builder, start, end, block) as first:
             left = builder.sub(end, first)
             size = builder.select(builder.icmp_signed("<", left, integer(block)), left, integer(block))
-            builder.call(vectors, [row, first, size, scratch, divisor, is_streaming])
+            builder.call(vectors, [row, first, size, scratch, operand, is_streaming])
         rest = builder.and_(count, integer(width - 1))
         with builder.if_then(builder.icmp_signed(">", rest, integer(0)), likely=False):
-            builder.call(singles, [row, end, rest, scratch, divisor, integer(0)])
+            builder.call(singles, [row, end, rest, scratch, operand, integer(0)])
         builder.branch(next_unit)
         return self._module
 
     def _steps(self, width: int) -> Any:
         """A function that takes all steps for elements ``first`` to ``first + count``, ``width`` at a time."""
         function = self._module.add_function(f"steps_{width}", [WORD, WORD, WORD, WORD, DOUBLE, WORD])
-        row, first, count, scratch, divisor, is_streaming = function.args
+        row, first, count, scratch, operand, is_streaming = function.args
         builder = begin(function)
         for step in steps(self._program.n, self._program.order)[0]:
             inputs = builder.add(row, integer(8 * step[0]))
             out = builder.add(row, integer(8 * self._program.n))
-            arguments = [inputs, out, first, count, scratch, divisor]
+            arguments = [inputs, out, first, count, scratch, operand]
             if step[6] == OUT and width > 1:
                 with builder.if_else(builder.icmp_signed("!=", is_streaming, integer(0))) as (then, otherwise):
                     with then:
@@ -207,14 +207,14 @@ class _Writer:
         total = Vector(total_name(self._program.name), width)
         result = Vector(self._program.out_name, width)
         builder = begin(function)
-        row, out, first, count, scratch, divisor = function.args
+        row, out, first, count, scratch, operand = function.args
         row = builder.inttoptr(row, WORDS)
         shift = builder.mul(first, integer(element_bytes(element.name)))
         inputs = [builder.add(word(builder, row, index), shift) for index in range(last_input - first_input)]
         out = word(builder, builder.inttoptr(out, WORDS), 0)
         out = builder.add(out, builder.mul(first, integer(element_bytes(result.name))))
         divides = self._program.divides and target == OUT
-        divisors = element.spread(builder, divisor) if divides else None
+        operands = element.spread(builder, operand) if divides or shape == SCALED else None
         add = element.adding(builder)
         with loop(builder, integer(0), count, width) as place:
 
@@ -226,11 +226,14 @@ class _Writer:
             parts = [element.load(builder, builder.add(address, offset)) for address in inputs]
             if start != OUT:
                 parts.insert(0, total.load(builder, level(start)))
-            value = reduce(add, parts) if shape == CHAIN else pairwise(add, parts)
+            if shape == SCALED:
+                value = element.add_scaled(builder, parts[0], parts[1], operands)
+            else:
+                value = reduce(add, parts) if shape == CHAIN else pairwise(add, parts)
             for number in range(high - 1, low - 1, -1):
                 value = add(total.load(builder, level(number)), value)
             if divides:
-                value = builder.fdiv(value, divisors)
+                value = builder.fdiv(value, operands)
             if target == OUT:
                 here = builder.add(out, builder.mul(place, integer(element_bytes(result.name))))
                 result.store(builder, here, value, is_streaming=is_streaming)

@@ -198,6 +198,16 @@ class Vector:
         operation: Operation = builder.fadd if "float" in self.name else builder.add
         return operation
 
+    def add_scaled(self, builder: Any, first: Any, second: Any, scale: Any) -> Any:
+        """``first + scale * second`` of floating point numbers, rounded once if this processor can."""
+        if not has_fused():
+            return builder.fadd(first, builder.fmul(scale, second))
+        name = f"llvm.fma.v{self.lanes}f{8 * element_bytes(self.name)}"
+        fused = builder.module.globals.get(name)
+        if fused is None:
+            fused = ir.Function(builder.module, ir.FunctionType(self.total, [self.total] * 3), name)
+        return builder.call(fused, [second, scale, first])
+
     def spread(self, builder: Any, number: Any) -> Any:
         """A vector that holds a double, rounded to the dtype of the running totals, in every lane."""
         if self.total.element != number.type:
@@ -236,5 +246,13 @@ def pairwise(add: Operation, parts: Sequence[Any]) -> Any:
 
 def has_float16() -> bool:
     """Whether this processor converts float16 itself; the functions that would do it instead are not there."""
-    features = binding.get_host_cpu_features()
-    return features.get("f16c", False) or not binding.get_process_triple().startswith(("x86", "i386", "i686"))
+    return binding.get_host_cpu_features().get("f16c", False) or not _is_x86()
+
+
+def has_fused() -> bool:
+    """Whether this processor multiplies and adds with one rounding."""
+    return binding.get_host_cpu_features().get("fma", False) or not _is_x86()
+
+
+def _is_x86() -> bool:
+    return bool(binding.get_process_triple().startswith(("x86", "i386", "i686")))

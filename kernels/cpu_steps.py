@@ -15,6 +15,8 @@ from typing import Final, TypeAlias
 CHAIN: Final = 0
 FOUR: Final = 4
 EIGHT: Final = 8
+# Not a sum of any number: the second contribution, times a number, is added to the first.
+SCALED: Final = 2
 
 OUT: Final = -1
 Row: TypeAlias = tuple[int, int, int, int, int, int, int]
@@ -26,9 +28,9 @@ def steps(n: int, order: str) -> tuple[tuple[Row, ...], int]:
 
     Args:
         n: The number of contributions, at least 1.
-        order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``.
+        order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``; ``"update"`` for ``SCALED``.
     """
-    rows = {"add_n": _add_n, "tree": _tree, "accumulate_n": _accumulate_n}[order](n)
+    rows = {"add_n": _add_n, "tree": _tree, "accumulate_n": _accumulate_n, "update": _update}[order](n)
     *_, last = rows
     rows[-1] = (*last[:6], OUT)
     return tuple(rows), 1 + max(row[6] for row in rows)
@@ -42,6 +44,10 @@ def _add_n(n: int) -> list[Row]:
 
 def _accumulate_n(n: int) -> list[Row]:
     return [(first, min(first + 8, n), CHAIN, 0 if first else OUT, 0, 0, 0) for first in range(0, n, 8)]
+
+
+def _update(n: int) -> list[Row]:
+    return [(0, n, SCALED, OUT, 0, 0, 0)]
 
 
 def _tree(n: int) -> list[Row]:

@@ -63,13 +63,13 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 
 def prepare(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divides: bool) -> int:
-    """Imports llvmlite and compiles one kind of sum, if that has not been done.
+    """Imports llvmlite and compiles one kind of sum or update, if that has not been done.
 
     Args:
         dtype: The dtype of the contributions.
         out_dtype: The dtype of the output.
         n: The number of contributions.
-        order: The order of summation.
+        order: The order of summation, or ``"update"``.
         divides: Whether the sum is divided.
 
     Returns:
@@ -87,7 +87,9 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divi
             begin = time.perf_counter()
             kernel = _kernel()
             _code[key] = kernel.compile_program(kernel.Program(*key))
-            _logger.info("compiled the sum of %d x %s on the CPU in %.2f s", n, key[0], time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            what = "update" if order == "update" else "sum"
+            _logger.info("compiled the %s of %d x %s on the CPU in %.2f s", what, n, key[0], seconds)
         return _code[key]
 
 
@@ -145,7 +147,7 @@ def sum_lists(
         reference.sum_lists(contributions, outs, order, divisor=divisor)
         return
     code = prepare(dtype, out_dtype, len(contributions[0]), order, divisor is not None)
-    if not _are_contiguous(chain(chain.from_iterable(contributions), outs)):
+    if not are_plain(chain(chain.from_iterable(contributions), outs)):
         simple = [_is_simple(parts, out) for parts, out in zip(contributions, outs, strict=True)]
         left = [t for t, is_simple in enumerate(simple) if not is_simple]
         reference.sum_lists([contributions[t] for t in left], [outs[t] for t in left], order, divisor=divisor)
@@ -153,20 +155,34 @@ def sum_lists(
         outs = [out for out, is_simple in zip(outs, simple, strict=True) if is_simple]
         if not outs:
             return
-    left_out = _run(code, contributions, outs, order, divisor)
+    left_out = run(code, contributions, outs, order, divisor or 0)
     if left_out:
         parts, targets = [contributions[t] for t in left_out], [outs[t] for t in left_out]
         reference.sum_lists(parts, targets, order, divisor=divisor)
 
 
-def _run(
+def run(
     code: int,
     contributions: Sequence[Sequence[Tensor]],
     outs: Sequence[Tensor],
     order: str,
-    divisor: int | float | None,
+    operand: float,
+    *,
+    streamed_above_bytes: int = STREAMED_ABOVE_BYTES,
 ) -> list[int]:
-    """Sums the tensors in one pass, in up to ``torch.get_num_threads()`` threads; returns those it had to leave out."""
+    """Runs code over tensors in one pass, in up to ``torch.get_num_threads()`` threads.
+
+    Args:
+        code: What ``prepare`` gave for these dtypes, this number of contributions and this order.
+        contributions: Row-major tensors, as in ``sum_lists``.
+        outs: Likewise.
+        order: The order of summation.
+        operand: The divisor or the scale, if the code has one.
+        streamed_above_bytes: With more traffic than this the outputs are written past the caches.
+
+    Returns:
+        The numbers of the tensors that it had to leave out, because their memory overlaps partly.
+    """
     first, out, n = contributions[0][0], outs[0], len(contributions[0])
     numels = tuple(map(Tensor.numel, outs))
     num_bytes = sum(numels) * (n * first.itemsize + out.itemsize)
@@ -179,7 +195,7 @@ def _run(
         _NAMES[first.dtype],
         _NAMES[out.dtype],
         team.num_threads,
-        num_bytes > STREAMED_ABOVE_BYTES,
+        num_bytes > streamed_above_bytes,
     )
     if plan.num_units < 2:
         team = ALONE
@@ -189,7 +205,7 @@ def _run(
         plan.num_units,
         plan.rows,
         _scratch.take(team.num_threads * _kernel().scratch_bytes(steps(n, order)[1])),
-        divisor or 0,
+        operand,
         team.num_threads,
         ctypes.addressof(shares),
         team.thread_number,
@@ -211,7 +227,7 @@ def _has_float16() -> bool:
     return cpu_llvm.has_float16()
 
 
-def _are_contiguous(tensors: Iterable[Tensor]) -> bool:
+def are_plain(tensors: Iterable[Tensor]) -> bool:
     """Whether all are plain row-major tensors, as nearly all are; each test runs over the whole list at once."""
     tensors = list(tensors)
     return (

@@ -73,6 +73,13 @@ try:
     aggregate(xs, backend="llvm")
 except ValueError as error:
     print(error)
+from tfstyle_dist.ops import streamed
+x, out = torch.randn(2 << 20), torch.empty(2 << 20)
+for _ in range(3):
+    streamed.add(x, x, -0.1, out)
+    assert torch.equal(out, torch.add(x, x, alpha=-0.1))
+    streamed.copy_bytes(x.view(torch.uint8), out.view(torch.uint8))
+    assert torch.equal(out, x)
 assert "llvmlite" not in sys.modules
 """
 COMPILED_LATER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, Protocol, cast
@@ -137,10 +138,12 @@ class WarmUp:
 
     Args:
         module: name of the kernels' module; it offers ``unavailable``, ``has_kernel``, ``is_ready`` and ``prepare``.
+        in_background: nobody waits for the compiler; the code is ready some calls later.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, in_background: bool = False) -> None:
+        self._module, self._in_background = module, in_background
+        self._begun: set[tuple[Any, ...]] = set()
         self._lost_seconds: dict[tuple[Any, ...], float] = {}
         self._failure: str | None = None
 
@@ -163,8 +166,16 @@ class WarmUp:
         self._lost_seconds[key] = self._lost_seconds.get(key, 0.0) + gain
         if self._lost_seconds[key] < COMPILING_SECONDS or not module.has_kernel(key[0]):
             return False
+        if not self._in_background:
+            return self._compile(key)
+        if key not in self._begun:
+            self._begun.add(key)
+            threading.Thread(target=self._compile, args=(key,), name="tfstyle-compile").start()
+        return False
+
+    def _compile(self, key: tuple[Any, ...]) -> bool:
         try:
-            module.prepare(*key)
+            _import(self._module)[0].prepare(*key)
         except Exception as error:  # whatever an installed compiler may raise, torch can sum
             self._failure = f"no sum could be compiled: {error!r}"
             get_logger().warning("%s; torch sums instead", self._failure, exc_info=get_logger().level <= logging.DEBUG)

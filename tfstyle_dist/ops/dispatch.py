@@ -40,7 +40,7 @@ def sum_one(
     target = torch.empty_like(first) if out is None else out
     backends.explicit(backend, first.device).sum_lists([dense], [target], order, divisor=divisor)
     if out is not None:
-        _tell_autograd([out])
+        tell_autograd([out])
     return target
 
 
@@ -91,11 +91,11 @@ def sum_list(
         targets = cast("list[Tensor]", [results[i] for i in indices])
         backends.explicit(name, device).sum_lists(lists, targets, order, divisor=divisor)
         if outs is not None:
-            _tell_autograd(targets)
+            tell_autograd(targets)
     return cast("list[Tensor]", results)
 
 
-def _tell_autograd(changed: Sequence[Tensor]) -> None:
+def tell_autograd(changed: Sequence[Tensor]) -> None:
     """Compiled backends write to memory behind torch's back: a value saved for a derivative must not change unseen."""
     torch.autograd.graph.increment_version([out for out in changed if not out.is_inference()])
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.table import Answer
@@ -117,5 +118,5 @@ def _pack(answer: Answer, flat: torch.Tensor) -> None:
     offset = 0
     for tensor in answer.tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
         offset += wire.padded(nbytes)

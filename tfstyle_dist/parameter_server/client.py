@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.connection import Connection
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
@@ -324,5 +325,5 @@ def _in_one(tensors: Sequence[torch.Tensor], sizes: Sequence[int], total: int) -
 def _pack(tensors: Sequence[torch.Tensor], sizes: Sequence[int], flat: torch.Tensor) -> None:
     offset = 0
     for tensor, nbytes in zip(tensors, sizes, strict=True):
-        flat[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
         offset += wire.padded(nbytes)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server.lending import SMALLEST, Home, Loan, OwnMemory
 from tfstyle_dist.parameter_server.wire import Op
 
@@ -110,7 +111,7 @@ def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | Non
     target = stored.parameter.detach()
     try:
         if rows is None:
-            torch.add(target if old is None else old, grad, alpha=-rate, out=target)
+            streamed.add(target if old is None else old, grad, -rate, target)
         else:
             target.index_add_(0, rows, grad * -rate)
     except BaseException:
@@ -129,10 +130,8 @@ def write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tens
     try:
         if op == Op.ASSIGN:
             target.copy_(value)
-        elif op == Op.ADD:
-            torch.add(source, value, out=target)
-        elif op == Op.SUB:
-            torch.sub(source, value, out=target)
+        elif op in (Op.ADD, Op.SUB):
+            streamed.add(source, value, 1 if op == Op.ADD else -1, target)
         else:
             assert rows is not None
             target.index_add_(0, rows, value)
