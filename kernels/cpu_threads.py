@@ -57,6 +57,16 @@ def find_team(num_threads: int) -> Team:
     return Team(num_threads, _number_address())
 
 
+def work_alone() -> None:
+    """Torch's operations in the calling thread take no other threads from now on.
+
+    Otherwise each thread of the program that calls a large operation gets as many others of its own, which stay.
+    """
+    torch.get_num_threads()  # torch gives a thread its number when it first asks
+    if (openmp := _openmp()) is not None:
+        openmp.omp_set_num_threads(1)
+
+
 @cache
 def _openmp() -> Any:
     """Torch's OpenMP, if it has the entry point that GNU's defines and those of Intel and LLVM offer too."""

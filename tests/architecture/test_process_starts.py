@@ -25,6 +25,7 @@ REASONS = {
     "multi_worker/cluster_processes.py": "programs in network namespaces, started by TF_CONFIG alone",
     "multi_worker/test_torchrun_configs.py": COMMANDS,
     "multi_worker/test_two_hosts.py": COMMANDS,
+    "ops/test_threads.py": "counts the threads of a fresh process",
     "parameter_server": "servers and workers are no ranks: they come, die and come back beside one coordinator",
     "test_examples.py": COMMANDS,
     "testing": "sessions of pytest, and processes that a test leaves behind, are what is tested",

@@ -41,6 +41,15 @@ def far(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch has two threads for an operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
     """A cluster with the server in this process."""
     c = far(start=False, coordinator=False)
@@ -174,6 +183,65 @@ def test_a_hello_over_tcp_is_refused(here: Any) -> None:
     answer = link._next_message()
     assert Header.unpack(answer[0]).kind is Kind.ERROR
     assert server.session == c.strategy.servers.links[0]._hello["session"]
+
+
+def ask_and_take_nothing(context: Any, server: ParameterServer, address: str, task: str, number: int) -> ServerLink:
+    hello = {"role": "worker", "session": server.session, "task": task}
+    link = ServerLink(context, address, "server", hello, timedelta(seconds=20))
+    link.batch(NO_WORK, [Operation(Op.PULL, 0, number)], [], lambda answers: [])
+    return link
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_large_updates_are_made_by_one_thread_for_all(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, server = here
+    names: list[str] = []
+    execute = server.execute_taken
+
+    def note(client: Any, way: Any) -> None:
+        names.append(threading.current_thread().name)
+        execute(client, way)
+
+    with c.strategy.scope():
+        small, large = td.Variable(torch.zeros(100_000)), td.Variable(torch.zeros(1 << 20))
+    monkeypatch.setattr(server, "execute_taken", note)
+    for variable in (small, large):
+        variable.assign_add(torch.ones(variable.shape))
+        assert variable.value().eq(1).all()
+    assert [name.rstrip("0123456789_") for name in names] == ["tfstyle-ps-tcp", "tfstyle-ps-table"]
+
+
+def test_clients_that_take_nothing_or_vanish(here: Any) -> None:
+    """What is lent to them comes back, the others go on, and the server ends with threads that are sending."""
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(LARGE))
+    assert v.value().eq(0).all()
+    stored = server.table.variables[place_of(v)]
+    context, address = zmq_link.Context(None), c.spec["ps"][0]
+    links = [ask_and_take_nothing(context, server, address, f"worker {n}", stored.number) for n in range(2)]
+    wait_until(lambda: stored.home is not None and sum(stored.home._lent.values()) == 2)
+    for number in range(3):
+        assert v.value().eq(number).all()
+        v.assign_add(torch.ones(LARGE))
+    wait_until(lambda: sum(stored.home._lent.values()) == 2)
+    links[0].stream._socket.close()
+    wait_until(lambda: sum(stored.home._lent.values()) == 1)
+    again = ask_and_take_nothing(context, server, address, "worker 1", stored.number)  # the same task, started again
+    wait_until(lambda: list(stored.home._lent) == [stored.parameter.data_ptr()])
+    assert len(stored.home._spares) <= 2
+    c.strategy.close()
+    wait_until(lambda: not server._clients and not stored.home._lent)
+    for link in (*links, again):
+        link.close(goodbye=False)
+    context.close()
 
 
 WAYS = ({"TFSTYLE_SHARED_MEMORY": "1"}, {"TFSTYLE_SHARED_MEMORY": "0"}, {"TFSTYLE_SHARED_MEMORY": "0"},

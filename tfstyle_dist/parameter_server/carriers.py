@@ -1,7 +1,8 @@
 """TCP connections of clients on other hosts: each has a thread, so that bytes of several come and go at one time.
 
-A thread waits for bytes without the server's lock and works on the table with it. What it sends it sends without the
-lock too, straight from the variables: they are lent meanwhile, and a write that comes goes into other memory.
+A thread waits for bytes without the server's lock and works on the table with it; large updates are made by one thread
+for all, so that torch has one team of threads. What it sends it sends without the lock too, straight from the
+variables: they are lent meanwhile, and a write that comes goes into other memory.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.ops.threads import work_alone
 from tfstyle_dist.parameter_server import streams
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import WELCOME, Tokens
@@ -26,6 +29,7 @@ from tfstyle_dist.parameter_server.wire import CHUNK, WireError
 _PIECE = 1 << 14
 _MOST_CARRIERS = 4096
 _TOKEN_SECONDS = 10
+_LARGE = 1 << 20
 _TOKEN_PIECES = 4
 _END_SECONDS = 5.0
 
@@ -92,6 +96,7 @@ class Carrier:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # of this thread
+        work_alone()
         desk, client = self._port.desk, None
         try:
             client = self._identify()
@@ -153,8 +158,7 @@ class Carrier:
             client.skip -= len(room)
         if client.header is not None:
             self._fill(client.view[: client.header.data_bytes])
-            with self._port.desk.lock:
-                self._port.desk.execute_taken(client, self)
+            self._port.execute_taken(client, self)
             self._send_all()
 
     def _fill(self, room: memoryview) -> None:
@@ -197,6 +201,21 @@ class StreamPort:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self.number, self.port = self._listener.fileno(), int(self._listener.getsockname()[1])
+        self._helped: ThreadPoolExecutor | None = None
+        if torch.get_num_threads() > 1:
+            self._helped = ThreadPoolExecutor(1, "tfstyle-ps-table", torch.set_grad_enabled, (False,))
+
+    def execute_taken(self, client: Client, way: Any) -> None:
+        """Carries out a batch whose tensors have come; a large one in the thread that torch's other threads help."""
+        assert client.header is not None
+        if self._helped is None or client.header.data_bytes < _LARGE:
+            self._execute(client, way)
+        else:
+            self._helped.submit(self._execute, client, way).result()
+
+    def _execute(self, client: Client, way: Any) -> None:
+        with self.desk.lock:
+            self.desk.execute_taken(client, way)
 
     def admit(self) -> None:
         """Takes a new connection; who it is it has to tell."""
@@ -225,6 +244,8 @@ class StreamPort:
             carrier.shut()
         for carrier in left:
             carrier.thread.join(_END_SECONDS)
+        if self._helped is not None:
+            self._helped.shutdown()
 
 
 def _give_back(loans: list[Loan]) -> None:

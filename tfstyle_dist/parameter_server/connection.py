@@ -162,6 +162,7 @@ class Connection:
                         self._send_message(farewell)
                     else:
                         self._socket.send_multipart(farewell)
+                        self.stream.await_end()  # were it closed first, the farewell would be a stranger's
             if self._socket is None:
                 return
             self._drop()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ _PIECE = 1 << 17
 _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
 _CONNECT_SECONDS = 2.0
+_END_SECONDS = 2.0
 _MOST_ROOMS = 512
 _Done = TypeVar("_Done", bytes, int)
 
@@ -130,6 +133,13 @@ class Visit:
             if not done:
                 raise ConnectionResetError
             return done
+
+    def await_end(self) -> None:
+        """Waits until the server has ended the connection, but not long; what still comes is dropped."""
+        end = time.monotonic() + _END_SECONDS
+        with contextlib.suppress(OSError):  # nothing came for a second, or it is gone
+            while self._socket.recv(JOINED) and time.monotonic() < end:
+                pass
 
     def close(self) -> None:
         """Ends the connection."""
