@@ -14,6 +14,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server import connection
 from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.wire import Op, Operation
 from tfstyle_dist.parameter_server.work import Work
@@ -74,3 +75,28 @@ def test_writes_without_an_answer_are_said(cluster: Any) -> None:
         look_until_it_is_noticed(link)
     with pytest.raises(UnavailableError, match="1 requests with writes had not been answered"):
         link.finish()
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_server_that_looked_alive_while_it_died_is_noticed(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    """A killed process closes its sockets one by one: the one it listens at may be the last."""
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    c = cluster(workers=1, ps=1, env={"TFSTYLE_SHARED_MEMORY": shared})
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(100_000))
+    assert v.value().eq(0).all()
+    listens, asked = connection._listens, []
+
+    def first_it_does(address: str) -> bool:
+        asked.append(address)
+        return len(asked) == 1 or listens(address)
+
+    monkeypatch.setattr(connection, "_listens", first_it_does)
+    c.kill("ps", 0)
+    begin = time.monotonic()
+    with pytest.raises(UnavailableError, match="is gone"):
+        v.value()
+    assert time.monotonic() - begin < 20  # not the 300 s of a wait
+    assert len(asked) >= 2

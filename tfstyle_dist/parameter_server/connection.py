@@ -265,6 +265,10 @@ class Connection:
                 return
             if deadline.passed():
                 raise self._silent(deadline)
+            # It was there, and a killed process closes its sockets one by one: it may have looked alive.
+            was_there = bool(self._incarnation) and self._returns is None
+            if not ready and not self._up and was_there and not _listens(self.address):
+                raise self._broken("is gone" + _ADVICE)
 
     def _look(self) -> None:
         """Notices that the server is gone."""
