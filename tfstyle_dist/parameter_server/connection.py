@@ -26,6 +26,7 @@ _ADVICE = (
     "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
 )
 _PROBE_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 class Connection:
@@ -247,9 +248,11 @@ class Connection:
         if self._lost is not None:
             raise UnavailableError(self._lost)
         deadline, failures = Deadline(self._timeout), 0
+        # A killed process closes its sockets one by one: it may have looked alive when it was lost.
+        was_there = bool(self._incarnation) and self._returns is None
         while True:
-            left = deadline.remaining()
-            ready = dict(self._poller.poll(1000 if left is None else min(left, 1.0) * 1000))
+            left, wait = deadline.remaining(), _LOOK_SECONDS if was_there and not self._up else 1.0
+            ready = dict(self._poller.poll(1000 * (wait if left is None else min(left, wait))))
             # News first: what comes after a connection was lost is no answer to what was sent before.
             if self._monitor in ready:
                 event = zmq_link.news(self._monitor)
@@ -265,8 +268,6 @@ class Connection:
                 return
             if deadline.passed():
                 raise self._silent(deadline)
-            # It was there, and a killed process closes its sockets one by one: it may have looked alive.
-            was_there = bool(self._incarnation) and self._returns is None
             if not ready and not self._up and was_there and not _listens(self.address):
                 raise self._broken("is gone" + _ADVICE)
 
