@@ -76,6 +76,7 @@ class WorkerPool:
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = threading.Lock()
         self._woken = self._stopping = False
         self._goodbye = True
         self._poller: Any = None
@@ -86,9 +87,10 @@ class WorkerPool:
 
     def wake(self) -> None:
         """There is something to do."""
-        if not self._woken:
-            self._woken = True
-            os.eventfd_write(self._event, 1)
+        with self._bell:
+            if not self._woken:
+                self._woken = True
+                os.eventfd_write(self._event, 1)
 
     def absent(self) -> str:
         """Says which workers are not there; empty when all are."""
@@ -108,11 +110,15 @@ class WorkerPool:
         Args:
             goodbye: also tells the workers to end.
         """
-        if not self._thread.is_alive():
+        if self._stopping:
             return
-        self._stopping, self._goodbye = True, goodbye
+        self._goodbye, self._stopping = goodbye, True
         self.wake()
         self._thread.join(30)
+        if not self._thread.is_alive():
+            with self._bell:
+                self._woken = True  # for good: nobody rings any more
+                os.close(self._event)
 
     # ---- the thread -------------------------------------------------------------------------------------------
 
@@ -138,7 +144,6 @@ class WorkerPool:
                         link.socket.close()
                     else:
                         link.close()
-            os.close(self._event)
 
     def _new_poller(self) -> None:
         links = (*self._workers, *self._servers)
