@@ -16,6 +16,7 @@ def test_without_limit() -> None:
     deadline = Deadline(None)
     assert not deadline.passed()
     assert deadline.remaining() is None
+    assert deadline.pause() is None
     assert str(deadline) == "no deadline"
 
 
@@ -44,6 +45,21 @@ def test_a_debugger_stops_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt[0] = False
     now[0] = 12.5
     assert deadline.passed()
+
+
+def test_time_is_left_to_whoever_leaves_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left between two looks, the last before the end too: the next look must not find the time up."""
+    now, left_at = [0.0], 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "debugger_active", lambda: now[0] < left_at)
+    for step in range(100):
+        now[0], left_at = 0.0, 0.1 * step
+        deadline = Deadline(timedelta(seconds=2))
+        while not deadline.passed():
+            pause = deadline.pause()
+            assert pause is not None
+            now[0] += pause
+        assert left_at + 1.5 <= now[0] < max(left_at, 0.5) + 2.1
 
 
 def test_debugger_active_in_another_thread() -> None:

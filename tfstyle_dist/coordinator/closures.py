@@ -173,8 +173,7 @@ class ClosureQueue:
                         f"{self._running} scheduled functions are running and {self._count_waiting()} are waiting "
                         f"after {deadline}.{who_is_absent()}"
                     )
-                left = deadline.remaining()
-                self.changed.wait(1.0 if left is None else min(left, 1.0))
+                self.changed.wait(deadline.pause() or 1.0)
                 if time.monotonic() > say:
                     say = time.monotonic() + _SAY_EVERY
                     if absent := who_is_absent():
@@ -204,8 +203,7 @@ class ClosureQueue:
         # What runs is let end, so that nothing of before the error happens after it.
         limit = deadline or Deadline(timedelta(minutes=5))
         while self._running and not limit.passed():
-            left = limit.remaining()
-            self.changed.wait(1.0 if left is None else min(left, 1.0))
+            self.changed.wait(limit.pause() or 1.0)
         error, self._error = self._error, None
         if error is not None:
             raise error

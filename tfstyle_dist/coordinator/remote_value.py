@@ -86,7 +86,7 @@ class RemoteValue:
             while self._status is RemoteValueStatus.NOT_READY:
                 if deadline.passed():
                     raise DeadlineExceededError(f"The result of a scheduled function did not come within {deadline}.")
-                self._changed.wait(deadline.remaining())
+                self._changed.wait(deadline.pause())
         if self._error is not None:
             raise self._error
         return self._value

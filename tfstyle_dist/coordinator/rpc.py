@@ -189,8 +189,7 @@ class Client:
                         f"The rpc server at {self._address} did not answer within {deadline}. Is it running, and does "
                         "it have the same keys (TFSTYLE_PS_KEYS)?"
                     )
-                left = deadline.remaining()
-                self._receive(100 if left is None else min(left * 1000, 100))
+                self._receive(min(1000 * (deadline.pause() or 1.0), 100))
 
     def _receive(self, milliseconds: float) -> None:
         ready = dict(self._poller.poll(int(milliseconds)))

@@ -189,7 +189,7 @@ class ThreadedRun:
             while self._finished < self.count:
                 if deadline.passed():
                     return [r for r in range(self.count) if not self._done[r]]
-                self._condition.wait(_slice(deadline))
+                self._condition.wait(deadline.pause())
         return []
 
     def stacks(self, replicas: Sequence[int]) -> str:
@@ -218,7 +218,7 @@ class ThreadedRun:
         while not ready():
             self._raise_if_aborted()
             if not deadline.passed():
-                self._condition.wait(_slice(deadline))
+                self._condition.wait(deadline.pause())
             elif self._arrived == self.count:
                 # All are here, and the first replica does the joint work; what that waits for has its own deadline.
                 get_logger().warning("replica 0 is still busy with %s:\n%s", call.describe(), self.stacks([0]))
@@ -278,9 +278,3 @@ class ThreadedRun:
             self._rng[replica] = torch.get_rng_state()
         self._turn = next((r for r in range(replica + 1, self.count) if not self._done[r]), self.count)
         self._condition.notify_all()
-
-
-def _slice(deadline: Deadline) -> float | None:
-    """How long to sleep at most before looking at the deadline (and a debugger) again."""
-    remaining = deadline.remaining()
-    return None if remaining is None else min(max(remaining, 0.01), 60.0)
