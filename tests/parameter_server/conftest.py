@@ -78,6 +78,19 @@ class Cluster:
         self.strategy = td.ParameterServerStrategy(resolver, variable_partitioner=partitioner, **options)
         self.coordinator = td.coordinator.ClusterCoordinator(self.strategy)
 
+    def add_three_times(self, count: int) -> torch.Tensor:
+        """The value of a variable of so many zeros after a worker has added one to each three times."""
+        with self.strategy.scope():
+            value = td.Variable(torch.zeros(count))
+
+        def add() -> None:
+            value.assign_add(torch.ones(count))
+
+        for _ in range(3):
+            self.coordinator.schedule(add)
+        self.coordinator.join(timeout=30)
+        return value.value()
+
     def start(self, job: str, index: int) -> None:
         self.pids[job, index] = self._zygote.call(
             op="start", spec=self.spec, job=job, index=index, env=self._env, memory=self._memory.get(job),

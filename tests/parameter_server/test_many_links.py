@@ -40,3 +40,52 @@ def test_too_few_files_are_named() -> None:
     said = links_under(256, 256)
     assert "This process may have 256 files open" in said
     assert "ulimit -Hn" in said
+
+
+NO_FILE_LEFT = """
+import contextlib, os, resource, select, socket
+from tfstyle_dist.parameter_server.listener import Listener
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+name = f"\\0tfstyle-test-{os.getpid()}"
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(name)
+listener = Listener(listening, "/job:ps/task:0")
+
+def waits():
+    return bool(select.select([listener.number], [], [], 0)[0])
+
+def connect():
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(name)
+    client.settimeout(20)
+    return client
+
+refused, taken = [connect() for _ in range(3)], connect()
+files = []
+with contextlib.suppress(OSError):
+    while True:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+for client in refused:
+    assert listener.accept(0) is None
+    assert client.recv(1) == b""
+assert waits(), "the last one was not asked for yet"
+os.close(files.pop())
+connection = listener.accept(0)
+connection.sendall(b"!")
+assert taken.recv(1) == b"!"
+os.close(files.pop())
+os.close(files.pop())
+more = connect()
+assert listener.accept(1 << 20) is None
+assert more.recv(1) == b""
+assert not waits()
+listener.close()
+print("done")
+"""
+
+
+def test_a_connection_without_a_file_for_it_does_not_wait_for_ever() -> None:
+    """It would keep the server busy: its listening socket stays ready until the connection is taken."""
+    found = subprocess.run([sys.executable, "-c", NO_FILE_LEFT], capture_output=True, text=True, timeout=50)
+    assert found.stdout == "done\n", found.stderr
+    assert found.stderr.count("has no file left for a connection") == 1

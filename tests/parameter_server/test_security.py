@@ -45,16 +45,7 @@ def test_training_with_keys(cluster: Any, key_file: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TFSTYLE_PS_KEYS", str(key_file))
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
     c = cluster(workers=1, ps=1, env={"TFSTYLE_PS_KEYS": str(key_file), "TFSTYLE_SHARED_MEMORY": "0"})
-    with c.strategy.scope():
-        value = td.Variable(torch.zeros(500_000))
-
-    def add() -> None:
-        value.assign_add(torch.ones(500_000))
-
-    for _ in range(3):
-        c.coordinator.schedule(add)
-    c.coordinator.join(timeout=30)
-    assert torch.equal(value.value(), torch.full((500_000,), 3.0))
+    assert c.add_three_times(500_000).eq(3).all()
 
 
 @pytest.mark.parametrize("wrong", ["other keys", "no keys"])

@@ -146,7 +146,7 @@ def test_a_client_that_was_forgotten_while_it_sends_changes_nothing(here: Any) -
     assert begun.wait(20)
     time.sleep(0.1)  # now they are in the socket's buffer
     with server.lock:
-        server._forget(client)
+        server.forget(client)
     going_on.set()
     carrier.thread.join(20)
     assert v.value().eq(0).all()

@@ -105,16 +105,7 @@ def test_with_keys_tensors_come_by_tcp_if_both_ends_say_so(
     c = cluster(workers=1, ps=1, env=environment, coordinator=False)
     monkeypatch.setenv("TFSTYLE_PS_TCP", "always")
     c.make_coordinator()
-    with c.strategy.scope():
-        v = td.Variable(torch.zeros(300_000))
-
-    def add() -> None:
-        v.assign_add(torch.ones(300_000))
-
-    for _ in range(3):
-        c.coordinator.schedule(add)
-    c.coordinator.join(timeout=30)
-    assert v.value().eq(3).all()
+    assert c.add_three_times(300_000).eq(3).all()
     assert c.strategy.servers.links[0].lane == ("TCP" if servers == "always" else "ZeroMQ")
 
 

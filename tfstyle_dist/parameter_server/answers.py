@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.table import Answer
@@ -15,20 +13,10 @@ from tfstyle_dist.parameter_server.wire import Header, Kind
 
 
 class Way(Protocol):
-    """A connection, as the server uses it; ``False``: the client is gone.
-
-    Attributes:
-        carries: tensors come and go this way.
-    """
-
-    carries: bool
+    """A connection, as the server uses it; ``False``: the client is gone."""
 
     def send(self, parts: list[Any]) -> bool:
         """Sends a message, perhaps after this returns: its parts are the way's own."""
-
-
-class Carrying(Way, Protocol):
-    """One that tensors travel by."""
 
     def stream(self, head: bytes, answer: Answer) -> bool:
         """Sends a message and the tensors of an answer, as they are now."""
@@ -41,8 +29,6 @@ class OverZmq:
         socket: of the server.
         identity: of the client.
     """
-
-    carries = True
 
     def __init__(self, socket: Any, identity: bytes) -> None:
         self._socket, self._identity = socket, identity
@@ -74,7 +60,7 @@ def refusal(request: int, error: BaseException) -> bytes:
     return wire.message(Header(Kind.ERROR, request, meta_bytes=len(meta)), meta)
 
 
-def send_answer(way: Way | Carrying, segment: Segment | None, header: Header, answer: Answer) -> bool:
+def send_answer(way: Way, segment: Segment | None, header: Header, answer: Answer) -> bool:
     """Answers a batch.
 
     Args:
@@ -90,7 +76,7 @@ def send_answer(way: Way | Carrying, segment: Segment | None, header: Header, an
         InvalidArgumentError: the answer is too large for this client's shared memory.
     """
     meta = wire.pack_operations(answer.operations)
-    total = sum(wire.padded(t.numel() * t.element_size()) for t in answer.tensors)
+    total = sum(wire.padded(t.nbytes) for t in answer.tensors)
     if not header.flags & wire.FLAG_SHARED:
         segment = None
 
@@ -101,22 +87,10 @@ def send_answer(way: Way | Carrying, segment: Segment | None, header: Header, an
     if total == 0:
         return way.send([head()])
     if segment is not None and wire.INLINE < total <= segment.half:
-        _pack(answer, segment.answer(total))
+        streams.pack(answer.tensors, segment.answer(total))
         return way.send([head(wire.FLAG_SHARED)])
     if total <= wire.INLINE:
         flat = torch.empty(total, dtype=torch.uint8)
-        _pack(answer, flat)
+        streams.pack(answer.tensors, flat)
         return way.send([head(wire.FLAG_INLINE), wire.tensor_bytes(flat)])
-    if not way.carries:
-        raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
-    carrying: Any = way
-    return bool(carrying.stream(head(), answer))
-
-
-def _pack(answer: Answer, flat: torch.Tensor) -> None:
-    """Lays the tensors of an answer out one after another."""
-    offset = 0
-    for tensor in answer.tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
-        offset += wire.padded(nbytes)
+    return way.stream(head(), answer)

@@ -23,11 +23,11 @@ from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import WELCOME, Tokens
 from tfstyle_dist.parameter_server.frames import JOINED, Frames, tune
 from tfstyle_dist.parameter_server.lending import Loan
+from tfstyle_dist.parameter_server.listener import Listener
 from tfstyle_dist.parameter_server.table import Answer
 from tfstyle_dist.parameter_server.wire import CHUNK, WireError
 
 _PIECE = 1 << 14
-_MOST_CARRIERS = 4096
 _TOKEN_SECONDS = 10
 _LARGE = 1 << 20
 _TOKEN_PIECES = 4
@@ -45,7 +45,7 @@ class Desk(Protocol):
     def execute_taken(self, client: Client, way: Any) -> None:
         """Carries out a batch whose tensors have come."""
 
-    def left(self, client: Client) -> None:
+    def forget(self, client: Client) -> None:
         """A client is gone."""
 
 
@@ -56,8 +56,6 @@ class Carrier:
         connection: a new one.
         port: that it came in at.
     """
-
-    carries = True
 
     def __init__(self, connection: socket.socket, port: StreamPort) -> None:
         self._connection, self._port, self._frames = connection, port, Frames()
@@ -117,7 +115,7 @@ class Carrier:
                 for _, loans in self._outbox:
                     _give_back(loans)
                 if client is not None:
-                    desk.left(client)
+                    desk.forget(client)
                 self._port.carriers.discard(self)
             self._connection.close()
 
@@ -195,12 +193,11 @@ class StreamPort:
         self.name, self.tokens, self.desk = name, tokens, desk
         self.carriers: set[Carrier] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        tune(self._listener)
-        self._listener.bind((host, 0))
-        self._listener.listen(128)
-        self._listener.setblocking(False)
-        self.number, self.port = self._listener.fileno(), int(self._listener.getsockname()[1])
+        listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        tune(listening)
+        listening.bind((host, 0))
+        self._listener = Listener(listening, name)
+        self.number, self.port = self._listener.number, int(listening.getsockname()[1])
         self._helped: ThreadPoolExecutor | None = None
         if torch.get_num_threads() > 1:
             self._helped = ThreadPoolExecutor(1, "tfstyle-ps-table", torch.set_grad_enabled, (False,))
@@ -219,12 +216,8 @@ class StreamPort:
 
     def admit(self) -> None:
         """Takes a new connection; who it is it has to tell."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self.carriers) >= _MOST_CARRIERS:
-            connection.close()
+        connection = self._listener.accept(len(self.carriers))
+        if connection is None:
             return
         connection.setblocking(True)
         tune(connection)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.connection import Connection
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
@@ -160,8 +159,7 @@ class ServerLink(Connection):
         with self._lock:
             self.connect()
             self.flush()
-            sizes = [t.nbytes for t in tensors]
-            total = sum(wire.padded(n) for n in sizes)
+            total = sum(wire.padded(t.nbytes) for t in tensors)
             shared = self._use_segment(total, answer_bytes)
             if take is None and len(self._waiting) >= _MOST_POSTED:
                 self.finish()
@@ -177,12 +175,12 @@ class ServerLink(Connection):
             if shared:
                 assert self.local is not None
                 assert self.local.segment is not None
-                _pack(tensors, sizes, self.local.segment.request(total))
+                streams.pack(tensors, self.local.segment.request(total))
                 self._send_message([head])
             elif total == 0:
                 self._send_message([head])
             elif flags:
-                self._send_message([head, _in_one(tensors, sizes, total)])
+                self._send_message([head, _in_one(tensors, total)])
             elif self.visit is not None:
                 if any(waiting.take is not None for waiting in self._waiting):
                     self._drain()  # neither end must wait until the other one takes its tensors
@@ -313,17 +311,10 @@ class ServerLink(Connection):
         return False
 
 
-def _in_one(tensors: Sequence[torch.Tensor], sizes: Sequence[int], total: int) -> memoryview:
+def _in_one(tensors: Sequence[torch.Tensor], total: int) -> memoryview:
     """The bytes of tensors and of the padding between them, copied only if there is more than one piece."""
-    if sizes[0] == total:
+    if tensors[0].nbytes == total:
         return wire.tensor_bytes(tensors[0])
     flat = torch.empty(total, dtype=torch.uint8)
-    _pack(tensors, sizes, flat)
+    streams.pack(tensors, flat)
     return wire.tensor_bytes(flat)
-
-
-def _pack(tensors: Sequence[torch.Tensor], sizes: Sequence[int], flat: torch.Tensor) -> None:
-    offset = 0
-    for tensor, nbytes in zip(tensors, sizes, strict=True):
-        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
-        offset += wire.padded(nbytes)

@@ -11,12 +11,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.frames import JOINED, Frames
+from tfstyle_dist.parameter_server.listener import Listener
+from tfstyle_dist.parameter_server.table import Answer
 
 _PIECE = 1 << 18
 _MOST_UNSENT = 64 << 20
-_MOST_VISITORS = 4096
 
 
 class Tokens:
@@ -50,9 +52,6 @@ class Visitor:
     Args:
         connection: non-blocking.
     """
-
-    carries = False
-    """Tensors do not come and go this way."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.frames = connection, Frames()
@@ -88,6 +87,11 @@ class Visitor:
         self._unsent.extend(memoryview(bytes(view)) for view in left)
         return not self._broken and sum(map(len, self._unsent)) <= _MOST_UNSENT
 
+    def stream(self, head: bytes, answer: Answer) -> bool:
+        """Tensors do not go this way."""
+        total = sum(wire.padded(t.nbytes) for t in answer.tensors)
+        raise InvalidArgumentError(f"an answer of {total} bytes does not fit into the shared memory of this client")
+
     def flush(self) -> bool:
         """Goes on sending; ``False``: the client is gone."""
         self._unsent = self._send_now(self._unsent)
@@ -114,27 +118,23 @@ class Door:
         poller: told of every connection.
         flag: what the poller is to look for.
         tokens: of those who may come in.
+        server: its name, for messages.
     """
 
-    def __init__(self, poller: Any, flag: int, tokens: Tokens) -> None:
+    def __init__(self, poller: Any, flag: int, tokens: Tokens, server: str) -> None:
         self._poller, self._flag, self._tokens = poller, flag, tokens
         self.name = f"tfstyle-ps-{uuid.uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen(128)
-        self._listener.setblocking(False)
-        self.number = self._listener.fileno()
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listening.bind("\0" + self.name)
+        self._listener = Listener(listening, server)
+        self.number = self._listener.number
         self.visitors: dict[int, Visitor] = {}
         poller.register(self.number, flag)
 
     def admit(self) -> None:
         """Takes a new connection; who it is it has to tell."""
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self.visitors) >= _MOST_VISITORS:
-            connection.close()
+        connection = self._listener.accept(len(self.visitors))
+        if connection is None:
             return
         connection.setblocking(False)
         self.visitors[connection.fileno()] = Visitor(connection)

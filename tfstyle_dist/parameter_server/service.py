@@ -80,7 +80,7 @@ class ParameterServer(ServerState):
         finally:
             with self.lock:
                 for client in list(self._clients.values()):
-                    self._forget(client)
+                    self.forget(client)
             if self._port is not None:
                 self._port.shut()
             if self._door is not None:
@@ -175,7 +175,7 @@ class ParameterServer(ServerState):
         if not here:
             self._door.close(visitor)
             if visitor.client is not None:
-                self._forget(visitor.client)
+                self.forget(visitor.client)
         elif visitor.waits or event & zmq_link.POLLOUT:
             self._poller.modify(number, zmq_link.POLLIN | (zmq_link.POLLOUT if visitor.waits else 0))
 
@@ -201,7 +201,7 @@ class ParameterServer(ServerState):
         """How many clients there are."""
         return len(self._clients)
 
-    def _forget(self, client: Client) -> None:
+    def forget(self, client: Client) -> None:
         """A client is gone: its shared memory and what it used in place are free."""
         self._clients.pop(client.identity, None)
         client.drop_segment()
@@ -213,10 +213,6 @@ class ParameterServer(ServerState):
             self._door.close(client.visitor)
         if client.carrier is not None:
             client.carrier.shut()
-
-    def left(self, client: Client) -> None:
-        """The TCP connection of a client has ended."""
-        self._forget(client)
 
     def take_message(self, client: Client, parts: list[bytes], way: Way) -> None:
         """Works on a message.
@@ -243,7 +239,7 @@ class ParameterServer(ServerState):
 
     def _send(self, client: Client, way: Way, parts: list[Any]) -> None:
         if not way.send(parts):
-            self._forget(client)
+            self.forget(client)
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -272,7 +268,7 @@ class ParameterServer(ServerState):
             if client.role == "coordinator":
                 self._ended = True
                 self._bell.send(b"!")
-            self._forget(client)
+            self.forget(client)
         elif header.kind is not Kind.ALIVE:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
@@ -287,7 +283,7 @@ class ParameterServer(ServerState):
                 self._poller.register(self._port.number, zmq_link.POLLIN)
             return answer | {"port": self._port.port}
         if self._door is None:
-            self._door = Door(self._poller, zmq_link.POLLIN, self._tokens)
+            self._door = Door(self._poller, zmq_link.POLLIN, self._tokens, self._name)
         return answer | {"name": self._door.name}
 
     def _hello(self, client: Client, meta: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +294,7 @@ class ParameterServer(ServerState):
             if session != self.session:
                 for other in list(self._clients.values()):
                     if other is not client:
-                        self._forget(other)  # they work for the coordinator before
+                        self.forget(other)  # they work for the coordinator before
                 self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
         elif not self.session:
@@ -317,7 +313,7 @@ class ParameterServer(ServerState):
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
         for other in list(self._clients.values()):
             if other is not client and other.role == "worker" and other.name == client.name:
-                self._forget(other)
+                self.forget(other)
 
     def _batch(self, client: Client, header: Header, meta: memoryview, parts: list[bytes], way: Way) -> None:
         operations = wire.unpack_operations(meta)
@@ -339,7 +335,7 @@ class ParameterServer(ServerState):
         elif header.data_bytes == 0:
             self._execute(client, way, header, operations, torch.empty(0, dtype=torch.uint8))
         else:
-            if not way.carries or way is not (client.carrier or client.way):
+            if way is not (client.carrier or client.way):
                 raise WireError("tensors do not come this way")
             client.room(header.data_bytes)
             client.header, client.operations, client.taken = header, operations, 0
@@ -395,4 +391,4 @@ class ParameterServer(ServerState):
         if self.keeper is not None:
             self.keeper.note_batch(header, operations, answer.operations, data)
         if not send_answer(way, client.segment, header, answer):
-            self._forget(client)
+            self.forget(client)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server.wire import CHUNK, INLINE, WireError, padded, tensor_bytes
 
 _LARGE = 1 << 17
@@ -66,6 +67,20 @@ def pieces(tensors: Sequence[torch.Tensor], copied: Collection[int] = ()) -> lis
         waiting.append((view, total))
         total += padded(len(view))
     return found
+
+
+def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copies tensors one after another, padded.
+
+    Args:
+        tensors: contiguous, on the CPU.
+        flat: bytes (uint8), enough for all.
+    """
+    offset = 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes
+        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
+        offset += padded(nbytes)
 
 
 def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:

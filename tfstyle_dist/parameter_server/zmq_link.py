@@ -207,7 +207,7 @@ class Context:
 
 
 def _use_all_files() -> None:
-    """A link takes about five open files, and a process may open 1024 as a rule: takes what it may take if it asks."""
+    """A link takes three open files, and a process may open 1024 as a rule: takes what it may take if it asks."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -218,8 +218,8 @@ def _use_all_files() -> None:
 def _too_many(error: Exception) -> str:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"No socket could be made ({error}). This process may have {files} files open, and needs about five for each "
-        "task that it talks to. Raise the limit before it starts: ulimit -Hn 65536 (as root), or LimitNOFILE= in a "
+        f"No socket could be made ({error}). This process may have {files} files open, and needs three for each task "
+        "that it talks to. Raise the limit before it starts: ulimit -Hn 65536 (as root), or LimitNOFILE= in a "
         "systemd unit."
     )
 
