@@ -40,14 +40,27 @@ def unavailable() -> str | None:
     except Exception as error:  # whatever a broken installation raises
         return f"triton cannot be imported: {error}"
     version: str = kernels.TRITON_VERSION
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
+    if _release(version) < MIN_TRITON:
         return f"triton {version} is too old: {MIN_TRITON[0]}.{MIN_TRITON[1]} or later is needed"
     if kernels.IS_INTERPRETED:
-        return None
+        return _interpreter_fails(version)
     if not torch.cuda.is_available():
         return "there is no CUDA device (for tests on the CPU, set TRITON_INTERPRET=1 before the first use)"
     if torch.version.cuda is not None and torch.cuda.get_device_capability() < MIN_CAPABILITY:
         return f"{torch.cuda.get_device_name()} is too old for triton"
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _interpreter_fails(version: str) -> str | None:
+    """Before 3.7 the interpreter makes numbers of arrays in a way that numpy 2.4 refuses."""
+    import numpy
+
+    if _release(version) < (3, 7) and _release(numpy.__version__) >= (2, 4):
+        return f"the interpreter of triton {version} does not work with numpy {numpy.__version__}: install 'numpy<2.4'"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfstyle_dist.core import network
+from tfstyle_dist.doctor import __main__ as doctor
 from tfstyle_dist.doctor.__main__ import examine, main
 from tfstyle_dist.doctor.finding import Finding, Level
 
@@ -108,3 +110,19 @@ def test_doctors_meet(tmp_path: Path) -> None:
         areas = {finding["area"]: finding for finding in json.loads("\n".join(lines))["findings"]}
         assert "2 workers met" in areas["meeting"]["text"]
         assert "clocks agree to" in areas["clocks"]["text"]
+
+
+def test_what_libraries_print_is_no_part_of_the_json(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Gloo of torch 2.9 prints from C++."""
+
+    def noisy(_: float | None) -> list[Finding]:
+        os.write(1, b"[Gloo] Rank 0 is connected\n")
+        return []
+
+    monkeypatch.setattr(doctor, "examine", noisy)
+    assert main(["--json"]) == 0
+    output, errors = capfd.readouterr()
+    assert json.loads(output) == {"problems": 0, "findings": []}
+    assert errors == "[Gloo] Rank 0 is connected\n"

@@ -119,6 +119,10 @@ TRITON = """
 import torch
 from tfstyle_dist import AggregationMethod
 from tfstyle_dist.ops import aggregate, aggregate_list
+from tfstyle_dist_kernels import triton_sum
+if reason := triton_sum.unavailable():
+    print(f"the Triton kernels cannot run: {reason}", end="")
+    raise SystemExit
 torch.manual_seed(0)
 replicas = [[torch.randn(300), torch.randn(7, 5), torch.tensor(2.5)] for _ in range(11)]
 for method in (AggregationMethod.ADD_N, AggregationMethod.TREE, AggregationMethod.EXPERIMENTAL_ACCUMULATE_N):
@@ -151,7 +155,10 @@ def test_fork(program: str, tmp_path: Path) -> None:
 
 def test_triton_through_the_dispatcher(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    assert run(TRITON, tmp_path, TRITON_INTERPRET="1").stdout == "seen\n"
+    said = run(TRITON, tmp_path, TRITON_INTERPRET="1").stdout
+    if said.startswith("the Triton kernels cannot run: the interpreter of triton"):
+        pytest.skip(said)
+    assert said == "seen\n"
 
 
 def test_without_llvmlite(tmp_path: Path) -> None:

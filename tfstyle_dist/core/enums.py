@@ -124,14 +124,14 @@ class AggregationMethod:
         Raises:
             ValueError: ``method`` is none of the values of this class.
         """
-        if method is None:
+        if cls.is_default(method):
             return cls.DEFAULT
         if isinstance(method, bool) or method not in (cls.ADD_N, cls.EXPERIMENTAL_TREE, cls.EXPERIMENTAL_ACCUMULATE_N):
             raise ValueError(
                 f"Invalid aggregation_method {method!r}: write AggregationMethod.ADD_N, DEFAULT, EXPERIMENTAL_TREE "
                 "(or TREE) or EXPERIMENTAL_ACCUMULATE_N."
             )
-        return cls.DEFAULT if cls.is_default(method) else int(method)
+        return int(method)
 
     @classmethod
     def is_default(cls, method: int | None) -> bool:

@@ -7,9 +7,11 @@ python -m tfstyle_dist.doctor --meet     # on all hosts at the same time: do the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfstyle_dist.doctor import cluster, machine
 from tfstyle_dist.doctor.finding import Finding, Level, problem
@@ -44,6 +46,20 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return [problem("doctor", f"a check failed: {type(error).__name__}: {error}", "please report this")]
 
 
+@contextlib.contextmanager
+def _messages_to_stderr() -> Iterator[None]:
+    """What libraries print meanwhile, also from C++ as Gloo does, must not get between the findings."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the findings; returns 1 if there is a problem."""
     parser = argparse.ArgumentParser("python -m tfstyle_dist.doctor", description=(__doc__ or "").partition("\n")[0])
@@ -57,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="meet the other tasks, which must do so at the same time; wait so long (60)",
     )
     options = parser.parse_args(arguments)
-    findings = examine(options.meet)
+    with _messages_to_stderr() if options.json else contextlib.nullcontext():
+        findings = examine(options.meet)
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
     if options.json:
         print(json.dumps({"problems": problems, "findings": [finding.as_json() for finding in findings]}, indent=2))

@@ -11,7 +11,7 @@ from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import backends
 from tfstyle_dist.ops.checks import check, check_column, check_lists
-from tfstyle_dist.ops.cost_model import ORDERS, Problem, choose_method, describe
+from tfstyle_dist.ops.cost_model import Problem, choose_method, describe, order_of
 from tfstyle_dist.ops.dispatch import sum_list, sum_one
 from tfstyle_dist.ops.traced import traced_list, traced_one
 
@@ -57,7 +57,7 @@ def aggregate(
         >>> aggregate([torch.tensor([1.0, 2.0]), None, torch.tensor([3.0, 4.0])], divisor=2)
         tensor([2., 3.])
     """
-    order = ORDERS[AggregationMethod.validate(method)]
+    order = order_of(method)
     present = check(contributions, out, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
@@ -118,7 +118,7 @@ def aggregate_list(
         >>> aggregate_list(replicas)
         [tensor(4.), tensor([6.])]
     """
-    order = ORDERS[AggregationMethod.validate(method)]
+    order = order_of(method)
     checked, are_alike = check_lists(contribution_lists, outs, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
@@ -152,7 +152,7 @@ def aggregate_columns(
         >>> aggregate_columns([[torch.tensor(1.0), torch.tensor(3.0)], [None, None]])
         [tensor(4.), None]
     """
-    order = ORDERS[AggregationMethod.validate(method)]
+    order = order_of(method)
     backends.check_name(backend)
     used = [t for t, column in enumerate(columns) if any(c is not None for c in column)]
     checked = [check_column(t, columns[t], None, None) for t in used]

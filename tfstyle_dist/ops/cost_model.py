@@ -24,6 +24,21 @@ ORDERS: Final = {
     AggregationMethod.EXPERIMENTAL_ACCUMULATE_N: "accumulate_n",
 }
 
+
+def order_of(method: int | None) -> str:
+    """The order of the summation where all contributions are at hand, so that DEFAULT is ADD_N.
+
+    Args:
+        method: A value of ``AggregationMethod``.
+
+    Raises:
+        ValueError: ``method`` is not a value of ``AggregationMethod``.
+    """
+    # DEFAULT is no key here: torch.compile before 2.13 does not find an int of a class of its own in a dict.
+    known = AggregationMethod.ADD_N if AggregationMethod.is_default(method) else AggregationMethod.validate(method)
+    return ORDERS[known]
+
+
 # Bytes per second: one core copying in main memory, a GPU copying in its memory.
 CORE_BYTES_PER_SECOND: Final = 10e9
 MAX_USEFUL_CORES: Final = 4

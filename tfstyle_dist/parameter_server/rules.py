@@ -44,11 +44,22 @@ class TorchRule:
         """One step with these gradients; other parameters are left alone."""
         for grad, parameter in pairs:
             parameter.grad = grad.coalesce() if grad.is_sparse else grad
+            self._begin(parameter)
         try:
             self._optimizer.step()
         finally:
             for _, parameter in pairs:
                 parameter.grad = None
+
+    def _begin(self, parameter: torch.nn.Parameter) -> None:
+        """What Adagrad keeps for a parameter its constructor makes, and before torch 2.13 nothing else does."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, torch.optim.Adagrad) or optimizer.state[parameter]:
+            return
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        begin = group["initial_accumulator_value"]
+        made = torch.optim.Adagrad([parameter], initial_accumulator_value=begin, fused=group["fused"])
+        optimizer.state[parameter].update(made.state[parameter])
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes over learning rates and the like; their groups are in the optimizer's order."""
