@@ -124,7 +124,7 @@ def test_the_program_of_the_parameter_servers(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(block.source.replace("range(1000)", "range(200)") + "strategy.close()\n", encoding="utf-8")
     command = ["-m", "tfstyle_dist.launch", "--chief", "--workers", "1", "--ps", "1", script]
-    result = run_script(command, timeout=100, env={"CUDA_VISIBLE_DEVICES": "", **dict.fromkeys(("RANK", "WORLD_SIZE"))})
+    result = run_script(command, timeout=200, env={"CUDA_VISIBLE_DEVICES": "", **dict.fromkeys(("RANK", "WORLD_SIZE"))})
     assert result.returncode == 0, result.stdout + result.stderr
     assert "weight" in result.stdout
     assert os.environ.get("TF_CONFIG") is None

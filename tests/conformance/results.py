@@ -32,7 +32,7 @@ def golden() -> Mapping[str, Any]:
     return json.loads((HERE / "golden.json").read_text())["cases"]  # type: ignore[no-any-return]
 
 
-def record(only: Sequence[str], timeout: float = 240) -> Mapping[str, Any]:
+def record(only: Sequence[str], timeout: float = 600) -> Mapping[str, Any]:
     """Our results of some categories or cases.
 
     The programs run in forked children of a fresh interpreter: a child forked after its parent ran a parallel

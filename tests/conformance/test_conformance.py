@@ -10,6 +10,7 @@ import pytest
 from results import differences, golden, record
 from waiting import CATEGORIES, DEVIATIONS, WAITING
 
+pytestmark = pytest.mark.timeout(660)  # the first one waits for the programs
 WAITS_FOR = {case: area for area, cases in WAITING.items() for case in cases}
 CASES = [(category, case) for category in CATEGORIES for case in sorted(golden()[category])]
 STATUS = Path(__file__).parents[2] / "docs" / "status.md"

@@ -77,7 +77,7 @@ def test_ranks_agree_who_is_slow_and_only_the_chief_prints(
 ) -> None:
     _, train_step = step_of(strategy)
     for _ in range(5):
-        strategy.run(train_step, args=(0.05 * rank,))
+        strategy.run(train_step, args=(0.3 * rank,))
     report = strategy.report()
     printed = capsys.readouterr().out
     straggler = next(f for f in report.findings if f.kind == "straggler")

@@ -217,7 +217,10 @@ def test_injected_faults_are_no_failures(inner: InnerPytest) -> None:
                 ranks.kill(2)
 
     @pytest.mark.distributed(workers=2, timeout=600, may_die=(1,))
-    def test_survivor_that_fails(rank):
+    def test_survivor_that_fails(rank, shared_tmp_path):
+        while rank == 0 and not (shared_tmp_path / "failing").exists():
+            time.sleep(0.01)
+        (shared_tmp_path / "failing").touch()
         assert rank == 0, "may die, but not fail"
 
     @pytest.mark.distributed(workers=2, timeout=600, may_die=(0, 1))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tfstyle_dist.testing import processes
+from tfstyle_dist.testing import processes, runner
 from tfstyle_dist.testing.runner import ScriptTimeoutError, run_script
 
 
@@ -14,6 +17,19 @@ def _script(folder: Path, source: str) -> Path:
     path = folder / "script.py"
     path.write_text(source)
     return path
+
+
+def _begin_limit_when(ready: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine processes take long to start."""
+    wait = runner._wait
+
+    def begin_later(process: Any, timeout: float, token: str) -> int | None:
+        end = time.monotonic() + 100
+        while not ready() and time.monotonic() < end:
+            time.sleep(0.05)
+        return wait(process, timeout, token)
+
+    monkeypatch.setattr(runner, "_wait", begin_later)
 
 
 def test_plain_script(tmp_path: Path) -> None:
@@ -39,7 +55,7 @@ def test_torchrun_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_hanging_script_is_dumped_and_killed(tmp_path: Path, nproc: int) -> None:
+def test_hanging_script_is_dumped_and_killed(tmp_path: Path, nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
     script = _script(
         tmp_path,
         "import os, subprocess, sys, time\n"
@@ -49,9 +65,9 @@ def test_hanging_script_is_dumped_and_killed(tmp_path: Path, nproc: int) -> None
         "    open(os.path.join(os.path.dirname(__file__), f'pid-{pid}'), 'w').close()\n"
         "hang()\n",
     )
-    limit = 4.0 if nproc == 1 else 15.0
-    with pytest.raises(ScriptTimeoutError, match="did not end in") as caught:
-        run_script([script], nproc=nproc, timeout=limit)
+    _begin_limit_when(lambda: len(list(tmp_path.glob("pid-*"))) == 2 * nproc, monkeypatch)
+    with pytest.raises(ScriptTimeoutError, match="did not end in 2 s") as caught:
+        run_script([script], nproc=nproc, timeout=2.0)
     assert caught.value.stderr.count("in hang") == nproc
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(pids) == 2 * nproc

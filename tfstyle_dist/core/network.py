@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import socket
 import struct
 from contextlib import ExitStack, suppress
@@ -11,6 +12,8 @@ from pathlib import Path
 
 _LISTENING = "0A"
 _SIOCGIFADDR = 0x8915
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _FEW_PORTS, _TRIES = 10_000, 1000, 100
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -30,15 +33,33 @@ def parse_address(text: str) -> tuple[str, int]:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on now; all different.
 
+    They are no ephemeral ports if the host leaves any others: those the kernel gives to anybody who does not ask for a
+    certain one, so another process could have them before they are used.
+
     Args:
         count: how many.
         host: the local address they are to be used with.
     """
     with ExitStack() as stack:
         found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind((host, 0))
-        return [one.getsockname()[1] for one in found]
+        return [_bind_somewhere(one, host) for one in found]
+
+
+def _bind_somewhere(one: socket.socket, host: str) -> int:
+    first = _first_ephemeral_port()
+    for _ in range(_TRIES if first - _FIRST_PORT >= _FEW_PORTS else 0):
+        port = random.SystemRandom().randrange(_FIRST_PORT, first)
+        with suppress(OSError):
+            one.bind((host, port))
+            return port
+    one.bind((host, 0))
+    return int(one.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return int(_EPHEMERAL.read_text().split()[0])
+    return 0
 
 
 def port_owner(port: int) -> str | None:
