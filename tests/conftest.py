@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from example_runs import Player
 
 from tfstyle_dist.runtime import context
 from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and processes of tests that are to be interrupted would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEFAULT_MARKERS = "not gpu and not xla"
 """As in pyproject.toml."""

@@ -105,12 +105,22 @@ class Cluster:
         self.wait(job, index)
 
     @contextlib.contextmanager
-    def random_kills(self, counts: dict[str, int], seconds: float, seed: int) -> Iterator[list[int]]:
-        """Kills and starts one of the first tasks of these jobs again and again; counts how often."""
+    def random_kills(self, counts: dict[str, int], seconds: float, seed: int, progress: int) -> Iterator[list[int]]:
+        """Kills and starts one of the first tasks of these jobs again and again; counts how often.
+
+        On a busy machine tasks may need longer to start than they are given: so many functions finish between every
+        third kill and the next one.
+        """
         over, kills, chance = threading.Event(), [0], random.Random(seed)
 
         def killer() -> None:
+            wanted = 0
             while not over.wait(seconds):
+                if kills[0] % 3 == 0:
+                    finished = self.coordinator.statistics().finished
+                    if finished < wanted:
+                        continue
+                    wanted = finished + progress
                 job = chance.choice(sorted(counts))
                 index = chance.randrange(counts[job])
                 self.kill(job, index)

@@ -35,7 +35,7 @@ def test_ten_thousand_additions_under_random_kills_are_ten_thousand(cluster: Any
 
     for _ in range(10_000):
         c.coordinator.schedule(add)
-    with c.random_kills({"worker": 3}, seconds=0.3, seed=0) as kills:
+    with c.random_kills({"worker": 3}, seconds=0.3, seed=0, progress=500) as kills:
         c.coordinator.join(timeout=200)
     assert kills[0] > 3
     assert [int(v) for v in counts] == [10_000, 10_000]

@@ -102,7 +102,7 @@ def test_no_write_is_lost_or_made_twice_when_servers_and_workers_are_killed(clus
     number = 2000
     for _ in range(number):
         c.coordinator.schedule(add)
-    with c.random_kills({"ps": 2, "worker": 2}, seconds=0.1, seed=1) as kills:
+    with c.random_kills({"ps": 2, "worker": 2}, seconds=0.1, seed=1, progress=100) as kills:
         c.coordinator.join(timeout=150)
     assert [int(v.value()) for v in counts] == [number, number]
     assert weight.weight.detach().tolist() == [[-number, -number]]

@@ -22,7 +22,8 @@ def record(path: Path) -> Iterator[Any]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # Otherwise only the calling thread is seen: replicas 1, 2, ... have threads of their own.
     everything = torch.profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(activities=activities, experimental_config=everything) as profiler:
+    # There is one cycle; without acc_events torch 2.11 and 2.12 warn that earlier ones are cleared.
+    with torch.profiler.profile(activities=activities, experimental_config=everything, acc_events=True) as profiler:
         yield profiler
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
