@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # the first strategy would import it, for seconds, while others wait
 from agreement import said_by_first
 from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 
 import tfstyle_dist as td
+from tfstyle_dist.comm.meeting import Meeting
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 
 pytestmark = pytest.mark.timeout(120)
@@ -88,6 +90,63 @@ def test_absent_tasks_are_listed_with_their_addresses(rank: int, cluster: Cluste
     message, absent = str(caught.value), f"worker 1 ({cluster['worker'][1]})"
     assert message.startswith(f"{absent} did not start within"), message
     assert f"{absent}: ABSENT" in message, message
+
+
+def give_up_when(condition: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of this rank is up at an event of the test."""
+
+    def check_deadline(meeting: Meeting) -> None:
+        if condition():
+            meeting._list_absent()
+
+    monkeypatch.setattr(Meeting, "_check_deadline", check_deadline)
+
+
+@tasks(2, 50)
+def test_the_verdict_of_worker_0_reaches_a_worker_that_looks_late(
+    rank: int, cluster: Cluster, start: Start, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said hello, and does not look while worker 0 gives up."""
+    here, verdict = shared_tmp_path / "here", shared_tmp_path / "verdict"
+    leave_word, beat = Meeting._leave_word, Meeting._beat
+
+    def leave_word_and_tell(meeting: Meeting, error: Exception) -> None:
+        verdict.touch()
+        leave_word(meeting, error)
+
+    def beat_and_look_away(meeting: Meeting) -> None:
+        beat(meeting)
+        here.touch()
+        while not verdict.exists():
+            time.sleep(0.01)
+        time.sleep(1)
+
+    if rank == 0:
+        give_up_when(here.exists, monkeypatch)
+        monkeypatch.setattr(Meeting, "_leave_word", leave_word_and_tell)
+    else:
+        monkeypatch.setattr(Meeting, "_beat", beat_and_look_away)
+    with pytest.raises(DeadlineExceededError, match=r"did not start within 50 s(.|\n)*waited for by worker 0"):
+        start(cluster, [0, 2][rank])
+
+
+@tasks(2, 50)
+def test_worker_0_does_not_wait_for_ever_until_a_stopped_worker_has_read_its_verdict(
+    rank: int, cluster: Cluster, start: Start, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path(f"/proc/{ranks.pids[1]}/stat")
+    if rank == 0:
+        give_up_when(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", monkeypatch)
+    else:
+        when_worker_1_has_said_hello(cluster["worker"][0], lambda: ranks.stop(1))
+    try:
+        with pytest.raises((DeadlineExceededError, PeerLostError)) as caught:  # the resumed one: worker 0 is gone
+            start(cluster, rank)
+    finally:
+        if rank == 0:
+            ranks.resume(1)
+    if rank == 0:
+        assert "stopped (SIGSTOP)" in str(caught.value)
 
 
 @tasks(1, 2)

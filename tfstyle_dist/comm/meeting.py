@@ -22,7 +22,7 @@ from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
 _SHORTEST, _LONGEST = 0.002, 0.1  # seconds between two looks
 _BEAT_SECONDS, _SILENCE_SECONDS = 1.0, 30.0
-_LAST_WORDS_SECONDS = 0.5
+_LAST_WORDS_SECONDS = 5.0  # at most
 _KINDS = {kind.__name__: kind for kind in (DeadlineExceededError, PeerLostError, ValueError)}
 
 
@@ -207,6 +207,11 @@ class Meeting:
                 f"{where} has given no sign of life for {_SILENCE_SECONDS:g} s while the workers started: {state}."
             )
 
+    def _is_there(self, hello: Hello) -> bool:
+        """Whether it is neither dead nor, as far as we know, of an earlier life."""
+        known = hello.number in self._alive or not self.lasting or hello.peer.visible()
+        return known and hello.peer.state() != "dead"
+
     def _beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_SECONDS
@@ -232,9 +237,9 @@ class Meeting:
             hello = self._read_hello(rank)
             if rank == self._members.rank:
                 continue
-            state = hello.peer.state() if hello else ""
-            if hello and (hello.number in self._alive or not self.lasting or hello.peer.visible()) and state != "dead":
-                lines.append(f"  {name}: has started, pid {hello.peer.pid} on {hello.peer.host}, {state}")
+            if hello and self._is_there(hello):
+                where = f"pid {hello.peer.pid} on {hello.peer.host}"
+                lines.append(f"  {name}: has started, {where}, {hello.peer.state()}")
             else:
                 absent.append(name)
                 lines.append(f"  {name}: ABSENT")
@@ -246,14 +251,30 @@ class Meeting:
         )
 
     def _leave_word(self, error: Exception) -> None:
-        """Tells the others; worker 0 stays for a moment, or the store would be gone before they can read it."""
+        """Tells the others; worker 0 stays until they have read it, or the store would be gone before they can."""
         with contextlib.suppress(Exception):
             kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
             if self._members.rank > 0:
                 self._store.set(f"gave up/{self._hello.number}", json.dumps([kind, _first_line(error)]))
             else:
                 self._store.set(f"verdict/{self._hello.number}", json.dumps([kind, str(error)]))
-                time.sleep(_LAST_WORDS_SECONDS)
+                self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Until all who are there have given up too, as they do when they read the verdict; bounded."""
+        end, pause = time.monotonic() + _LAST_WORDS_SECONDS, _SHORTEST
+        while time.monotonic() < end:
+            leader, *others = [self._read_hello(rank) for rank in range(self._members.size)]
+            if leader is None or leader.number != self._hello.number:
+                return  # they look at another worker 0
+            if all(hello is None or self._has_left(hello) for hello in others):
+                return
+            self._beat()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST)
+
+    def _has_left(self, hello: Hello) -> bool:
+        return self._store.check([f"gave up/{hello.number}"]) or not self._is_there(hello)
 
 
 def _digest(numbers: str) -> str:
