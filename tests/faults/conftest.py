@@ -13,9 +13,8 @@ from fault_steps import TWO, assert_usable
 
 import tfstyle_dist as td
 
-
-# What torch imports at the first optimizer step takes seconds, and sets environment variables of its own. A rank does it
-# here, where no deadline runs: in its first test it would come late to those that live on from the test before.
+# What torch imports at the first optimizer step takes seconds, and sets environment variables of its own. A rank does
+# it here, where no deadline runs: in its first test it would come late to those that live on from the test before.
 parameter = torch.nn.Parameter(torch.ones(1))
 parameter.grad = torch.ones(1)
 torch.optim.SGD([parameter], lr=0.1).step()

@@ -75,16 +75,18 @@ def test_an_abort_raised_by_hand_is_no_silent_success(executor: ReplicaExecutor)
 
 def test_stuck_threads_are_replaced() -> None:
     executor = ReplicaExecutor(DEVICES, timedelta(seconds=0.3))
-    release = threading.Event()
+    inside, release = threading.Event(), threading.Event()
     stuck: list[int] = []
 
     def wait(run: Any) -> None:
         stuck.append(threading.get_ident())
+        inside.set()
         release.wait(30)
 
     try:
         with pytest.raises(DeadlineExceededError, match=r"Replica\(s\) \[1\] did not finish within the limit of 0.3 s"):
-            executor.run([lambda run: None, wait])
+            executor.run([lambda run: inside.wait(30), wait])
+        executor._timeout = timedelta(seconds=20)  # a slow thread is no stuck one
         assert thread_ids(executor)[1] != stuck[0]
     finally:
         release.set()

@@ -111,12 +111,14 @@ def test_the_first_error_counts() -> None:
 
 def test_deadline() -> None:
     run = ThreadedRun(2, timedelta(seconds=0.3))
-    release = threading.Event()
+    inside, release = threading.Event(), threading.Event()
 
     def absent(r: int) -> None:
+        inside.set()
         release.wait(30)
 
     def waiting(r: int) -> None:
+        inside.wait(30)
         try:
             run.meet(r, "call", None, list)
         finally:

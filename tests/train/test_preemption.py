@@ -16,7 +16,7 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.experimental import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 from tfstyle_dist.testing.runner import run_script
-from tfstyle_dist.train import Checkpoint, CheckpointManager, preemption_watch
+from tfstyle_dist.train import Checkpoint, CheckpointManager, preemption, preemption_watch
 
 two = pytest.mark.distributed(workers=2, timeout=60, deadline=20)
 
@@ -74,16 +74,29 @@ def test_sigterm(tmp_path: Path, manager: bool) -> None:
 def test_a_function_that_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption_watch, "_POLL_SECONDS", 0.01)
     told = threading.Event()
-    job = Job(tmp_path, termination_watcher_fn=told.is_set)
+    answers: list[bool] = []
+
+    def watch() -> bool:
+        answers.append(told.is_set())
+        return answers[-1]
+
+    def wait_for_two(answer: bool) -> None:
+        """The first of them has been dealt with when the second is given."""
+        answers.clear()
+        while answers.count(answer) < 2:
+            time.sleep(0.01)
+
+    job = Job(tmp_path, termination_watcher_fn=watch)
     job.run()
     told.set()
     while not job.exits:
         job.run()
         time.sleep(0.01)
+    wait_for_two(True)
     job.run(5)
     assert len(job.exits) == 1  # it stays true: no second time
     told.clear()
-    time.sleep(0.2)
+    wait_for_two(False)
     told.set()
     while len(job.exits) < 2:
         job.run()
@@ -121,20 +134,44 @@ def test_a_notice_in_the_last_step(tmp_path: Path) -> None:
     assert "had been told to end" in caught.value.__notes__[0]
 
 
-def test_a_grace_period(tmp_path: Path) -> None:
-    job = Job(tmp_path, grace_period=1.0)
+class Clock:
+    """Stands for the module ``time`` and goes by hand; a step takes 1 s by it, and a save 3 s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.sleep = time.sleep
+        for module in (preemption, preemption_watch):
+            monkeypatch.setattr(module, "time", self)
+        for owner, name, seconds in ((Job, "step", 1.0), (CheckpointManager, "save", 3.0)):
+            monkeypatch.setattr(owner, name, self.taking(seconds, getattr(owner, name)))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float, function: Any) -> Any:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return function(*args, **kwargs)
+
+        return slow
+
+
+def test_a_grace_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    job = Job(tmp_path, grace_period=60.0)
     job.run()
     terminate()
-    began = time.monotonic()
+    told = clock.now
     job.run(2)
     assert len(list(tmp_path.glob("*.index"))) == 1  # at once
     assert job.exits == []
     while not job.exits:
         job.run()
-        time.sleep(0.01)
-        assert time.monotonic() - began < 20
+        assert clock.now < told + 100
     assert len(list(tmp_path.glob("*.index"))) == 2  # and shortly before the end
-    assert job.exits[0] > 5
+    # Twice two steps and a save were held back, of which one step and the save were needed.
+    assert told + 60 - 10 <= clock.now <= told + 60
+    assert job.exits[0] > 40
 
 
 def test_exceptions_pass_and_do_not_count(tmp_path: Path) -> None:
