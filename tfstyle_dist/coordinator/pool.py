@@ -95,10 +95,6 @@ class WorkerPool:
         which = "No worker is there" if len(missing) == len(self._workers) else "Some workers are not there"
         return f" {which}: {', '.join(missing)}. Start them (again); functions go on as soon as one is back."
 
-    def num_ready(self) -> int:
-        """How many workers are there."""
-        return sum(w.ready for w in self._workers)
-
     def stop(self, goodbye: bool = True) -> None:
         """Ends the thread.
 
