@@ -78,6 +78,12 @@ class Cluster:
         self.strategy = td.ParameterServerStrategy(resolver, variable_partitioner=partitioner, **options)
         self.coordinator = td.coordinator.ClusterCoordinator(self.strategy)
 
+    def await_workers(self) -> None:
+        """From now on every worker takes part: without this the first ones that are there may do all the work."""
+        for index in range(len(self.spec["worker"])):
+            self.coordinator.schedule(time.time, worker=index)
+        self.coordinator.join(timeout=30)
+
     def add_three_times(self, count: int) -> torch.Tensor:
         """The value of a variable of so many zeros after a worker has added one to each three times."""
         with self.strategy.scope():

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import tfstyle_dist as td
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS, BATCH, TEST = 250, 128, 700
 RATES = (0.2, 0.1, 0.05)
@@ -82,6 +82,7 @@ def asynchronous(c: Any) -> float:
     def step(iterator: Any) -> None:
         train(net, optimizer, *next(iterator))
 
+    c.await_workers()
     for rate in RATES:
         optimizer.param_groups[0]["lr"] = rate
         for _ in range(STEPS):

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from waiting import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError, UnavailableError
@@ -51,10 +52,10 @@ def test_a_repeated_function_does_not_repeat_its_writes(cluster: Any, tmp_path: 
         small, large = td.Variable(0.0), td.Variable(torch.zeros(300_000))
     marker = tmp_path / "first"
 
-    def write_and_die() -> float:
+    def write_and_die() -> tuple[float, float]:
         small.assign_add(1.0)
         large.assign_add(torch.ones(300_000))
-        seen = float(small.value())  # the servers have the writes
+        seen = float(small.value()), float(large.value().sum())  # both servers have their writes
         if not marker.exists():
             marker.touch()
             import os
@@ -63,7 +64,7 @@ def test_a_repeated_function_does_not_repeat_its_writes(cluster: Any, tmp_path: 
         small.assign_add(1.0)
         return seen
 
-    assert c.coordinator.schedule(write_and_die).get(timeout=30) == 1.0
+    assert c.coordinator.schedule(write_and_die).get(timeout=30) == (1.0, 300_000.0)
     assert float(small.value()) == 2.0
     assert float(large.value().sum()) == 300_000
     assert sum(s["duplicates"] for s in c.statistics()) == 2
@@ -94,24 +95,30 @@ def test_a_stopped_worker_is_replaced_and_refused_when_it_wakes(cluster: Any, tm
     assert float(count.value()) == 2.0
 
 
-def test_all_workers_die_and_one_comes_back(cluster: Any) -> None:
+def test_all_workers_die_and_one_comes_back(cluster: Any, tmp_path: Path) -> None:
     c = cluster(workers=2, ps=1)
     with c.strategy.scope():
         count = td.Variable(0.0)
 
+    go_on = tmp_path / "go on"
+
     def add() -> None:
-        time.sleep(0.02)
+        (tmp_path / f"begun {td.coordinator.experimental_get_current_worker_index()}").touch()
+        while not go_on.exists():
+            time.sleep(0.01)
         count.assign_add(1.0)
 
     for _ in range(40):
         c.coordinator.schedule(add)
-    time.sleep(0.1)
+    wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 2)
     c.kill("worker", 0)
     c.kill("worker", 1)
     assert not c.coordinator.done()
     c.coordinator.schedule(add)
+    wait_until(lambda: c.coordinator._pool.absent().startswith(" No worker"))
     with pytest.raises(DeadlineExceededError, match="No worker is there: /job:worker/task:0"):
         c.coordinator.join(timeout=0.5)
+    go_on.touch()
     c.start("worker", 1)
     c.coordinator.join(timeout=30)
     assert float(count.value()) == 41.0

@@ -66,9 +66,7 @@ def largest_staleness(c: Any, functions: int) -> int:
         ended.assign_add(1)
         return int(ended.value()) - 1 - before
 
-    for index in range(3):  # all workers are there
-        c.coordinator.schedule(time.time, worker=index)
-    c.coordinator.join(timeout=30)
+    c.await_workers()
     chance = random.Random(0)
     results = [c.coordinator.schedule(step, args=(chance.choice([0.0, 0.002, 0.03]),)) for _ in range(functions)]
     c.coordinator.join(timeout=60)

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from waiting import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
@@ -192,13 +193,6 @@ def ask_and_take_nothing(context: Any, server: ParameterServer, address: str, ta
     return link
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.usefixtures("two_threads")
 def test_large_updates_are_made_by_one_thread_for_all(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     c, server = here
@@ -279,6 +273,7 @@ def test_clients_on_different_ways_see_whole_values(cluster: Any) -> None:
         weight = net.weight.detach()
         return lane(), whole and bool(weight.eq(weight[0]).all())
 
+    c.await_workers()
     results = [c.coordinator.schedule(work, args=(n,)) for n in range(120)]
     c.coordinator.join(timeout=50)
     found = [r.fetch() for r in results]

@@ -102,6 +102,7 @@ def test_two_workers_train_asynchronously(cluster: Any) -> None:
             return float(torch.nn.functional.mse_loss(net(batch(1000)[0]), batch(1000)[1]))
 
     before = loss_here()
+    c.await_workers()
     results = [c.coordinator.schedule(step, args=(seed,)) for seed in range(200)]
     c.coordinator.join(timeout=60)
     fetched = c.coordinator.fetch(results)

@@ -122,6 +122,7 @@ def test_asked_ahead_a_function_is_one_step_older_and_within_the_bound(cluster: 
         ended.assign_add(1.0)
         return seen, now - seen
 
+    c.await_workers()
     results = [c.coordinator.schedule(step) for _ in range(40)]
     c.coordinator.join(timeout=30)
     found = [r.fetch() for r in results]

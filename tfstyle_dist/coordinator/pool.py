@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
+from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
@@ -75,10 +75,8 @@ class WorkerPool:
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._bell = threading.Lock()
-        self._woken = self._stopping = False
-        self._goodbye = True
+        self._bell = Bell()
+        self._stopping, self._goodbye = False, True
         self._poller: Any = None
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
         self._thread.start()
@@ -87,10 +85,7 @@ class WorkerPool:
 
     def wake(self) -> None:
         """There is something to do."""
-        with self._bell:
-            if not self._woken:
-                self._woken = True
-                os.eventfd_write(self._event, 1)
+        self._bell.ring()
 
     def absent(self) -> str:
         """Says which workers are not there; empty when all are."""
@@ -99,10 +94,6 @@ class WorkerPool:
             return ""
         which = "No worker is there" if len(missing) == len(self._workers) else "Some workers are not there"
         return f" {which}: {', '.join(missing)}. Start them (again); functions go on as soon as one is back."
-
-    def num_ready(self) -> int:
-        """How many workers are there."""
-        return sum(w.ready for w in self._workers)
 
     def stop(self, goodbye: bool = True) -> None:
         """Ends the thread.
@@ -116,9 +107,7 @@ class WorkerPool:
         self.wake()
         self._thread.join(30)
         if not self._thread.is_alive():
-            with self._bell:
-                self._woken = True  # for good: nobody rings any more
-                os.close(self._event)
+            self._bell.close()
 
     # ---- the thread -------------------------------------------------------------------------------------------
 
@@ -147,7 +136,7 @@ class WorkerPool:
 
     def _new_poller(self) -> None:
         links = (*self._workers, *self._servers)
-        self._poller = zmq_link.poller(self._event, *(s for link in links for s in (link.socket, link.monitor)))
+        self._poller = zmq_link.poller(self._bell.file, *(s for link in links for s in (link.socket, link.monitor)))
         self._sockets = {link.socket: link for link in links}
         self._monitors = {link.monitor: link for link in links}
 
@@ -156,9 +145,8 @@ class WorkerPool:
         alive = time.monotonic()
         while not self._stopping:
             for entry, _ in self._poller.poll(500):
-                if entry == self._event:
-                    os.eventfd_read(self._event)
-                    self._woken = False  # whoever calls wake() after this writes again
+                if entry == self._bell.file:
+                    self._bell.heard()
                 elif entry in self._sockets:
                     self._take(self._sockets[entry])
                 elif entry in self._monitors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
+from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import (
     CancelledError,
@@ -70,7 +70,7 @@ class Server:
         self._address = address
         self._functions: dict[str, Callable[..., Any]] = {}
         self._thread: threading.Thread | None = None
-        self._event = -1
+        self._bell: Bell  # made by start()
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._stopping = False
 
@@ -121,7 +121,7 @@ class Server:
         except BaseException:
             context.close()
             raise
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._thread = threading.Thread(target=self._serve, args=(context, socket), name="tfstyle-rpc", daemon=True)
         self._thread.start()
 
@@ -130,21 +130,17 @@ class Server:
         if self._thread is None or self._stopping:
             return
         self._stopping = True
-        self._wake()
+        self._bell.ring()
         self._thread.join(30)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._event, 1)
 
     def _serve(self, context: zmq_link.Context, socket: Any) -> None:
         pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
-        poller = zmq_link.poller(socket, self._event)
+        poller = zmq_link.poller(socket, self._bell.file)
         try:
             while not self._stopping:
                 for entry, _ in poller.poll(1000):
-                    if entry == self._event:
-                        os.eventfd_read(self._event)
+                    if entry == self._bell.file:
+                        self._bell.heard()
                     else:
                         self._take(socket.recv_multipart(), pool)
                 while not self._answers.empty():
@@ -154,8 +150,7 @@ class Server:
             pool.shutdown(wait=False, cancel_futures=True)
             socket.close(0)
             context.close()
-            event, self._event = self._event, -1
-            os.close(event)
+            self._bell.close()
 
     def _take(self, parts: list[bytes], pool: ThreadPoolExecutor) -> None:
         identity, request = parts[0], 0
@@ -186,7 +181,7 @@ class Server:
             body = wire.pack_json({"sizes": sizes})
             head = wire.message(Header(Kind.OK, request, meta_bytes=len(body)), body)
             self._answers.put([identity, head, *frames])
-            self._wake()
+            self._bell.ring()
         except BaseException as error:
             self._fail(identity, request, error)
 
@@ -194,4 +189,4 @@ class Server:
         text = str(error) if type(error) in CODES else f"{type(error).__name__}: {error}"
         body = {"code": error_code(error), "message": text[:4000]}
         self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
-        self._wake()
+        self._bell.ring()

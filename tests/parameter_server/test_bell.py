@@ -1,0 +1,69 @@
+"""The threads that others wake end while somebody wakes them."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+import pytest
+
+from tfstyle_dist.coordinator.bell import Bell
+from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.core.network import free_ports
+from tfstyle_dist.experimental import rpc
+from tfstyle_dist.parameter_server import zmq_link
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def written_to(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Writes to events come late: the thread has noticed by itself that it is to end. Gives what they were made to."""
+    write, found = os.eventfd_write, []
+
+    def late(event: int, value: int) -> None:
+        time.sleep(1.3)  # longer than the threads sleep
+        found.append(os.readlink(f"/proc/self/fd/{event}"))
+        write(event, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    return found
+
+
+def test_it_wakes_again_once_it_was_heard_and_not_after_its_end() -> None:
+    bell = Bell()
+    for _ in range(2):
+        bell.ring()
+        bell.ring()
+        assert select.select([bell.file], [], [], 0)[0]
+        bell.heard()
+        assert not select.select([bell.file], [], [], 0)[0]
+    bell.close()
+    bell.ring()  # nobody can write to what is closed
+
+
+def test_the_coordinators_thread(written_to: list[str]) -> None:
+    context = zmq_link.Context(None)
+    pool = WorkerPool(context, [], [], {}, ClosureQueue(), {}, {})
+    try:
+        pool.stop()
+        pool.stop()
+        pool.wake()
+        assert not pool._thread.is_alive()
+    finally:
+        context.close()
+    assert written_to == ["anon_inode:[eventfd]"]
+
+
+def test_the_thread_of_an_rpc_server(written_to: list[str]) -> None:
+    """A descriptor that was closed may be that of another file already when it is written to."""
+    server = rpc.Server.create("grpc", f"127.0.0.1:{free_ports(1)[0]}")
+    server.start()
+    server.stop()
+    server.stop()
+    server._fail(b"", 0, RuntimeError("a call that ends only now"))
+    assert server._thread is not None
+    assert not server._thread.is_alive()
+    assert written_to == ["anon_inode:[eventfd]"]
