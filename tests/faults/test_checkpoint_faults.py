@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ def keeper_of(strategy: Any, folder: Path) -> CheckpointManager:
     with strategy.scope():
         model = torch.nn.Linear(3, 3)
     return CheckpointManager(Checkpoint(model=model, step=0), folder, 2)
-
-
-def wait_until(condition: Any) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 from fault_steps import all_reduce, build, train_step
+from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import PeerLostError, UnavailableError
 
 ranks_of_two = pytest.mark.distributed(workers=2, timeout=50, deadline=10)
-
-
-def wait_until(condition: Any) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def state_of(pid: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from waiting import wait_until
+from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
