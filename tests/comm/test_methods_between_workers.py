@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
@@ -42,7 +42,8 @@ def test_halving_adds_in_the_shape_of_the_tree(size: int) -> None:
     for numel in (0, 1, 5, 1001):
         parts = contributions(size, numel)
         buffers = [p.clone() for p in parts]
-        mail: dict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
+        # All are made here: a defaultdict may make two for the same pair when two threads ask at once.
+        mail: dict[Any, SimpleQueue[torch.Tensor]] = {pair: SimpleQueue() for pair in product(range(size), repeat=2)}
 
         def work(place: int, buffers: Any = buffers, mail: Any = mail) -> None:
             def exchange(sends: Messages, receives: Messages) -> None:
