@@ -1,7 +1,7 @@
 """Trains on handwritten digits with one copy of the weights and of Adam's state, and says where everything is.
 
     python examples/central_storage.py                  # all GPUs (weights in host memory), else one CPU replica
-    python examples/central_storage.py --replicas 2     # in one process: two threads on the CPU, one copy
+    python examples/central_storage.py --replicas 2     # in one process: two replicas on the CPU, one copy
     torchrun --standalone --nproc-per-node=2 examples/central_storage.py    # two processes, one copy in shared memory
 
 The data (1797 images of 8 x 8 pixels) come with scikit-learn. The exit code is 1 when the test accuracy is below 95 %.

@@ -1,7 +1,7 @@
 """Trains a small network on handwritten digits, on one or more replicas, and compares it with one device.
 
     python examples/quickstart.py                   # all GPUs, else one CPU replica
-    python examples/quickstart.py --replicas 2      # in one process: two GPUs, or two threads on the CPU
+    python examples/quickstart.py --replicas 2      # in one process: two GPUs, or two replicas on the CPU
     torchrun --standalone --nproc-per-node=2 examples/quickstart.py     # two processes of one replica each
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/quickstart.py --strategy tpu    # XLA
     python -m tfstyle_dist.launch --workers 2 examples/quickstart.py --strategy multi_worker    # a TF_CONFIG cluster

@@ -78,10 +78,10 @@ def test_default_device(two: Any) -> None:
     assert every(two, lambda: torch.ones(1).device.type) == {"cpu"}
 
 
-@pytest.mark.parametrize(("total", "each"), [(4, 2), (2, 1), (1, 1)])
-def test_threads_are_shared_out_and_restored(two: Any, total: int, each: int) -> None:
+@pytest.mark.parametrize("total", [4, 2, 1])
+def test_each_replica_has_all_threads_in_its_turn(two: Any, total: int) -> None:
     torch.set_num_threads(total)
-    assert every(two, torch.get_num_threads) == {each}
+    assert every(two, torch.get_num_threads) == {total}
     assert torch.get_num_threads() == total
 
 
@@ -98,7 +98,7 @@ def test_threads_are_restored_after_an_error(two: Any) -> None:
 # ---- random numbers ----------------------------------------------------------------------------------------
 
 
-def test_serial_replicas_with_seeds_draw_what_ranks_with_these_seeds_draw() -> None:
+def test_replicas_with_seeds_draw_what_ranks_with_these_seeds_draw() -> None:
     def draw() -> list[float]:
         first = torch.nn.functional.dropout(torch.ones(8)).tolist()
         all_reduce()  # another replica draws in between
@@ -109,7 +109,7 @@ def test_serial_replicas_with_seeds_draw_what_ranks_with_these_seeds_draw() -> N
         torch.manual_seed(7 + rank)  # what seed_replicas(7) does in the process of a rank
         expected.append(torch.nn.functional.dropout(torch.ones(8)).tolist() + torch.rand(3).tolist())
     for _ in range(2):
-        with td.MirroredStrategy(THREE, run_replicas="serial") as strategy:
+        with td.MirroredStrategy(THREE) as strategy:
             strategy.seed_replicas(7)
             drawn: dict[int, list[float]] = {}
             strategy.run(lambda: drawn.__setitem__(replica_id(), draw()))  # noqa: B023
@@ -119,19 +119,38 @@ def test_serial_replicas_with_seeds_draw_what_ranks_with_these_seeds_draw() -> N
             assert again != drawn, "the streams go on from run to run"
 
 
-def test_seeded_replicas_leave_the_caller_its_own_stream() -> None:
-    with td.MirroredStrategy(TWO, run_replicas="serial") as strategy:
-        strategy.seed_replicas(7)
-        torch.manual_seed(1)
-        expected = torch.rand(4).tolist()
-        torch.manual_seed(1)
-        strategy.run(lambda: torch.rand(5))
-        assert torch.rand(4).tolist() == expected
+def test_the_first_replica_draws_from_the_stream_of_its_process(two: Any) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(9).tolist()
+    torch.manual_seed(1)
+    first = two.run(lambda: torch.rand(5)).values[0].tolist()
+    assert first + torch.rand(4).tolist() == expected
 
 
-def test_seed_replicas_needs_serial_mode(two: Any) -> None:
-    with pytest.raises(RuntimeError, match="run_replicas='serial'"):
-        two.seed_replicas(1)
+def draws(seed: int, steps: int = 3) -> list[list[float]]:
+    """What two replicas draw in some steps of a program, without ``seed_replicas``."""
+    torch.manual_seed(seed)
+    with td.MirroredStrategy(TWO) as strategy:
+        drawn: list[list[float]] = []
+        for _ in range(steps):
+            torch.rand(3)  # the program's own
+            drawn += [v.tolist() for v in strategy.run(lambda: torch.rand(2)).values]
+        return drawn
+
+
+def test_without_seeds_each_replica_draws_numbers_of_its_own_the_same_in_every_program() -> None:
+    first = draws(5)
+    assert first == draws(5)
+    assert len({tuple(numbers) for numbers in first}) == len(first)
+    assert not {tuple(numbers) for numbers in first} & {tuple(numbers) for numbers in draws(6)}
+
+
+def test_a_replica_that_draws_alone_draws_other_numbers_in_each_step(two: Any) -> None:
+    def draw() -> torch.Tensor:
+        return torch.rand(2) if replica_id() == 1 else torch.zeros(2)
+
+    drawn = [tuple(two.run(draw).values[1].tolist()) for _ in range(4)]
+    assert len(set(drawn)) == 4
 
 
 def test_generator_of_each_replica(two: Any) -> None:

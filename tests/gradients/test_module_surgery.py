@@ -86,14 +86,11 @@ def test_load_state_dict_between_steps(strategy: td.Strategy, process_model: str
 
 
 @both_process_models
-def test_assigning_load_needs_adoption_again(strategy: td.Strategy, process_model: str) -> None:
+def test_assigned_parameters_are_adopted(strategy: td.Strategy, process_model: str) -> None:
     model, reference = built(strategy, small), plain(small, seed=5)
     state = {name: nn.Parameter(value.clone()) for name, value in reference.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="experimental_adopt"):
-        strategy.run(lambda: optimizer.step())
-    strategy.experimental_adopt(model)
+    assert all(strategy.parameter_store.owns(p) for p in model.parameters())
     _trains(strategy, model, reference)
 
 

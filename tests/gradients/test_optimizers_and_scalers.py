@@ -153,12 +153,13 @@ def test_scheduler_inside_run(strategy: td.Strategy, process_model: str) -> None
         optimizer.step()
         schedule.step()
 
-    if process_model == "ranks":  # each process has a scheduler of its own
+    for expected in (0.05, 0.025):  # each replica has the content of a scheduler of its own
         strategy.run(step)
-        assert optimizer.param_groups[0]["lr"] == 0.05
-        return
-    with pytest.raises(RuntimeError, match="a scheduler belongs to the worker"):
-        strategy.run(step)
+        assert optimizer.param_groups[0]["lr"] == expected
+        assert (
+            strategy.experimental_local_results(strategy.run(lambda: optimizer.param_groups[0]["lr"] + 0))
+            == (expected,) * strategy.worker.num_local_replicas
+        )
 
 
 @both_process_models

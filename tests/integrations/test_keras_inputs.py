@@ -172,17 +172,26 @@ def test_a_loop_of_the_users_own_sums_gradients(strategy: tfd.Strategy) -> None:
     np.testing.assert_allclose(weights_of(model), before - 2, atol=1e-5)
 
 
-def test_gradients_that_were_averaged_already_are_refused() -> None:
-    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy, strategy.scope():
-        model = dense()
+@pytest.mark.parametrize("scale", ["MEAN", "SUM"])
+def test_gradients_that_backward_made_one_already(scale: str) -> None:
+    """The sum of equal means is the sum of the gradients; sums cannot be added again."""
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = dense(loss=None, metrics=None, optimizer=keras.optimizers.SGD(1.0))
+        before = weights_of(model)
+        strategy.set_gradient_policy([v.value for v in model.trainable_variables], scale=scale, reduce_at="backward")
 
         def step() -> None:
             sum(v.value.sum() for v in model.trainable_variables).backward()
-            model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+            with torch.no_grad():
+                model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
 
-        with pytest.raises(RuntimeError, match="averaged over the replicas already"):
+        if scale == "MEAN":
             strategy.run(step)
+            np.testing.assert_allclose(weights_of(model), before - 2, atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="averaged over the replicas already"):
+                strategy.run(step)
 
 
 def test_models_of_no_strategy_are_as_they_were() -> None:

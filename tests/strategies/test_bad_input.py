@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.core import logging
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.values import PerReplica
 
@@ -55,9 +56,11 @@ def test_cross_device_ops(ops: Any) -> None:
         td.MirroredStrategy(["cpu:0"], cross_device_ops=ops)
 
 
-def test_run_replicas() -> None:
-    with pytest.raises(ValueError, match="must be 'threads' or 'serial', got 'parallel'"):
-        td.MirroredStrategy(["cpu:0", "cpu:1"], run_replicas="parallel")
+def test_run_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.discard("run_replicas")
+    for value in ("threads", "serial", "threads"):
+        td.MirroredStrategy(["cpu:0", "cpu:1"], run_replicas=value).close()
+    assert caplog.text.count("has no effect any more: the replicas of one process take turns") == 1
 
 
 def test_timeout_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +330,18 @@ def test_lbfgs_and_schedulers(two: Any) -> None:
         model = torch.nn.Linear(2, 1)
     with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
         two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
-    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
-    with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 times"):
-        two.run(scheduler.step)
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 "):
+            central.run(scheduler.step)
 
 
 def test_adopting_what_is_no_module(two: Any) -> None:
-    with pytest.raises(TypeError, match=r"experimental_adopt takes a torch.nn.Module, got list"):
+    with pytest.raises(
+        TypeError, match=r"experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got list"
+    ):
         two.experimental_adopt([torch.nn.Linear(1, 1)])
     with pytest.raises(ValueError, match=r"Parameter weight has no shape yet \(lazy module\). Run the module once"):
         two.experimental_adopt(torch.nn.LazyLinear(2))

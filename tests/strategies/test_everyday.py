@@ -95,8 +95,7 @@ def test_hooks_go_with_the_last_strategy() -> None:
     one = installed_hooks()
     assert one > before
     with first.scope():
-        assert installed_hooks() > one
-    assert installed_hooks() == one
+        assert installed_hooks() == one
     first.close()
     assert installed_hooks() == one
     second.close()
@@ -204,7 +203,7 @@ def test_reprs(two: Any) -> None:
     with two.scope():
         model = torch.nn.Linear(1, 1)
         variable = td.Variable(2.0, name="v")
-    assert "with 2 copies" in repr(model.weight)
+    assert repr(model.weight).startswith("Parameter containing:")
     assert "2." in repr(variable)
 
 

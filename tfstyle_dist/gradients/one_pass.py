@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import abc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
 
 
@@ -17,6 +21,7 @@ class PassReducer(GradientReducer):
     """
 
     _pass = 0
+    _graphs: dict[int, Slot] | None = None
     _active = False
     _task = -1
 
@@ -29,6 +34,9 @@ class PassReducer(GradientReducer):
         Returns:
             Whether it is to be reduced.
         """
+        if self._graphs is not None:
+            self._graphs[id(slot)] = slot
+            return False
         if self.keeps_local(slot):
             return False
         task = torch._C._current_graph_task_id()
@@ -41,6 +49,38 @@ class PassReducer(GradientReducer):
         if not slot.ready or not self._active:
             return False
         return torch._C._current_graph_task_id() == self._task or nested_backward()
+
+    @contextmanager
+    def keeping_graphs(self, replica: Any) -> Iterator[None]:
+        """Around a pass with ``create_graph=True``: the gradients are reduced after it, and can be differentiated.
+
+        Args:
+            replica: the replica's context.
+        """
+        self._graphs = {}
+        try:
+            yield
+            touched = self._graphs
+        finally:
+            self._graphs = None
+        slots = [s for slots in self.slots.values() for s in slots if s.record.tensor is not None]
+        slots = [s for s in slots if not (id(s) in touched and self.keeps_local(s))]
+        # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
+        flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in slots])).tolist()
+        used = [s for s, flag in zip(slots, flags, strict=True) if flag]
+        with torch.enable_grad():
+            for divided in (True, False):
+                some = [s for s in used if (self.divisor(s.record) is not None) is divided]
+                parts = [s.record.components[0].grad for s in some]
+                olds = [None if divided else s.before for s in some]
+                news = [
+                    torch.zeros_like(s.record.components[0]) if p is None else p if old is None else p - old
+                    for s, p, old in zip(some, parts, olds, strict=True)
+                ]
+                totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
+                for slot, old, total in zip(some, olds, totals, strict=True):
+                    slot.record.components[0].grad = total if old is None else total + old
+                    self.settle(slot)
 
     def _begin(self, task: int) -> None:
         if self._active:

@@ -1,4 +1,4 @@
-"""Who runs ``optimizer.step()``: every worker for itself, or one leader replica for its process.
+"""What is checked, and counted, around ``optimizer.step()``, which every replica makes for itself.
 
 Works through PyTorch's public step hooks, so any ``torch.optim`` optimizer does, fused and foreach forms too.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.gradients import local_gradients
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
-from tfstyle_dist.runtime.context import Frame, current_frame, pop, push
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.turns import users_line
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import find_record
 
@@ -59,14 +64,47 @@ def _owner(optimizer: torch.optim.Optimizer) -> _Ownership:
 
 
 class UpdateRunner:
-    """Runs the step of plain optimizers once per process and lets every replica see the result.
+    """Checks the gradients before each step of a plain optimizer.
 
     Args:
         strategy: the owner of the parameters.
+
+    Attributes:
+        shares_optimizers: whether the local replicas have one optimizer in common.
     """
+
+    shares_optimizers = False
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
+        self._steps: list[dict[str, list[Any]]] = []
+
+    @contextmanager
+    def same_steps(self, count: int) -> Iterator[None]:
+        """Around a run of several local replicas: each must make the same optimizer steps.
+
+        Args:
+            count: the local replicas.
+
+        Raises:
+            CollectiveMismatchError: they did not.
+        """
+        before, self._steps = self._steps, [{} for _ in range(count)]
+        try:
+            yield
+            numbers = [{name: number for name, (number, _) in steps.items()} for steps in self._steps]
+            if any(steps != numbers[0] for steps in numbers):
+                made = [
+                    ", ".join(f"{name} at {line}, {number} time(s)" for name, (number, line) in steps.items())
+                    for steps in self._steps
+                ]
+                lines = [f"  replica {replica}: {what or 'no step'}" for replica, what in enumerate(made)]
+                raise CollectiveMismatchError(
+                    "The replicas made different optimizer steps, so their parameters differ now. Every replica must "
+                    "make the same ones:\n" + "\n".join(lines)
+                )
+        finally:
+            self._steps = before
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         """The step's pre-hook; returns changed arguments or ``None``."""
@@ -75,50 +113,51 @@ class UpdateRunner:
             return None
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RuntimeError(
-                "torch.optim.LBFGS calls its closure a different number of times on each replica, so the "
-                "replicas would not "
-                "meet. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy."
+                "torch.optim.LBFGS calls its closure a different number of times on each replica, so the replicas "
+                "would not make the same calls. Use a first-order optimizer, or run LBFGS under OneDeviceStrategy."
             )
-        frame = current_frame()
-        replica = frame.replica if frame is not None and frame.strategy is strategy else None
-        strategy.gradient_reducer.check_reduced(records, 0 if replica is None else replica.local_replica_id)
-        if not strategy.parameter_store.replaces or replica is None or frame is None or frame.component is not None:
-            return None
-        leader = replica.local_replica_id == 0
-        replica.meet(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
-        own = Frame(strategy, replica, component=0) if leader else Frame(strategy, replica, follower=True)
-        push(own)
-        return _closure_outside(own, args, kwargs)
+        replica = _replica_of(strategy)
+        number = 0 if replica is None else replica.local_replica_id
+        if replica is not None and torch_internals.backward_pass_under_way() != -1:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called while backward() is under way (in a hook of a "
+                "parameter), when its gradients are those of one replica: the replicas would drift apart. Call it "
+                "after backward()."
+            )
+        strategy.gradient_reducer.check_reduced(records, number)
+        if replica is not None and strategy.num_replicas_in_sync > 1:
+            _check_not_local(optimizer, records, number)
+        if replica is not None and number < len(self._steps):
+            made = self._steps[number].setdefault(f"{type(optimizer).__name__}.step", [0, ""])
+            made[0] += 1
+            if made[0] == 1:
+                made[1] = users_line(sys._getframe(2))
+        return None
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """The step's post-hook."""
-        strategy, frame = self._strategy(), current_frame()
-        if strategy is None:
-            return
-        if frame is None or frame.replica is None or not (frame.follower or frame.component is not None):
-            if strategy.parameter_store.replaces:
-                strategy.parameter_store.after_update(records)
-            return
-        pop(frame)
-        if frame.component is not None:
-            strategy.parameter_store.after_update(records)
-        frame.replica.meet(f"end of {type(optimizer).__name__}.step", None, lambda payloads: payloads, UPDATE)
+
+    def restore(self) -> None:
+        """Puts back what a step that raised has left; called after each run."""
 
 
-def _closure_outside(own: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A closure is the replica's own code: the update frame does not hold while it runs."""
-
-    def outside(closure: Callable[[], Any]) -> Any:
-        pop(own)
-        try:
-            return closure()
-        finally:
-            push(own)
-
-    return _closure_in(outside, args, kwargs)
+def _check_not_local(optimizer: torch.optim.Optimizer, records: list[Record], number: int) -> None:
+    for record in records:
+        own = record.policy is not None and record.policy.reduce_at == "backward"
+        if own and local_gradients.is_local(record.components[number].grad):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() would apply a result of torch.autograd.grad (parameter "
+                f"{record.describe()!r}), which is the gradient of one replica: the replicas would drift apart. Call "
+                "loss.backward(), or make the gradients one first: get_replica_context().all_reduce('MEAN', gradients)."
+            )
 
 
-def _closure_in(
+def _replica_of(strategy: Any) -> Any:
+    frame = current_frame()
+    return frame.replica if frame is not None and frame.strategy is strategy else None
+
+
+def around_closure(
     around: Callable[[Callable[[], Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a step with ``around(closure)`` in the place of its closure; ``None`` when it has none."""
@@ -136,8 +175,7 @@ def _closure_in(
 
 def _clock(strategy: Any) -> Clock:
     """That of the replica that calls."""
-    frame = current_frame()
-    replica = frame.replica if frame is not None and frame.strategy is strategy else None
+    replica = _replica_of(strategy)
     clock: Clock = strategy.worker.clocks[0 if replica is None else replica.local_replica_id]
     return clock
 
@@ -151,7 +189,7 @@ def _closure_counted(clock: Clock, args: Any, kwargs: Any) -> Any:
         with clock.counting(COMPUTE):
             return closure()
 
-    return _closure_in(counted, args, kwargs)
+    return around_closure(counted, args, kwargs)
 
 
 class _Calls(threading.local):
@@ -186,11 +224,19 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+def _take(thing: Any) -> None:
+    """Makes an optimizer or scheduler content that the step function named nowhere one could look."""
+    frame = current_frame()
+    if frame is not None and frame.replica is not None and frame.strategy.parameter_store.contents is not None:
+        frame.strategy.parameter_store.contents.take(thing)
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not _calls.begin(optimizer, sys._getframe(1)):
         return None
     owner = _owner(optimizer)
     frame = current_frame()
+    _take(optimizer)
     in_run = frame is not None and frame.replica is not None and frame.strategy.num_replicas_in_sync > 1
     if owner.records and owner.foreign and owner.strategies[0].num_replicas_in_sync > 1:
         raise RuntimeError(
@@ -273,7 +319,7 @@ class _Restore:
 
 
 def _guard_schedulers() -> _Restore:
-    """Makes ``scheduler.step()`` in several replica threads an error: it would advance L times a step.
+    """Makes ``scheduler.step()`` in replicas that share one optimizer an error: it would advance L times a step.
 
     PyTorch has no hook for schedulers, so the method is wrapped while such a strategy lives.
     """
@@ -282,13 +328,13 @@ def _guard_schedulers() -> _Restore:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy.worker.num_local_replicas > 1:
+        if frame is not None and frame.replica is not None and frame.strategy.update_runner.shares_optimizers:
             raise RuntimeError(
                 f"{type(self).__name__}.step() inside strategy.run would run once per replica "
-                f"({frame.strategy.worker.num_local_replicas} times a step): a scheduler belongs to the worker. "
-                f"Call it after "
-                "strategy.run(...), or in merge_call."
+                f"({frame.strategy.worker.num_local_replicas} times a step), but under central storage there is one "
+                "optimizer for all of them. Call it after strategy.run(...), or in merge_call."
             )
+        _take(self)
         return original(self, *args, **kwargs)
 
     base.step = step  # type: ignore[method-assign]

@@ -145,6 +145,8 @@ class RemoteStore(ParameterStore):
         partitioner: into how many shards a tensor is cut; ``None``: one.
     """
 
+    adopts_parts = False
+
     def __init__(self, strategy: Any, worker: Worker, servers: Servers, partitioner: Partition | None) -> None:
         super().__init__(strategy, worker)
         self.servers, self.partitioner = servers, partitioner
@@ -370,9 +372,6 @@ class RemoteStore(ParameterStore):
             self._uncreated.clear()
         finally:
             self._equalizing = False
-
-    def after_update(self, records: Any) -> None:
-        """Nothing to carry over: there is one copy."""
 
     def push_buffers(self, records: Iterator[RemoteRecord] | Sequence[RemoteRecord]) -> None:
         """Adds what the function changed in its local copies of buffers to the servers' values."""

@@ -2,7 +2,7 @@
 
 from tfstyle_dist.runtime.context import Frame, current_frame
 from tfstyle_dist.runtime.executor import ReplicaExecutor
-from tfstyle_dist.runtime.rendezvous import InlineRun, ReplicaRun, ThreadedRun
+from tfstyle_dist.runtime.turns import InlineRun, ReplicaRun, TurnRun
 from tfstyle_dist.runtime.worker import Worker
 
-__all__ = ["Frame", "InlineRun", "ReplicaExecutor", "ReplicaRun", "ThreadedRun", "Worker", "current_frame"]
+__all__ = ["Frame", "InlineRun", "ReplicaExecutor", "ReplicaRun", "TurnRun", "Worker", "current_frame"]

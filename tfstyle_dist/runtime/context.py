@@ -18,17 +18,14 @@ class Frame:
     Attributes:
         strategy: the strategy in force.
         replica: its ReplicaContext; ``None`` in cross-replica context.
-        component: local replica whose copies are being updated (``extended.update``, an optimizer step); ``None``
-            outside updates. Writes made in such a frame are the update itself.
-        follower: this replica only accompanies an optimizer step that another replica makes.
+        component: local replica whose copies are being updated (``extended.update``); ``None`` outside updates. Writes
+            made in such a frame are the update itself.
     """
 
-    __slots__ = ("component", "follower", "replica", "strategy")
+    __slots__ = ("component", "replica", "strategy")
 
-    def __init__(
-        self, strategy: Any, replica: Any = None, component: int | None = None, follower: bool = False
-    ) -> None:
-        self.strategy, self.replica, self.component, self.follower = strategy, replica, component, follower
+    def __init__(self, strategy: Any, replica: Any = None, component: int | None = None) -> None:
+        self.strategy, self.replica, self.component = strategy, replica, component
 
 
 class _Stack(threading.local):

@@ -1,4 +1,4 @@
-"""Runs one function for each local replica: inline for one, in threads for several."""
+"""Runs one function for each local replica, in turn, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
-from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
-from tfstyle_dist.runtime.rendezvous import ThreadedRun
+from tfstyle_dist.runtime.cores import Core
+from tfstyle_dist.runtime.turns import Content, NoContent, TurnRun
 
-_INTERRUPT_GRACE = timedelta(seconds=5)
 Job = Callable[[], None]
 
 
@@ -30,9 +28,11 @@ class _Team:
 
     def __init__(self, count: int, label: str) -> None:
         self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
+        self.cores: list[Core | None] = [None] * count
         self.busy = False
         for index, inbox in enumerate(self.queues, start=1):
-            threading.Thread(target=_serve, args=(inbox,), name=f"tfstyle-{label}-replica-{index}", daemon=True).start()
+            work = (inbox, self.cores, index)
+            threading.Thread(target=_serve, args=work, name=f"tfstyle-{label}-replica-{index}", daemon=True).start()
         self._finalizer = weakref.finalize(self, _stop, self.queues)
 
     def stop(self) -> None:
@@ -40,8 +40,10 @@ class _Team:
         self._finalizer()
 
 
-def _serve(inbox: queue.SimpleQueue[Job | None]) -> None:
+def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int) -> None:
+    core = cores[index] = Core()
     while (job := inbox.get()) is not None:
+        core.release()
         job()
         del job
 
@@ -52,7 +54,7 @@ def _stop(queues: Sequence[queue.SimpleQueue[Job | None]]) -> None:
 
 
 class _Ambient:
-    """What a replica thread takes over from the thread that called ``run``."""
+    """What a replica's thread takes over from the thread that called ``run``."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -62,15 +64,15 @@ class _Ambient:
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.device = torch.get_default_device()
+        self.num_threads = torch.get_num_threads()
 
     @contextlib.contextmanager
-    def applied(self, device: ReplicaDevice, num_threads: int) -> Any:
+    def applied(self, device: ReplicaDevice) -> Iterator[None]:
         """Sets it all in the current thread."""
         with contextlib.ExitStack() as stack:
-            if torch.get_num_threads() != num_threads:
-                torch.set_num_threads(num_threads)
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device.index))
+            if torch.get_num_threads() != self.num_threads:
+                torch.set_num_threads(self.num_threads)
+            stack.enter_context(on_device(device))
             if self.device.type != "cpu":  # without an index: the replica's own one
                 own = self.device.type == device.type
                 stack.enter_context(torch.device(self.device.type) if own else self.device)
@@ -78,12 +80,18 @@ class _Ambient:
                 stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if torch.is_grad_enabled() != self.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
             yield
 
 
+def on_device(device: ReplicaDevice) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a replica's device is the current one of its kind."""
+    return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
+
+
 class ReplicaExecutor:
-    """Runs replica functions side by side and hands out where they meet.
+    """Runs replica functions one at a time; the turn passes where they wait for each other.
 
     The functions of replicas 1 to L-1 run in threads that live as long as the executor; replica 0 runs in the caller's
     thread, so Ctrl-C, signals and a debugger work as usual. Threads stuck in user code past the deadline are abandoned
@@ -92,94 +100,81 @@ class ReplicaExecutor:
     Args:
         devices: one device for each local replica.
         timeout: limit of each wait; ``None`` waits for ever.
-        mode: ``"threads"``, or ``"serial"``: one replica at a time in replica order, which makes random numbers
-            reproducible.
         clocks: one for each replica; what its waiting is counted by.
+
+    Attributes:
+        content: what objects hold for each replica.
     """
 
     def __init__(
-        self,
-        devices: Sequence[ReplicaDevice],
-        timeout: timedelta | None,
-        mode: str = "threads",
-        clocks: Sequence[Clock] | None = None,
+        self, devices: Sequence[ReplicaDevice], timeout: timedelta | None, clocks: Sequence[Clock] | None = None
     ) -> None:
-        if mode not in ("threads", "serial"):
-            raise ValueError(f"run_replicas must be 'threads' or 'serial', got {mode!r}.")
-        self._devices, self._timeout, self._mode = tuple(devices), timeout, mode
+        self._devices, self._timeout = tuple(devices), timeout
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
+        self.content: Content = NoContent()
         self._teams: list[_Team] = []
-        self._runs: list[ThreadedRun] = []
-        self._lock = threading.Lock()
+        self._runs: list[TurnRun] = []
+        self._running = threading.RLock()  # one run at a time: there is one set of objects
         self._pid = os.getpid()
         self._closed = False
-        self.rng: list[torch.Tensor] | None = None
 
     @property
-    def active_run(self) -> ThreadedRun | None:
+    def active_run(self) -> TurnRun | None:
         """The innermost run under way."""
         return self._runs[-1] if self._runs else None
 
-    def run(self, functions: Sequence[Callable[[ThreadedRun], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
 
         Args:
-            functions: one for each local replica, at least two.
+            functions: one for each local replica.
 
         Raises:
             BaseException: whatever the first failing replica raised, the same object, with the replica's number added
                 as a note.
-            DeadlineExceededError: a replica did not come to a meeting, or did not finish, within the timeout.
+            DeadlineExceededError: a replica did not come to a call, or did not finish, within the timeout.
         """
         if self._closed:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
-        count = len(functions)
-        team = self._acquire_team(count)
-        serial = self._mode == "serial"
-        run = ThreadedRun(count, self._timeout, serial, self.rng if serial else None, self._clocks)
-        outcomes: list[Any] = [None] * count
-        ambient = _Ambient()
-        threads_before = torch.get_num_threads()
-        rng_before = torch.get_rng_state() if self._mode == "serial" and self.rng is not None else None
-        share = max(1, threads_before // count) if self._mode == "threads" else threads_before
+        if self._pid != os.getpid():  # threads and their locks do not survive a fork
+            self._teams, self._runs, self._pid, self._running = [], [], os.getpid(), threading.RLock()
+        with self._running:
+            return self._run(functions)
+
+    def _run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
+        outcomes: list[Any] = [None] * len(functions)
+        ambient, context = _Ambient(), contextvars.copy_context()
+        self.content.enter(begins=True)
+        team = self._acquire_team(len(functions))
+
+        def start(replica: int) -> None:
+            job = self._job(run, replica, functions[replica], outcomes, ambient)
+            own = context.copy()
+            team.queues[replica - 1].put(lambda: own.run(job))
+
+        run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks)
+        team.cores[0] = Core()
+        run.cores = team.cores
         self._runs.append(run)
         try:
-            for replica in range(1, count):
-                context = contextvars.copy_context()
-                job = self._job(run, replica, functions[replica], outcomes, ambient, share)
-                team.queues[replica - 1].put(lambda context=context, job=job: context.run(job))  # type: ignore[misc]
-            if share != threads_before:
-                torch.set_num_threads(share)
-            try:
+            self.content.switch(0)
+            with on_device(self._devices[0]):
                 self._call(run, 0, functions[0], outcomes)
-            finally:
-                if share != threads_before:
-                    torch.set_num_threads(threads_before)
-                self._await_others(run, team)
         finally:
             self._runs.remove(run)
-            if rng_before is not None:
-                torch.set_rng_state(rng_before)
+            self.content.switch(None)
+            self.content.leave(failed=run.error is not None)
+            if run.lost:
+                self._teams.remove(team)
+                team.stop()
+            team.busy = False
         if run.error is not None:
             error = run.error
             try:
                 raise error
             finally:
-                del error, run, outcomes
+                del error, run, outcomes, start
         return outcomes
-
-    def seed(self, seeds: Sequence[int]) -> None:
-        """Gives each local replica a stream of random numbers of its own (serial mode only).
-
-        Raises:
-            RuntimeError: the replicas run in threads, which share torch's generator.
-        """
-        if self._mode != "serial":
-            raise RuntimeError(
-                "seed_replicas with several replicas in one process needs run_replicas='serial': threads share torch's "
-                "generator. Or draw from ReplicaContext.generator(seed)."
-            )
-        self.rng = [torch.Generator().manual_seed(s).get_state() for s in seeds]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -192,27 +187,22 @@ class ReplicaExecutor:
 
     def _job(
         self,
-        run: ThreadedRun,
+        run: TurnRun,
         replica: int,
-        function: Callable[[ThreadedRun], Any],
+        function: Callable[[TurnRun], Any],
         outcomes: list[Any],
         ambient: _Ambient,
-        num_threads: int,
     ) -> Job:
-        device = self._devices[replica]
-
         def job() -> None:
-            with ambient.applied(device, num_threads):
+            with ambient.applied(self._devices[replica]):
                 self._call(run, replica, function, outcomes)
 
         return job
 
-    def _call(
-        self, run: ThreadedRun, replica: int, function: Callable[[ThreadedRun], Any], outcomes: list[Any]
-    ) -> None:
+    def _call(self, run: TurnRun, replica: int, function: Callable[[TurnRun], Any], outcomes: list[Any]) -> None:
         """Runs one replica's function; an exception goes to the run, never out of here."""
+        run.threads[replica] = threading.get_ident()
         try:
-            run.begin(replica)
             outcomes[replica] = function(run)
         except ReplicaAborted as error:
             if run.error is None:  # somebody raised it by hand
@@ -224,40 +214,12 @@ class ReplicaExecutor:
         finally:
             run.finish(replica)
 
-    # ---- teams ------------------------------------------------------------------------------------------------
-
     def _acquire_team(self, count: int) -> _Team:
-        with self._lock:
-            if self._pid != os.getpid():  # threads do not survive a fork
-                self._teams, self._pid = [], os.getpid()
-            for team in self._teams:
-                if not team.busy:
-                    team.busy = True
-                    return team
-            team = _Team(count, str(len(self._teams)))
-            team.busy = True
-            self._teams.append(team)
-            return team
-
-    def _await_others(self, run: ThreadedRun, team: _Team) -> None:
-        """Waits for the other replicas' threads; abandons those that do not end in time."""
-        interrupted = isinstance(run.error, KeyboardInterrupt | SystemExit)
-        try:
-            stuck = run.wait_finished(Deadline(_INTERRUPT_GRACE if interrupted else self._timeout))
-        except BaseException as error:  # Ctrl-C while waiting
-            run.abort(error)
-            stuck = run.wait_finished(Deadline(_INTERRUPT_GRACE))
-        if not stuck:
-            team.busy = False
-            return
-        stacks = run.stacks(stuck)
-        self._teams.remove(team)
-        team.stop()
-        run.abort(
-            DeadlineExceededError(
-                f"Replica(s) {stuck} did not finish within the limit of "
-                f"{self._timeout.total_seconds() if self._timeout else 0:g} s after replica 0 did; their threads are "
-                f"abandoned. Set TFSTYLE_TIMEOUT_SECONDS (0: no limit) if the work is just long.\n{stacks}"
-            )
-        )
-        get_logger().error("abandoned the threads of replica(s) %s, which are at:\n%s", stuck, stacks)
+        for team in self._teams:
+            if not team.busy:
+                team.busy = True
+                return team
+        team = _Team(count, str(len(self._teams)))
+        team.busy = True
+        self._teams.append(team)
+        return team

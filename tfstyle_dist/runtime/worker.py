@@ -20,7 +20,6 @@ class Worker:
         devices: one device for each local replica; ``()`` for the default strategy, which has no device of its own.
         group: the worker processes.
         timeout: limit of each wait for another replica.
-        run_replicas: ``"threads"`` or ``"serial"``.
 
     Attributes:
         num_local_replicas: L.
@@ -33,13 +32,12 @@ class Worker:
         devices: Sequence[ReplicaDevice],
         group: WorkerGroup,
         timeout: timedelta | None,
-        run_replicas: str = "threads",
     ) -> None:
         self.devices, self.group, self.timeout = tuple(devices), group, timeout
         self.num_local_replicas = max(len(self.devices), 1)
         self.num_replicas = group.size * self.num_local_replicas
         self.clocks: list[Clock] = [STOPPED] * self.num_local_replicas
-        self.executor = ReplicaExecutor(self.devices, timeout, run_replicas, self.clocks)
+        self.executor = ReplicaExecutor(self.devices, timeout, self.clocks)
 
     def replica_id(self, local_replica_id: int) -> int:
         """Number among all replicas of local replica ``local_replica_id``."""

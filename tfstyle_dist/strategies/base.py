@@ -19,9 +19,10 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients import update_runner as update_hooks
+from tfstyle_dist.gradients.backward_calls import engine_calls
 from tfstyle_dist.gradients.in_memory import InMemoryReducer
-from tfstyle_dist.gradients.meeting import MeetingReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
@@ -35,8 +36,15 @@ from tfstyle_dist.strategies.running import RunMethods
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.training import TrainingMethods
 from tfstyle_dist.values import PerReplica, ValueContext, local_results
-from tfstyle_dist.variables import ParameterStore, Variable
+from tfstyle_dist.variables import ParameterStore, Variable, adoption
+from tfstyle_dist.variables.contents import data_reads
 from tfstyle_dist.variables.creation import VariableSpec
+
+
+def uninstall(hooks: list[Any]) -> None:
+    """Takes away what was installed for a strategy that lived."""
+    for hook in hooks:
+        hook.uninstall()
 
 
 class Strategy(RunMethods, InputMethods, TrainingMethods):
@@ -80,8 +88,12 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
             self.gradient_reducer = self.make_reducer()
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = self.make_update_runner()
-            update_hooks.install()
-            self._uninstall_hooks = weakref.finalize(self, update_hooks.uninstall)
+            hooks: list[Any] = [update_hooks, adoption, engine_calls]
+            if self.parameter_store.contents is not None:
+                hooks.append(data_reads)
+            for hook in hooks:
+                hook.install()
+            self._uninstall_hooks = weakref.finalize(self, uninstall, hooks)
             self._uninstall_hooks.atexit = False
 
     def make_reducer(self) -> GradientReducer:
@@ -98,8 +110,8 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         return UpdateRunner(self)
 
     def _reducer_class(self) -> type[GradientReducer]:
-        if self.parameter_store.replaces:
-            return MeetingReducer
+        if self.parameter_store.contents is not None:
+            return ReplicaReducer
         shared = self.worker.group.meets_in_memory(torch.float32, self.worker.torch_device(0))
         return InMemoryReducer if shared else StreamingReducer
 

@@ -15,6 +15,7 @@ def synchronize(worker: Worker, store: ParameterStore) -> None:
     """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per dtype."""
     if worker.num_replicas == 1:
         return
+    store.settle()
     groups: dict[tuple[torch.dtype, VariableAggregation], list[Record]] = {}
     for record in store.alive_everywhere(list(store.records("buffer"))):
         groups.setdefault((record.components[0].dtype, record.aggregation), []).append(record)
@@ -29,6 +30,6 @@ def synchronize(worker: Worker, store: ParameterStore) -> None:
             offset = 0
             for record in records:
                 count = record.components[0].numel()
-                for component in record.components:
+                for component in list(record.components):
                     component.copy_(flat[offset : offset + count].view(component.shape))
                 offset += count

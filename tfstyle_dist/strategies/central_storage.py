@@ -12,6 +12,7 @@ from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.gradients.leading_update import LeadingUpdateRunner
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
@@ -71,7 +72,7 @@ class CentralStorageStrategy(Strategy):
     def make_update_runner(self) -> UpdateRunner:
         """Of several processes each updates its part."""
         if self.worker.group.size == 1:
-            return super().make_update_runner()
+            return LeadingUpdateRunner(self)
         self._shared = SharedHome(self.worker.group)
         return SharedUpdateRunner(self, self._shared)
 
@@ -86,10 +87,8 @@ class CentralStorageStrategy(Strategy):
         try:
             return super().run(fn, args, kwargs, options)
         finally:
-            if isinstance(self.update_runner, SharedUpdateRunner):
-                self.update_runner.restore()  # only a step that raised leaves something to do
-            if self.parameter_store.puller is not None:
-                self.parameter_store.puller.release()
+            if self.update_runner is not None:
+                self.update_runner.restore()
 
     def create_variable(self, spec: VariableSpec) -> Variable:
         """A variable with one copy on the parameter device."""

@@ -150,17 +150,14 @@ class StrategyExtended:
             return result if group else (result,)
         record = self._own(var, "extended.update")
         record.store.ensure_equal()
+        record.store.settle()
         copies = record.copies()
-        if len(copies) > 1:
-            record.separate()
         results = []
         for replica, component in enumerate(copies):
             with entered(Frame(self.strategy, component=replica)):
                 results.append(
                     fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {}))
                 )
-        if record.kind == "parameter":
-            self.strategy.parameter_store.after_update([record])
         return regroup(results, "results of update", Mirrored) if group else tuple(results)
 
     def update_non_slot(

@@ -11,6 +11,7 @@ from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -56,15 +57,14 @@ class MirroredStrategy(MirroredVariables):
     """Synchronous training on several replicas of one host (``tf.distribute.MirroredStrategy``).
 
     Started by torchrun, every process is one replica (its GPU ``LOCAL_RANK``, else the CPU). Started by hand, one
-    process runs one replica in a thread for each device.
+    process runs one replica for each device; they take turns (``docs/replicas.md``).
 
     Args:
         devices: the local replicas' devices, e.g. ``["cpu:0", "cpu:1"]`` (two logical replicas on the CPU),
             ``["/gpu:0", "/gpu:1"]``, ``["cuda:0#0", "cuda:0#1"]`` (two on one GPU); default: all GPUs, else the CPU.
         cross_device_ops: how local values are summed; default: ADD_N on the first replica's device.
         communication_options: bucket size, timeout and implementation of the communication.
-        run_replicas: ``"threads"``, or ``"serial"``: local replicas run one after the other, which makes dropout
-            reproducible.
+        run_replicas: of earlier versions, without effect: local replicas take turns.
         logical_devices_per_replica: how many consecutive processes hold one replica, each a part of the model; see
             ``experimental_partition``.
 
@@ -85,17 +85,28 @@ class MirroredStrategy(MirroredVariables):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
-        run_replicas: str = "threads",
+        run_replicas: str | None = None,
         logical_devices_per_replica: int = 1,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
+        check_run_replicas(run_replicas)
         options = communication_options or CommunicationOptions()
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, num_local_replicas=len(places))
         group = with_model_axis(group, logical_devices_per_replica, len(places))
-        worker = Worker(places, group, effective_timeout(options), run_replicas)
+        worker = Worker(places, group, effective_timeout(options))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
+
+
+def check_run_replicas(run_replicas: str | None) -> None:
+    """Says once that ``run_replicas`` has no effect any more."""
+    if run_replicas is not None:
+        warn_once(
+            "run_replicas",
+            f"run_replicas={run_replicas!r} has no effect any more: the replicas of one process take turns, in "
+            "the same order in every run. Leave it out.",
+        )
 
 
 def devices_of_this_process() -> tuple[ReplicaDevice, ...]:

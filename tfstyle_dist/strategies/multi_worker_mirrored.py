@@ -22,7 +22,12 @@ from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import with_model_axis
-from tfstyle_dist.strategies.mirrored import MirroredVariables, check_cross_device_ops, devices_of_this_process
+from tfstyle_dist.strategies.mirrored import (
+    MirroredVariables,
+    check_cross_device_ops,
+    check_run_replicas,
+    devices_of_this_process,
+)
 
 _SLURM_PORTS = range(20000, 40000)
 
@@ -68,10 +73,11 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         *,
         devices: Sequence[str | torch.device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
-        run_replicas: str = "threads",
+        run_replicas: str | None = None,
         logical_devices_per_replica: int = 1,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
+        check_run_replicas(run_replicas)
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}; write e.g. "
@@ -83,7 +89,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, members, len(places))
         group = with_model_axis(group, logical_devices_per_replica, len(places))
-        worker = Worker(places, group, effective_timeout(options), run_replicas)
+        worker = Worker(places, group, effective_timeout(options))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
 

@@ -24,7 +24,7 @@ from tfstyle_dist.parameter_server.remote import Servers
 from tfstyle_dist.parameter_server.rules import optimizer_state
 from tfstyle_dist.parameter_server.variable import RemoteStore
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.base import Strategy, uninstall
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import Record, Variable
 from tfstyle_dist.variables.creation import VariableSpec
@@ -126,7 +126,7 @@ class ParameterServerStrategy(Strategy):
         self.coordinator: Any = None
         self.update_runner = PushRunner(self)
         update_hooks.install()
-        self._uninstall_hooks = weakref.finalize(self, update_hooks.uninstall)
+        self._uninstall_hooks = weakref.finalize(self, uninstall, [update_hooks])
         self._uninstall_hooks.atexit = False
 
     @classmethod

@@ -13,7 +13,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
-from tfstyle_dist.runtime.rendezvous import Action, InlineRun, ReplicaRun
+from tfstyle_dist.runtime.turns import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import reductions
 from tfstyle_dist.values import regroup, select_replica
 
@@ -81,9 +81,9 @@ class ReplicaContext:
         """Where this replica's tensors live."""
         return self._strategy.worker.torch_device(self.local_replica_id)
 
-    def meet(self, kind: str, payload: Any, action: Action, phase: int = WAIT) -> Any:
+    def meet(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
         """Joint work of the local replicas; see ``ReplicaRun.meet``."""
-        return self._run.meet(self.local_replica_id, kind, payload, action, phase)
+        return self._run.meet(self.local_replica_id, kind, payload, action, phase, anywhere)
 
     def _communicating(self) -> Phase:
         return self._strategy.worker.clocks[self.local_replica_id].counting(COMMUNICATION)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
+from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
-from tfstyle_dist.runtime.rendezvous import ThreadedRun
+from tfstyle_dist.runtime.turns import TurnRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.values import regroup, select_arguments, select_replica
@@ -44,6 +46,7 @@ class RunMethods:
     worker: Worker
     monitor: Monitor
     parameter_store: ParameterStore
+    update_runner: UpdateRunner | None
     _closed: bool
 
     def run(
@@ -101,12 +104,15 @@ class RunMethods:
                 self.monitor.end(finished)
 
     def _run_replicas(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        if self.worker.num_local_replicas == 1:
+        store = self.parameter_store
+        if store.contents is None:
             with region("run", self.monitor.running):
                 return self._run_alone(fn, arguments, keywords)
+        store.prepare(fn, (*arguments, *keywords.values()))
         functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
         try:
-            return regroup(self.worker.executor.run(functions))
+            with self.update_runner.same_steps(len(functions)) if self.update_runner is not None else nullcontext():
+                return regroup(self.worker.executor.run(functions))
         except BaseException as error:
             self._report_failure(error)
             raise
@@ -140,8 +146,8 @@ class RunMethods:
 
     def _replica_function(
         self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Callable[[ThreadedRun], Any]:
-        def call(run: ThreadedRun) -> Any:
+    ) -> Callable[[TurnRun], Any]:
+        def call(run: TurnRun) -> Any:
             me: Any = self
             context = ReplicaContext(me, self.worker.replica_id(replica), local_replica_id=replica, run=run)
             clock = self.worker.clocks[replica]

@@ -49,6 +49,8 @@ class Scope:
         finally:
             block.__exit__(kind, error, trace)
         if kind is None and current_frame() is None:
+            if adopting:
+                self._strategy.parameter_store.adopt_strays()
             self._strategy.parameter_store.ensure_equal()
 
 

@@ -14,6 +14,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import buffers
 from tfstyle_dist.variables import ParameterStore, find_record
 from tfstyle_dist.variables.adoption import adopt_module
+from tfstyle_dist.variables.gradient_policy import GradientPolicy
 
 
 class TrainingMethods:
@@ -32,16 +33,32 @@ class TrainingMethods:
         """See ``Strategy``."""
         raise NotImplementedError
 
-    def experimental_adopt(self, module: torch.nn.Module) -> torch.nn.Module:
+    def experimental_adopt(self, module: Any) -> Any:
         """Takes over a module that was built outside the scope, or that lost its adoption; in place.
 
+        Any other object with attributes of its own, or a tensor, may be given too: each replica of this process then
+        finds its own values in it, as if the replica had a process of its own (``docs/replicas.md``).
+
         Args:
-            module: its parameters and buffers become the strategy's; the first worker's values count.
+            module: its parameters and buffers become the strategy's; the first worker's values count. Or an object
+                whose attributes the step function changes: an optimizer wrapper, a running average, a counter.
 
         Returns:
-            The same module.
+            The same object.
+
+        Raises:
+            TypeError: an object without attributes of its own, such as a list or a number.
+            ValueError: the module has uninitialised (lazy) parameters.
+            RuntimeError: a parameter belongs to another strategy.
         """
-        if self.adopts_modules:
+        if not isinstance(module, torch.nn.Module):
+            if not hasattr(module, "__dict__") or isinstance(module, type):
+                raise TypeError(
+                    "experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got "
+                    f"{type(module).__name__}. Put what the step changes into an attribute of an object."
+                )
+            self.parameter_store.adopt_object(module)
+        elif self.adopts_modules:
             adopt_module(self.parameter_store, module)
             self.parameter_store.ensure_equal()
         return module
@@ -105,6 +122,9 @@ class TrainingMethods:
         Raises:
             ValueError: a parameter that this strategy does not own.
         """
+        if not self.adopts_modules:  # one replica: there is nothing to reduce
+            GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
+            return
         records = list(self.parameter_store.records()) if parameters is None else [self._own(p) for p in parameters]
         for record in records:
             if record.policy is None:
@@ -128,17 +148,14 @@ class TrainingMethods:
     def seed_replicas(self, seed: int) -> None:
         """Gives every replica its own stream of random numbers, reproducible from ``seed``.
 
-        With one replica per process the process is seeded. With several, ``run_replicas="serial"`` is needed: threads
-        share torch's generator.
+        Replica ``r`` draws what ``torch.manual_seed(seed + r)`` starts, whether it has a process of its own or not;
+        the first replica of a process draws from the process' own stream. Without this call the other replicas of a
+        process draw numbers that are derived from the state of that stream and their number.
 
         Args:
             seed: the same on all workers.
-
-        Raises:
-            RuntimeError: several replicas in threads.
         """
-        first = self.worker.replica_id(0)
-        if self.worker.num_local_replicas == 1:
-            torch.manual_seed(seed + first)
-            return
-        self.worker.executor.seed([seed + first + r for r in range(self.worker.num_local_replicas)])
+        if self.parameter_store.contents is None:
+            torch.manual_seed(seed + self.worker.replica_id(0))
+        else:
+            self.parameter_store.contents.seed(seed)

@@ -13,7 +13,7 @@ from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.record import raw
-from tfstyle_dist.variables.replicated import MirroredParameter, Replicated
+from tfstyle_dist.variables.replicated import Replicated
 
 
 class UnconnectedGradients(enum.Enum):
@@ -79,7 +79,7 @@ def gradients(
         else:
             found = _grad(outputs, inputs, seeds, keep=True)
     if unconnected is UnconnectedGradients.ZERO:
-        return [torch.zeros_like(_leaf(x)[0]) if g is None else g for g, x in zip(found, inputs, strict=True)]
+        return [torch.zeros_like(_leaf(x)) if g is None else g for g, x in zip(found, inputs, strict=True)]
     return found
 
 
@@ -92,10 +92,10 @@ def _stopped(tensors: Sequence[Any]) -> Iterator[None]:
     """
     places: dict[Any, set[int]] = {}
     for tensor in tensors:
-        for leaf in _leaf(tensor):
-            with raw():
-                if leaf.grad_fn is not None:
-                    places.setdefault(leaf.grad_fn, set()).add(leaf.output_nr)
+        leaf = _leaf(tensor)
+        with raw():
+            if leaf.grad_fn is not None:
+                places.setdefault(leaf.grad_fn, set()).add(leaf.output_nr)
     handles = [node.register_prehook(_dropping(stopped)) for node, stopped in places.items()]
     try:
         yield
@@ -112,21 +112,20 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _leaf(x: Any) -> list[torch.Tensor]:
-    """The tensors of the graph that stand for ``x``: the replica's copy, and the object where an op bypassed it."""
+def _leaf(x: Any) -> torch.Tensor:
+    """The tensor of the graph that stands for ``x``: of a variable the replica's copy."""
     if isinstance(x, Replicated):
-        value = x._tfstyle_leaf()
-        return [value, x] if isinstance(x, MirroredParameter) else [value]
+        return x._tfstyle_leaf()
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"gradients: xs and stop_gradients must be tensors or variables, got a {type(x).__name__}.")
-    return [x]
+    return x
 
 
 def _grad(
     ys: Sequence[torch.Tensor], xs: Sequence[Any], weights: Sequence[torch.Tensor], keep: bool
 ) -> list[torch.Tensor | None]:
     leaves = [_leaf(x) for x in xs]
-    wanted = [t for group in leaves for t in group if _differentiable(t)]
+    wanted = [leaf for leaf in leaves if _differentiable(leaf)]
     used = [(y, w) for y, w in zip(ys, weights, strict=True) if y.requires_grad]
     if not used or not wanted:
         return [None] * len(xs)
@@ -135,7 +134,7 @@ def _grad(
             [y for y, _ in used], wanted, [w for _, w in used], retain_graph=keep or None, allow_unused=True
         )
     by_id = {id(t): g for t, g in zip(wanted, got, strict=True)}
-    return aggregate_columns([[by_id.get(id(t)) for t in group] for group in leaves])
+    return [by_id.get(id(leaf)) for leaf in leaves]
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

@@ -89,7 +89,6 @@ def update_copy(optimizer: TFOptimizer, grad: torch.Tensor, variable: Any, repli
         target = variable.detach()
     else:
         if record.placement is not Placement.CENTRAL:
-            record.separate()
             slots = _slots_of_copies(optimizer, variable, record, slots)[replica]
         target = record.components[replica].detach()
         record.changes += 1

@@ -123,14 +123,14 @@ class TFOptimizer(UpdateRule):
         replica = None if frame is None else frame.replica
         self._check(strategy, [v for _, v in pairs])
         self._claim([v for _, v in pairs], [g for g, _ in pairs])
-        if replica is None or strategy.num_replicas_in_sync == 1:
+        if replica is None or (strategy.num_replicas_in_sync == 1 and strategy.parameter_store.contents is None):
             if skip_gradients_aggregation and strategy.num_replicas_in_sync > 1:
                 raise ValueError(
                     "apply_gradients(skip_gradients_aggregation=True) in cross-replica context: which copy gets which "
                     "gradient is not defined there. Call it in the function that strategy.run calls."
                 )
             self._apply_in_cross_replica_context(strategy, pairs, method)
-        elif skip_gradients_aggregation:
+        elif skip_gradients_aggregation and strategy.num_replicas_in_sync > 1:
             local_updates.apply_own(self, strategy, replica, pairs)
         else:
 
@@ -232,17 +232,16 @@ class TFOptimizer(UpdateRule):
             return
         target = value_of(variable) if record is None else record.components[0]
         target = target.detach()
-        others = [] if record is None or not record.separated else record.components[1:]
+        others = [] if record is None or record.kind != "variable" else record.copies()[1:]
         before = target.clone() if others else target
         self.update_tensor(target, grad, self.slots_of(variable))
         if record is not None:
             record.changes += 1
         for other in others:
-            other.copy_(other + (target - before).to(other.device))
+            drifted = not torch.equal(other, before.to(other.device))
+            other.copy_(other + (target - before).to(other.device) if drifted else target)
             local_updates.constrain(variable, other)
         local_updates.constrain(variable, target)
-        if not others and record is not None and len(record.components) > 1:
-            record.fan_out()
 
     # ---- ownership --------------------------------------------------------------------------------------------
 

@@ -2,14 +2,11 @@
 
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.record import Placement, Record
-from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 from tfstyle_dist.variables.store import ParameterStore, find_record
 from tfstyle_dist.variables.variable import DistributedVariable, Variable
 
 __all__ = [
     "DistributedVariable",
-    "MirroredBuffer",
-    "MirroredParameter",
     "ParameterStore",
     "Placement",
     "Record",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.context import current_frame
-from tfstyle_dist.variables.store import ParameterStore, find_record
+from tfstyle_dist.variables.store import ParameterStore, find_record, live_stores
 
 _lock = threading.Lock()
 _users = 0
@@ -25,14 +26,42 @@ def _store_in_force() -> ParameterStore | None:
     return store if frame.strategy.adopts_modules else None
 
 
-def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
+def _store_of(module: torch.nn.Module) -> ParameterStore | None:
+    """The store that takes over what ``module`` registers now: that of the scope, else that of the module."""
     store = _store_in_force()
+    if store is not None:
+        return store
+    return next((known for known in live_stores if module in known._modules), None)
+
+
+def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    store = _store_of(module)
     if store is None or parameter is None:
         return
     if isinstance(parameter, torch.nn.UninitializedParameter):
-        # Lazy modules get their shape at a dry run in the scope; adopted then (see adopt_module).
+        _adopt_when_materialized(module)
+        store._modules.add(module)
         return
     store.adopt_parameter(parameter, module, name)
+    if store.adopts_parts:
+        _watch_norms(module)
+
+
+def _norm_rows_of_all(module: Any, args: tuple[Any, ...]) -> None:
+    """``max_norm`` of an embedding changes the rows that are looked up: here those of all replicas, on all of them."""
+    frame = current_frame()
+    replica = None if frame is None else frame.replica
+    if replica is None or replica.num_replicas_in_sync == 1 or not args:
+        return
+    rows = replica.all_gather(args[0].detach().reshape(-1), axis=0)
+    with torch.no_grad():
+        torch.embedding_renorm_(module.weight.detach(), rows.contiguous(), module.max_norm, module.norm_type)
+
+
+def _watch_norms(module: torch.nn.Module) -> None:
+    bounded = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
+    if bounded and not any(hook is _norm_rows_of_all for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_norm_rows_of_all)
 
 
 def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
@@ -43,9 +72,46 @@ def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
 
 
 def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    store = _store_of(module)
+    if store is None or child is None:
+        return
+    store._modules.add(module)
+    if store.adopts_parts:
+        _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
+
+
+def _adopt_when_materialized(module: torch.nn.Module) -> None:
+    """A lazy module gets its shape in its first forward; ``_materialized`` is called right after."""
+    if not any(hook is _materialized for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_materialized)
+
+
+def _materialized(module: torch.nn.Module, _: Any) -> None:
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if hook is _materialized:
+            del module._forward_pre_hooks[number]
+    store = _store_of(module)
+    if store is None:
+        return
+    _adopt_all(store, module)
+    if current_frame() is None or _store_in_force() is None:
+        store.ensure_equal()
+        if store.contents is not None:
+            store.prepare(None, ())
+
+
+def _copy_parameter(original: Any, parameter: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` in a scope: the copy of the strategy's parameter is the strategy's too."""
+    known = memo.get(id(parameter))
+    copy = original(parameter, memo)
     store = _store_in_force()
-    if store is not None and child is not None:
-        store._modules.add(module)
+    if known is None and store is not None and store.adopts_parts and store.owns(parameter):
+        record = find_record(parameter)
+        store.adopt_parameter(copy, None, "" if record is None else record.local_name)
+    return copy
+
+
+_deep_copies = torch_internals.Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter)
 
 
 def install() -> None:
@@ -57,6 +123,7 @@ def install() -> None:
             _handles.append(torch_module.register_module_parameter_registration_hook(_on_parameter))
             _handles.append(torch_module.register_module_buffer_registration_hook(_on_buffer))
             _handles.append(torch_module.register_module_module_registration_hook(_on_module))
+            _deep_copies.install()
 
 
 def uninstall() -> None:
@@ -67,6 +134,7 @@ def uninstall() -> None:
         if _users == 0:
             while _handles:
                 _handles.pop().remove()
+            _deep_copies.uninstall()
 
 
 def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Module:
@@ -86,18 +154,29 @@ def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Mod
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"experimental_adopt takes a torch.nn.Module, got {type(module).__name__}.")
     for prefix, owner in module.named_modules():
-        store._modules.add(owner)
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, torch.nn.UninitializedParameter):
                 raise ValueError(
                     f"Parameter {prefix + '.' if prefix else ''}{name} has no shape yet (lazy module). Run the module "
                     "once on an example inside the scope, then adopt it."
                 )
+    _adopt_all(store, module)
+    return module
+
+
+def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
+    """Takes over the parameters and buffers of a module and its children that the store does not own yet."""
+    for owner in module.modules():
+        store._modules.add(owner)
+        _watch_norms(owner)
+        for name, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, torch.nn.UninitializedParameter):
+                _adopt_when_materialized(owner)
+                continue
             known = find_record(parameter)
-            if known is None or known.store is not store:
+            if known is None or known.store is not store or known.module is None:
                 store.adopt_parameter(parameter, owner, name)
         for name, buffer in owner.named_buffers(recurse=False):
             known = find_record(buffer)
-            if known is None or known.store is not store:
+            if not isinstance(buffer, torch.nn.UninitializedBuffer) and (known is None or known.store is not store):
                 store.adopt_buffer(buffer, owner, name)
-    return module

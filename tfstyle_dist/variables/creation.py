@@ -94,7 +94,7 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     trainable = spec.is_trainable()
     wants_grad = trainable and (tensor.is_floating_point() or tensor.is_complex())
     name = spec.name or "Variable"
-    separate = spec.synchronization is VariableSynchronization.ON_READ
+    separate = store.parameter_device is None
     components: list[torch.Tensor] = []
     for replica in range(store.worker.num_local_replicas if issubclass(cls, DistributedValues) else 1):
         place = store.parameter_device or (store.worker.devices[replica] if store.worker.devices else None)

@@ -70,6 +70,5 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
                 tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
                 offset += tensor.numel()
         for record in pending:
-            if record.separated and len(record.components) > 1:
-                for component in record.components[1:]:
-                    component.copy_(record.components[0])
+            if record.kind == "variable":
+                record.fan_out()

@@ -53,6 +53,8 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
             read.append(LogicalTensor(tensor.detach(), False, {"kind": "tensor"}))
             continue
         record.store.ensure_equal()
+        if record.kind == "buffer":
+            record.store.settle()
         on_read = record.synchronization is VariableSynchronization.ON_READ
         mean = record.aggregation is VariableAggregation.MEAN
         facts = {

@@ -1,12 +1,8 @@
-"""What a strategy knows of one parameter, buffer or variable, and which copy a thread means.
-
-Copies on one device share one storage until a replica writes its own: one copy of the weights, gradients per replica.
-"""
+"""What a strategy knows of one parameter, buffer or variable, and which copy a thread means."""
 
 from __future__ import annotations
 
 import enum
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +14,6 @@ from tfstyle_dist.runtime.context import Frame, current_frame
 if TYPE_CHECKING:
     from tfstyle_dist.variables.gradient_policy import GradientPolicy
     from tfstyle_dist.variables.store import ParameterStore
-
-_separation_lock = threading.Lock()
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Context manager under which a replicated tensor is just its own storage."""
@@ -40,7 +34,8 @@ class Record:
 
     Attributes:
         store: the ParameterStore of the strategy that owns it.
-        components: the tensor of each local replica; autograd leaves for parameters.
+        components: the tensor of each local replica; autograd leaves for parameters. Of a module's parameter: the
+            parameter itself for the replica that has the turn, what the others' contents are kept in for those.
         synchronization: when copies are made equal.
         aggregation: how the replicas' values combine.
         placement: where the copies live.
@@ -62,7 +57,6 @@ class Record:
         "number",
         "placement",
         "policy",
-        "separated",
         "store",
         "synchronization",
     )
@@ -71,17 +65,16 @@ class Record:
         self,
         store: ParameterStore,
         tensor: torch.Tensor,
-        components: list[torch.Tensor],
+        components: Any,
         kind: str,
         synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         policy: GradientPolicy | None = None,
     ) -> None:
-        self.store, self.components, self.kind = store, components, kind
+        self.store, self.kind = store, kind
+        self.components: list[torch.Tensor] = components  # or a sequence that looks them up
         self.synchronization, self.aggregation, self.policy = synchronization, aggregation, policy
         self.placement = store.placement
-        # Copies of a parameter on one device share their storage until somebody writes his own.
-        self.separated = kind == "buffer" or synchronization is VariableSynchronization.ON_READ
         self._tensor: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.local_name, self.number, self.changes = "", -1, 0
@@ -111,10 +104,13 @@ class Record:
 
     def value(self) -> torch.Tensor:
         """What the calling thread computes with: its replica's copy, on the replica's device."""
-        puller, index = self.store.puller, self.index()
-        if puller is None or index is None or self.kind == "buffer" or self.updating() is not None:
-            return self.components[0 if index is None else index]
-        return puller.value(self, index)
+        index = self.index()
+        component = self.components[0 if index is None else index]
+        if index is None or self.placement is not Placement.CENTRAL or self.updating() is not None:
+            return component
+        device = self.store.worker.torch_device(index)
+        here: torch.device = torch.Tensor.device.__get__(component)  # a variable's own one is the logical device
+        return component if here == device else component.to(device)
 
     def copies(self) -> list[torch.Tensor]:
         """What the user counts as the copies of this worker: one on the parameter device under central storage."""
@@ -127,58 +123,33 @@ class Record:
 
     # ---- writing ----------------------------------------------------------------------------------------------
 
-    def separate(self) -> None:
-        """Gives each replica a storage of its own."""
-        if self.separated or len(self.components) == 1:
-            return
-        with _separation_lock, torch.no_grad():
-            if self.separated:  # by another replica's thread, meanwhile
-                return
-            for component in self.components[1:]:
-                if component.data_ptr() == self.components[0].data_ptr():
-                    component.data = component.detach().clone()
-            self.separated = True
-        self.store.note_separated(self)
-
     def fan_out(self) -> None:
-        """Makes all copies equal to the first replica's; copies on its device share its storage again."""
-        first = self.components[0]
+        """Makes all copies of a variable equal to the first replica's."""
         self.changes += 1
-        share = self.kind != "buffer" and self.synchronization is not VariableSynchronization.ON_READ
+        if self.kind != "variable":
+            return  # what objects of modules hold reaches the replicas when the next run begins
+        first = self.components[0]
         with torch.no_grad():
             for component in self.components[1:]:
-                if share and component.device == first.device:
-                    if component.data_ptr() != first.data_ptr() or component.shape != first.shape:
-                        component.data = first.detach()
-                elif component.data_ptr() != first.data_ptr():
+                if component.data_ptr() != first.data_ptr():
                     component.copy_(first, non_blocking=True)
-        if share:
-            self.separated = False
 
     def set_data(self, data: torch.Tensor) -> None:
-        """``tensor.data = data`` for every copy, e.g. from ``module.double()`` or ``module.to()``."""
+        """``tensor.data = data`` for every copy of a variable, e.g. from ``module.double()``."""
         tensor = self.tensor
         self.changes += 1
         with raw(), torch.no_grad():
-            if self.store.puller is not None and self.kind != "buffer":
-                data = data.to(self.store.device(0, data.device))  # module.cuda() does not move the central copy
             if tensor is not None:
                 tensor.data = data
             for replica, component in enumerate(self.components):
-                device = self.store.device(replica, data.device, self.kind)
-                if self.kind == "buffer" and replica > 0:
-                    component.data = data.detach().clone().to(device)
-                else:
-                    component.data = data if data.device == device else data.to(device)
-        self.separated = self.kind == "buffer"
+                moved = data.to(self.store.device(replica, data.device))
+                shared = replica == 0 or self.placement is Placement.CENTRAL
+                component.data = moved if shared else moved.clone()
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
     def get_grad(self) -> torch.Tensor | None:
         """The gradient that the calling thread sees."""
-        frame = current_frame()
-        if frame is not None and frame.follower:
-            return None
         return self.component().grad
 
     def set_grad(self, value: torch.Tensor | None) -> None:

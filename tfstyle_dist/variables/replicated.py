@@ -1,19 +1,18 @@
-"""Tensors that stand for one copy on each local replica: PyTorch code uses them as if there were one.
+"""Variables, and tensors on parameter servers: PyTorch code uses them as if they were the value they stand for.
 
-``__torch_function__`` hands every operation the copy of the calling replica. The class of an existing parameter is
-changed in place (as ``torch.nn.LazyModule`` does), so ties, aliases and a framework's own references survive.
+``__torch_function__`` hands every operation the copy that the calling thread means, or pulls it. The parameters of
+modules are no such tensors: see ``contents``.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core.errors import WrongContextError
-from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.record import Placement, Record, raw
 
 _Tensor = torch.Tensor
 # Descriptors of torch.Tensor: their accessors are the functions that __torch_function__ is called with.
@@ -41,11 +40,6 @@ _IN_PLACE_DUNDERS = frozenset(
         "matmul",
     )
 ) | {"__setitem__"}
-_MODULE_APPLY = torch.nn.Module._apply.__code__
-_CONVERSIONS = frozenset(
-    getattr(_Tensor, name) for name in ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")
-)
-_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
 _mutating: dict[Any, bool] = {}
 
@@ -69,8 +63,6 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return special(*args, **(kwargs or {}))
     if func in _METADATA and isinstance(args[0], Replicated):
         return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
-    if func in _CONVERSIONS and type(args[0]) is MirroredBuffer and _in_module_conversion():
-        return _convert_buffer(func, args, kwargs or {})
     written: list[Record] = []
     if (args and _writes(func)) or (kwargs and kwargs.get("out") is not None):
         target = kwargs["out"] if kwargs and kwargs.get("out") is not None else args[0]
@@ -78,7 +70,6 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             record = getattr(tensor, "_tfstyle_record", None)
             if record is not None:
                 written.append(record)
-                _before_write(record)
     resolve = _resolve if not written else _resolve_stored
     new_args = [resolve(a) for a in args]
     new_kwargs = {k: resolve(v) for k, v in kwargs.items()} if kwargs else {}
@@ -116,12 +107,6 @@ def _resolve_stored(value: Any) -> Any:
     return value
 
 
-def _before_write(record: Record) -> None:
-    """A replica that writes outside an update gets a storage of its own first, or the write would count L times."""
-    if not record.separated and record.index() is not None and record.updating() is None:
-        record.separate()
-
-
 class Replicated:
     """Mixin of tensors with one copy for each local replica."""
 
@@ -135,12 +120,14 @@ class Replicated:
 
     def _tfstyle_stored(self) -> torch.Tensor:
         """The copy that the calling thread writes to, on the device where values are kept."""
-        record = self._tfstyle_record
-        return self._tfstyle_value() if record.store.puller is None else record.component()
+        if self._tfstyle_record.placement is not Placement.CENTRAL:
+            return self._tfstyle_value()
+        self._tfstyle_record.store.ensure_equal_to_read()
+        return self._tfstyle_record.component()
 
     def _tfstyle_leaf(self) -> torch.Tensor:
         """The leaf of the graph on which the calling thread's gradients are."""
-        return self._tfstyle_value()
+        return self._tfstyle_stored()
 
     @classmethod
     def __torch_function__(
@@ -173,14 +160,6 @@ def _plain(tensor: Any, clone: bool) -> torch.Tensor:
     return value
 
 
-class MirroredParameter(Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
-    """A parameter of a module built in the scope of a strategy with several local replicas."""
-
-
-class MirroredBuffer(Replicated, torch.Tensor):  # type: ignore[misc]  # likewise
-    """A buffer of such a module: each replica has its own values."""
-
-
 # ---- operations that are about the object, not about its values ---------------------------------------------------
 
 
@@ -197,21 +176,12 @@ def _del_grad(tensor: Any) -> None:
 
 
 def _get_data(tensor: Any) -> torch.Tensor:
-    """The alias may be written to, and nobody would see it: a replica gets its own storage first."""
     tensor._tfstyle_record.store.ensure_equal()
-    _before_write(tensor._tfstyle_record)
     return tensor._tfstyle_stored().data  # type: ignore[no-any-return]
 
 
 def _detach(tensor: Any) -> torch.Tensor:
-    record: Record = tensor._tfstyle_record
-    if record.index() is None and sys._getframe(3).f_code is _NEW_PARAMETER:
-        # Parameter(parameter), as parametrizations.weight_norm makes it, wants the class kept.
-        fresh = torch.nn.Parameter(tensor._tfstyle_value().detach(), requires_grad=False)
-        record.store.adopt_parameter(fresh, None, record.local_name)
-        return fresh
-    record.store.ensure_equal()
-    _before_write(record)
+    tensor._tfstyle_record.store.ensure_equal()
     return tensor._tfstyle_stored().detach()  # type: ignore[no-any-return]
 
 
@@ -219,7 +189,6 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
     record: Record = tensor._tfstyle_record
     value = value._tfstyle_value() if isinstance(value, Replicated) else value
     if record.index() is not None and record.updating() is None:
-        record.separate()
         record.components[record.index() or 0].data = value
         return
     record.set_data(value.detach())
@@ -252,9 +221,9 @@ def _shallow_type(tensor: Any, other: Any) -> bool:
 def _device(tensor: Any) -> torch.device:
     """Where the calling thread computes with the tensor."""
     record: Record = tensor._tfstyle_record
-    puller, index = record.store.puller, record.index()
-    if puller is not None and index is not None and record.updating() is None:
-        return puller.devices[index]
+    index = record.index()
+    if record.placement is Placement.CENTRAL and index is not None and record.updating() is None:
+        return record.store.worker.torch_device(index)
     device: torch.device = _DEVICE.__get__(record.component())  # a variable's own one is the logical device
     return device
 
@@ -267,64 +236,14 @@ def _data_ptr(tensor: Any) -> int:
     return int(tensor._tfstyle_record.component().data_ptr())
 
 
-def _autograd_grad(
-    outputs: tuple[Any, ...],
-    inputs: tuple[Any, ...],
-    *rest: Any,
-    allow_unused: bool | None = None,
-    materialize_grads: bool = False,
-    **kwargs: Any,
-) -> tuple[torch.Tensor | None, ...]:
-    """``torch.autograd.grad``: where a custom autograd Function took the object itself, that part counts too."""
+def _autograd_grad(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+    """``torch.autograd.grad`` with respect to the copies that the graph was made with."""
     grad: Any = torch.autograd.grad
-    groups = [[_resolve_stored(x), *([x] if isinstance(x, MirroredParameter) else [])] for x in inputs]
     with raw():
-        flat = [t for group in groups for t in group]
-        found = iter(grad(_resolve(outputs), flat, *_resolve(rest), allow_unused=True, **kwargs))
-    result: list[torch.Tensor | None] = []
-    for group in groups:
-        parts = [part for part in (next(found) for _ in group) if part is not None]
-        if parts:
-            result.append(sum(parts[1:], parts[0]))
-        elif materialize_grads:
-            result.append(torch.zeros_like(group[0]))
-        elif allow_unused:
-            result.append(None)
-        else:
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
-            )
-    return tuple(result)
-
-
-def _in_module_conversion() -> bool:
-    """Whether ``module.to()`` or one of its relatives asks, which puts the result in the buffer's place."""
-    frame = sys._getframe(2)
-    for _ in range(6):
-        if frame.f_code is _MODULE_APPLY:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _convert_buffer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Converts every copy and gives the same object back, so that the buffer stays the strategy's."""
-    buffer, record = args[0], args[0]._tfstyle_record
-    if record.index() is not None:
-        raise WrongContextError(
-            f"A module with the buffer {record.describe()!r} was converted (to(), double(), cuda(), ...) inside "
-            "strategy.run. Convert it outside."
+        found: tuple[torch.Tensor | None, ...] = grad(
+            _resolve(outputs), _resolve_stored(inputs), *_resolve(rest), **{k: _resolve(v) for k, v in kwargs.items()}
         )
-    record.store.ensure_equal()
-    with raw(), torch.no_grad():
-        for replica, component in enumerate(record.components):
-            data = func(component, *args[1:], **kwargs)
-            component.data = data.to(record.store.device(replica, data.device))
-        buffer.data = record.components[0].detach()
-    return buffer
+    return found
 
 
 # Asking for a shape must not aggregate an ON_READ variable over the replicas.

@@ -173,7 +173,6 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
         if index is None:
             _apply_to_all(record, op, rows)
         elif not central and record.aggregation is VariableAggregation.NONE:
-            record.separate()
             apply_rows(record.components[index], op, rows)
         else:
             assert frame is not None

@@ -13,19 +13,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.contents import BufferCopies, ParameterCopies, ReplicaContents
+from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.partitioned import LocalParts
-from tfstyle_dist.variables.pull import Puller, is_elsewhere
 from tfstyle_dist.variables.record import Placement, Record
-from tfstyle_dist.variables.replicated import MirroredBuffer, MirroredParameter
 from tfstyle_dist.variables.shared_home import SharedHome
 
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _records_lock = threading.Lock()
+live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
+"""Those that take modules over."""
 
 
 def find_record(tensor: Any) -> Record | None:
@@ -49,33 +50,43 @@ class ParameterStore:
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
+        adopts_parts: whether copies of modules that are registered in the scope are adopted.
         placement: where copies live.
         parameter_device: the one device of all values under central storage; ``None`` otherwise.
         shared_home: the memory that the workers share under central storage; ``None`` otherwise.
-        puller: makes the copies that replicas on other devices compute with; ``None`` when there are none.
+        contents: what the objects of modules hold for each local replica; ``None`` where a replica computes with the
+            objects as they are.
         model_mesh: the workers that share one replica; ``None`` when each worker has its own.
     """
 
     shared_home: SharedHome | None = None
     model_mesh: Any = None
+    adopts_parts = True
 
     def __init__(self, strategy: Any, worker: Worker, parameter_device: ReplicaDevice | None = None) -> None:
         self._strategy = weakref.ref(strategy)
         self.worker, self.parameter_device = worker, parameter_device
         self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
-        devices = [d.torch_device for d in worker.devices]
-        self.puller = None
-        if parameter_device is not None and any(is_elsewhere(d, parameter_device.torch_device) for d in devices):
-            self.puller = Puller(devices)
+        elsewhere = parameter_device is not None and any(
+            is_elsewhere(d.torch_device, parameter_device.torch_device) for d in worker.devices
+        )
+        self.contents: ReplicaContents | None = None
+        if worker.num_local_replicas > 1 or elsewhere:
+            home = None if parameter_device is None else parameter_device.torch_device
+            self.contents = ReplicaContents(worker, home, elsewhere, self.adopt_stray)
+            self._discovery = Discovery(self.contents.take)
+            self._taken = -1
+            worker.executor.content = self.contents
         self.version = 0
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # A record of a buffer lives as long as the module, because another tensor may take the buffer's place.
         self._buffers: weakref.WeakKeyDictionary[torch.nn.Module, list[Record]] = weakref.WeakKeyDictionary()
-        self._separated: weakref.WeakSet[Record] = weakref.WeakSet()
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
+        if self.adopts:
+            live_stores.add(self)
 
     @property
     def strategy(self) -> Any:
@@ -85,21 +96,65 @@ class ParameterStore:
     @property
     def adopts(self) -> bool:
         """Whether modules are taken over: a single replica that computes with its own values needs nothing."""
-        return self.worker.num_replicas > 1 or self.puller is not None
+        return self.worker.num_replicas > 1 or self.contents is not None
 
-    @property
-    def replaces(self) -> bool:
-        """Whether parameters become objects that show each thread its own copy."""
-        return self.worker.num_local_replicas > 1 or self.puller is not None
-
-    def device(self, replica: int, like: torch.device, kind: str = "parameter") -> torch.device:
+    def device(self, replica: int, like: torch.device) -> torch.device:
         """Where replica's copy of a tensor that the user put on ``like`` belongs."""
-        if self.puller is not None:
-            assert self.parameter_device is not None
-            return self.worker.torch_device(replica) if kind == "buffer" else self.parameter_device.torch_device
+        if self.parameter_device is not None and self.contents is not None:
+            return self.parameter_device.torch_device
         if self.worker.one_device() or like.type != self.worker.torch_device(replica).type:
             return like
         return self.worker.torch_device(replica)
+
+    # ---- replicas of one process ------------------------------------------------------------------------------
+
+    def prepare(self, function: Any, arguments: Iterable[Any]) -> None:
+        """Finds what the replicas of this process will use, and makes its content theirs.
+
+        Args:
+            function: what ``run`` was given.
+            arguments: its arguments.
+        """
+        contents = self.contents
+        if contents is None:
+            return
+        if self._taken != self.version:
+            self._taken = self.version
+            for record in self.records("parameter"):
+                contents.take(record.tensor)
+            for module in self._modules:
+                contents.take(module)
+        self._discovery.look(function, arguments)
+        contents.watch(self._discovery.tensors)
+        contents.finish_taking()
+
+    def adopt_object(self, thing: Any) -> None:
+        """Makes the attributes of any object content, so that each replica of this process has its own."""
+        if self.contents is not None:
+            if not isinstance(thing, torch.Tensor):
+                self._discovery.look(None, (thing,))
+            self.contents.take_object(thing)
+            self.contents.finish_taking()
+
+    def adopt_stray(self, parameter: torch.Tensor, module: torch.nn.Module) -> None:
+        """A module of this strategy has a parameter that came past torch's registration: it is adopted too."""
+        known = find_record(parameter)
+        if module in self._modules and known is None and isinstance(parameter, torch.nn.Parameter):
+            name = next((n for n, p in module._parameters.items() if p is parameter), "")
+            self.adopt_parameter(parameter, module, name)
+
+    def adopt_strays(self) -> None:
+        """Adopts such parameters of all modules, e.g. after ``to_empty``."""
+        for module in list(self._modules):
+            for parameter in module._parameters.values():
+                if parameter is not None and not isinstance(parameter, torch.nn.UninitializedParameter):
+                    self.adopt_stray(parameter, module)
+
+    def settle(self) -> None:
+        """What was written in cross-replica context reaches all replicas of this process now."""
+        if self.contents is not None:
+            self.prepare(None, ())
+            self.contents.settle()
 
     # ---- adoption ---------------------------------------------------------------------------------------------
 
@@ -112,28 +167,13 @@ class ParameterStore:
                 known.module, known.local_name = weakref.ref(module), name
                 self._modules.add(module)
             return known
-        count = self.worker.num_local_replicas
-        components: list[torch.Tensor] = [parameter]
-        if self.replaces:
-            components = []
-            for replica in range(count):
-                data = parameter.detach()
-                component = torch.nn.Parameter(data.to(self.device(replica, data.device)), parameter.requires_grad)
-                components.append(component)
-            if type(parameter) is not torch.nn.Parameter:
-                raise TypeError(
-                    f"Parameter {name!r} has the class {type(parameter).__name__}; only torch.nn.Parameter can be "
-                    "replicated inside one process. Build lazy modules by a dry run in the scope first, or run one "
-                    "replica per process (torchrun)."
-                )
-            parameter.__class__ = MirroredParameter
+        components: Any = [parameter]
+        if self.contents is not None:
+            components = ParameterCopies(self.contents, parameter)
         record = Record(self, parameter, components, "parameter", policy=GradientPolicy())
-        if self.replaces:
-            parameter._tfstyle_record = record  # type: ignore[attr-defined]
-            _register_components(record)
-        elif mesh.is_divided(parameter):
+        if self.contents is None and mesh.is_divided(parameter):
             self._take_divided(record, parameter)
-        else:
+        elif self.contents is None:
             # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
             record.components = _WeakComponents(record)
         self._add(record, module, name)
@@ -161,18 +201,9 @@ class ParameterStore:
             return known
         mean = buffer.is_floating_point() or buffer.is_complex()
         aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
-        count = self.worker.num_local_replicas
-        components: list[torch.Tensor] = [buffer]
-        if self.replaces:
-            components = []
-            for replica in range(count):
-                copy = buffer.detach().to(self.device(replica, buffer.device, "buffer"))
-                components.append(copy.clone() if replica else copy)
-            if type(buffer) is torch.Tensor:
-                buffer.__class__ = MirroredBuffer
-        record = Record(self, buffer, components, "buffer", VariableSynchronization.ON_READ, aggregation)
-        if self.replaces:
-            buffer._tfstyle_record = record  # type: ignore[attr-defined]
+        record = Record(self, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
+        if self.contents is not None and module is not None:
+            record.components = BufferCopies(self.contents, module, name)  # type: ignore[assignment]
         else:
             record.components = _WeakComponents(record)
         self._add(record, module, name)
@@ -214,7 +245,7 @@ class ParameterStore:
         """The living records in the order of adoption."""
         for reference in self._all:
             record = reference()
-            if record is not None and record.kind == "buffer" and not self.replaces:
+            if record is not None and record.kind == "buffer":
                 _follow_buffer(record)
             if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
@@ -255,24 +286,6 @@ class ParameterStore:
 
     # ---- equal copies -----------------------------------------------------------------------------------------
 
-    def note_separated(self, record: Record) -> None:
-        """Remembers that a record's copies have storages of their own until the next update."""
-        self._separated.add(record)
-
-    def after_update(self, records: Iterable[Record]) -> None:
-        """Carries the first replica's new values to the other copies after an optimizer step."""
-        records = list(records)
-        for record in records:
-            record.changes += 1
-        if self.worker.one_device():
-            if self._separated:
-                for record in list(self._separated):
-                    record.fan_out()
-                self._separated.clear()
-            return
-        for record in records:
-            record.fan_out()
-
     def ensure_equal(self) -> None:
         """Gives fresh parameters the first worker's values, once: one flat broadcast per dtype.
 
@@ -292,19 +305,8 @@ class ParameterStore:
                 check_same_structure(self.worker.group, pending)
                 moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
                 send_first_values(self.worker.group, moved)
-            for record in pending:
-                if len(record.components) > 1 and not self.worker.one_device():
-                    record.fan_out()
-                if self.puller is not None and record.kind != "buffer":
-                    self._settle_at_home(record)
         finally:
             self._equalizing = False
-
-    def _settle_at_home(self, record: Record) -> None:
-        """Puts all copies on the parameter device into one storage, from which GPUs can read at full speed."""
-        first = record.components[0].detach().to(self.device(0, record.components[0].device))
-        to_gpu = self.worker.devices[0].type == "cuda" and true_device(first).type == "cpu"
-        record.set_data(first.pin_memory() if to_gpu else first)
 
     def ensure_equal_to_read(self) -> None:
         """``ensure_equal`` for a read of a module's parameter; inside the scope it waits for the scope's end.
@@ -333,6 +335,11 @@ class _WeakComponents(list[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([self[0]])
+
+
+def is_elsewhere(device: torch.device, home: torch.device) -> bool:
+    """Whether a replica on ``device`` needs copies of what is kept on ``home``."""
+    return device != home
 
 
 def _follow_buffer(record: Record) -> None:

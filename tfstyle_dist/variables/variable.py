@@ -228,8 +228,6 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
                     "combine. Create it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA."
                 )
             value = checked(value, component, self.name)
-            if frame.component is None:
-                record.separate()
             write_component(component, op, value)
             return self
         self._assign_together(op, value, frame.replica)
@@ -265,7 +263,6 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         values = [checked(v, first, self.name) for v in per_component(value, count)[:count]]
         if not on_read:
             if len({id(v) for v in values}) > 1:
-                record.separate()
                 for component, part in zip(record.components, values, strict=True):
                     write_component(component, op, part)
             else:

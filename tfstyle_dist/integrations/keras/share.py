@@ -50,8 +50,8 @@ class Ledger:
     """
 
     def __init__(self, model: Any, training: bool, extra: Sequence[Any] = ()) -> None:
-        self.names = set(model.get_metrics_result())
-        self._metrics = {m.name: [id(v) for v in m.variables] for m in model.metrics}
+        self.names = list(model.get_metrics_result())
+        self._model = model
         candidates = [*model.metrics_variables, *model.non_trainable_variables, *extra]
         self.entries: list[tuple[Any, str]] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
@@ -100,13 +100,22 @@ class Ledger:
                 parts.append(now - before)
         return parts
 
-    def has_updated(self, name: str, scope: Any, began: Sequence[torch.Tensor]) -> bool:
-        """Whether a replica's step updated the metric of a name; arguments as in ``changes``."""
-        own = self._metrics.get(name, ())
-        return any(
-            id(v) in own and not torch.equal(scope.get_current_value(v), start)
-            for (v, _), start in zip(self.entries, began, strict=True)
-        )
+    def source_of(self, name: str, value: torch.Tensor) -> int:
+        """Of which metric a log is the result, whatever its name; called inside the scope of a replica's step.
+
+        Args:
+            name: of the log.
+            value: the log.
+
+        Returns:
+            The place of the metric in ``names``, from 1 on; 0 for a number of the user's own.
+        """
+        own = self._model.get_metrics_result()
+        for known in sorted(self.names, key=lambda known: known != name):
+            result = torch.as_tensor(own[known]).detach()
+            if result.shape == value.shape and torch.equal(result.to(value), value):
+                return self.names.index(known) + 1
+        return 0
 
     def settle(self, total: torch.Tensor, count: float) -> None:
         """Gives every variable its new value.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -75,8 +74,7 @@ class Steps:
                 outputs = self.model.predict_step(batch)
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
-        with losses_by_thread(self.model, self.strategy):
-            outputs, counts = self.strategy.gather(self.strategy.run(replica, args=(data[0],)), axis=0)
+        outputs, counts = self.strategy.gather(self.strategy.run(replica, args=(data[0],)), axis=0)
         worker = self.strategy.worker
         if worker.group.size == 1 or worker.num_local_replicas == 1:
             return outputs
@@ -97,18 +95,19 @@ class Steps:
                 keys.extend(logs)
             return told
 
-        with losses_by_thread(self.model, self.strategy), self._random.of_this_worker():
+        with self._random.of_this_worker():
             told = self.strategy.run(replica, args=(batch,))
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
         metrics: dict[str, Any] = self.model.get_metrics_result()
-        if set(keys) == ledger.names:
+        if set(keys) == set(ledger.names):
             return metrics
         means = (total[1 + ledger.numel :] / count).view(len(keys), 2).tolist()
+        # All replicas say the same of a metric's result, so the mean of what they say is its place.
         return {
-            key: metrics[key] if key in metrics and is_metric else mean
-            for key, (mean, is_metric) in zip(keys, means, strict=True)
+            key: metrics[ledger.names[int(place) - 1]] if place >= 1 and place == int(place) else mean
+            for key, (mean, place) in zip(keys, means, strict=True)
         }
 
     def _replica(self) -> ReplicaContext:
@@ -137,7 +136,7 @@ def on_replica(
 
     Returns:
         The logs, and the numbers to be summed: the examples, the changes, and for logs that are not just the model's
-        metrics each times the examples, with a flag whether it is one.
+        metrics each times the examples, with the place of the metric whose result it is.
     """
     count, batch = usable(batch)
     with context if context is not None else nullcontext():
@@ -149,21 +148,22 @@ def on_replica(
                 for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
                     scope.state_mapping[id(variable)] = variable.value
                 logs = function(batch)
+                if not isinstance(logs, dict):
+                    raise TypeError(
+                        f"{getattr(function, '__qualname__', function)} returned a {type(logs).__name__}; it must "
+                        "return a dict of names and numbers, e.g. self.get_metrics_result()."
+                    )
+                logs = _flat(logs)
+                plain = set(logs) == set(ledger.names)
+                places = {} if plain else {name: ledger.source_of(name, _tensor(v)) for name, v in logs.items()}
         finally:
             CURRENT.count = before
-        if not isinstance(logs, dict):
-            raise TypeError(
-                f"{getattr(function, '__qualname__', function)} returned a {type(logs).__name__}; it must return a "
-                "dict of names and numbers, e.g. self.get_metrics_result()."
-            )
         parts = ledger.changes(scope, began, count, replica)
         device = parts[0].device if parts else torch.device("cpu")
         weighted = []
-        if set(logs) != ledger.names:  # numbers of the user's own; some may be results of metrics all the same
-            for name, value in logs.items():
-                is_metric = float(ledger.has_updated(name, scope, began))
-                numbers = torch.tensor([_number(value), is_metric], dtype=torch.float64)
-                weighted.append(numbers * count if count else torch.zeros(2))
+        for name, place in places.items():  # numbers of the user's own, some of them results of metrics all the same
+            numbers = torch.tensor([_number(logs[name]), float(place)], dtype=torch.float64)
+            weighted.append(numbers * count if count else torch.zeros(2))
         parts = [torch.tensor([float(count)], dtype=torch.float64), *parts, *weighted]
         return logs, torch.cat([p.to(device, torch.float64) for p in parts])
 
@@ -175,9 +175,21 @@ def _in_order(gathered: torch.Tensor, counts: Sequence[int], workers: int) -> to
     return torch.cat([pieces[w * each + r] for r in range(each) for w in range(workers)])
 
 
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """The logs without dicts in them, as Keras takes them too: the result of ``CompileMetrics`` is one."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value).detach()
+
+
 def _number(value: Any) -> float:
-    tensor = torch.as_tensor(value)
-    return float(tensor.detach()) if tensor.numel() == 1 else 0.0  # a metric of several numbers is read from its state
+    tensor = _tensor(value)
+    return float(tensor) if tensor.numel() == 1 else 0.0  # a metric of several numbers is read from its state
 
 
 def usable(batch: Any) -> tuple[int, Any]:
@@ -239,43 +251,3 @@ def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
                 size = variable.value.numel()
                 variable.assign(flat[offset : offset + size].view(tuple(variable.shape)))
                 offset += size
-
-
-class _PerThread:
-    """A set of loss ids that each thread has its own of; see ``losses_by_thread``."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def _mine(self) -> set[int]:
-        if not hasattr(self._local, "ids"):
-            self._local.ids = set()
-        return self._local.ids  # type: ignore[no-any-return]
-
-    def add(self, number: int) -> None:
-        """As a set."""
-        self._mine().add(number)
-
-    def clear(self) -> None:
-        """As a set."""
-        self._mine().clear()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._mine()
-
-
-@contextmanager
-def losses_by_thread(model: Any, strategy: Strategy) -> Iterator[None]:
-    """Lets replicas in threads call one model: a layer remembers which losses it added, each thread for itself."""
-    if strategy.worker.num_local_replicas == 1:
-        yield
-        return
-    layers = [m for m in model._flatten_layers() if "_loss_ids" in m.__dict__]
-    before = [layer.__dict__["_loss_ids"] for layer in layers]
-    for layer in layers:
-        layer.__dict__["_loss_ids"] = _PerThread()
-    try:
-        yield
-    finally:
-        for layer, ids in zip(layers, before, strict=True):
-            layer.__dict__["_loss_ids"] = ids

@@ -1,0 +1,188 @@
+"""What is content, what is shared, and what is refused: the edges of taking turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tfstyle_dist as tfd
+from tfstyle_dist.core import logging
+from tfstyle_dist.core.errors import CollectiveMismatchError
+
+FORMS = pytest.mark.parametrize(
+    "process_model", ["in_process", pytest.param("ranks", marks=pytest.mark.distributed(workers=2))]
+)
+
+
+def replica() -> int:
+    context = tfd.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+def values(strategy: Any, function: Any) -> list[Any]:
+    return [v.tolist() for v in strategy.experimental_local_results(strategy.run(lambda: function().detach().clone()))]
+
+
+def linear(strategy: Any, lr: float = 1.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+@FORMS
+def test_an_optimizer_that_steps_inside_backward_is_refused(strategy: Any, process_model: str) -> None:
+    model, optimizer = linear(strategy)
+    model.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called while backward\(\) is under way"):
+        strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+@FORMS
+def test_gradients_of_one_replica_are_not_applied(strategy: Any, process_model: str) -> None:
+    model, optimizer = linear(strategy)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(model(torch.full((1, 2), 1.0 + replica())).sum(), [model.weight])[0]
+
+    def local() -> None:
+        model.weight.grad = gradient()
+        optimizer.step()
+
+    def reduced() -> None:
+        context = tfd.get_replica_context()
+        assert context is not None
+        model.weight.grad = context.all_reduce("MEAN", gradient())
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"result of torch.autograd.grad \(parameter 'weight'\)"):
+        strategy.run(local)
+    strategy.run(reduced)
+    assert values(strategy, lambda: model.weight)[0] == [[-1.5, -1.5]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+def test_after_an_error_no_replica_has_drifted(strategy: Any, when: str, failing: int) -> None:
+    class Counting(nn.Linear):
+        number = 0
+
+    with strategy.scope():
+        model = Counting(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    def step(fails: bool) -> None:
+        optimizer.zero_grad()
+        if when == "after backward":
+            model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        model.number += 1
+        if fails and replica() == failing:
+            raise ValueError("no")
+        if when == "before backward":
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(False,))
+    with pytest.raises(ValueError, match="no"):
+        strategy.run(step, args=(True,))
+    for _ in range(2):
+        first, second = values(strategy, lambda: torch.cat([model.weight.flatten(), torch.tensor([model.number])]))
+        assert first == second
+        strategy.run(step, args=(False,))
+
+
+def test_a_tensor_that_no_object_holds_is_shared_and_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    total = torch.zeros(1)
+    kept = strategy.experimental_adopt(torch.zeros(1))
+
+    def step() -> None:
+        total.add_(1)
+        kept.add_(1 + replica())
+
+    for _ in range(3):
+        strategy.run(step)
+    assert total.item() == 6
+    assert caplog.text.count("wrote to a tensor of shape (1,) that it names") == 1
+    assert values(strategy, lambda: kept) == [[3.0], [6.0]]
+
+
+def test_any_object_may_be_adopted(strategy: Any) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.number, self.seen = 0, [0]
+
+    shared, own = Counter(), strategy.experimental_adopt(Counter())
+
+    def step() -> None:
+        for counter in (shared, own):
+            counter.number += 1
+            counter.seen.append(replica())
+
+    strategy.run(step)
+    assert (shared.number, shared.seen) == (2, [0, 0, 1])
+    assert (own.number, own.seen) == (1, [0, 0])
+    own.number = 10
+    assert values(strategy, lambda: torch.tensor(own.number)) == [10, 10]
+    with pytest.raises(TypeError, match="got list"):
+        strategy.experimental_adopt([1])
+
+
+def test_an_optimizer_in_slots_is_found_when_it_steps(strategy: Any) -> None:
+    class Holder:
+        __slots__ = ("optimizer",)
+
+    holder, (model, _) = Holder(), linear(strategy)
+    holder.optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        holder.optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+    assert holder.optimizer.state[model.weight]["step"].item() == 3
+
+
+def test_writes_outside_of_run_reach_every_replica(strategy: Any) -> None:
+    model, optimizer = linear(strategy)
+    strategy.run(lambda: None)
+    writes: list[Any] = [
+        lambda: model.weight.data.fill_(2.0),
+        lambda: nn.init.constant_(model.weight, 3.0),
+        lambda: model.load_state_dict({"weight": torch.full((1, 2), 4.0)}),
+        lambda: setattr(model.weight, "data", torch.full((1, 2), 5.0)),
+        lambda: setattr(model, "weight", nn.Parameter(torch.full((1, 2), 6.0))),
+        lambda: model.double(),
+    ]
+    for write, expected in zip(writes, (2.0, 3.0, 4.0, 5.0, 6.0, 6.0), strict=True):
+        with torch.no_grad():
+            write()
+        assert values(strategy, lambda: model.weight) == [[[expected] * 2]] * 2
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert values(strategy, lambda: torch.tensor(optimizer.param_groups[0]["lr"])) == [7.0, 7.0]
+
+
+def test_a_step_that_only_one_replica_makes_is_noticed(strategy: Any) -> None:
+    model, optimizer = linear(strategy)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        if replica() == 1:
+            optimizer.step()
+
+    with pytest.raises(CollectiveMismatchError, match=r"replica 0: no step\n  replica 1: SGD.step at "):
+        strategy.run(step)
+
+
+def test_modules_of_torch_jit_are_refused(strategy: Any) -> None:
+    with strategy.scope(), pytest.warns(DeprecationWarning, match="torch.jit"):
+        model = torch.jit.script(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"Use torch.compile, or start one process for each replica"):
+        strategy.run(lambda: model(torch.ones(1, 2)))

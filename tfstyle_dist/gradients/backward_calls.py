@@ -1,0 +1,40 @@
+"""The calls of autograd's engine: ``backward()`` in all its forms, and ``torch.autograd.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.gradients.local_gradients import note_local
+from tfstyle_dist.gradients.one_pass import PassReducer
+from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
+from tfstyle_dist.runtime.context import current_frame
+
+_CREATE_GRAPH = 3  # its place among the arguments of the engine
+
+
+def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    frame = current_frame()
+    replica = None if frame is None else frame.replica
+    if replica is None or torch_internals.backward_pass_under_way() != -1:  # a segment of reentrant checkpointing
+        return original(*args, **kwargs)
+    if not kwargs.get("accumulate_grad", True):
+        found = original(*args, **kwargs)
+        if replica.num_replicas_in_sync > 1:
+            note_local(found)
+        return found
+    reducer = replica.strategy.gradient_reducer
+    if isinstance(reducer, ReplicaReducer):
+        with reducer.watching(replica):
+            return original(*args, **kwargs)
+    if args[_CREATE_GRAPH] and isinstance(reducer, PassReducer):
+        with reducer.keeping_graphs(replica):
+            return original(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
+engine_calls = torch_internals.Patch(torch.autograd, torch_internals.RUN_BACKWARD, _run)
+"""Installed while a strategy that adopts modules lives."""

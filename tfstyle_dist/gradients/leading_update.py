@@ -1,0 +1,109 @@
+"""Central storage in one process: the first replica makes the one update, and the others go along."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from tfstyle_dist.gradients.update_runner import UpdateRunner, around_closure
+from tfstyle_dist.runtime.clocks import UPDATE
+from tfstyle_dist.runtime.context import Frame, current_frame, pop, push
+from tfstyle_dist.variables.record import Record
+
+
+class LeadingUpdateRunner(UpdateRunner):
+    """Runs the step of plain optimizers once for all local replicas, which share parameters and optimizer state.
+
+    The replicas wait for each other before the update and after it. Then the others call the same ``step`` on groups
+    without parameters, and what it changed in the optimizer is dropped.
+    """
+
+    shares_optimizers = True
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._open: list[_Update] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
+        """See ``UpdateRunner``."""
+        super().before_step(optimizer, records, args, kwargs)
+        strategy, frame = self._strategy(), current_frame()
+        replica = frame.replica if frame is not None and frame.strategy is strategy else None
+        if strategy is None or replica is None or frame is None or frame.component is not None:
+            return None
+        replica.meet(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
+        own = _Update(strategy, replica, optimizer, records)
+        self._open.append(own)
+        own.begin()
+
+        def outside(closure: Any) -> Any:
+            """A closure is the replica's own code: it sees its own content."""
+            own.end()
+            try:
+                return closure()
+            finally:
+                own.begin()
+
+        return around_closure(outside, args, kwargs)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        """See ``UpdateRunner``."""
+        frame = current_frame()
+        if isinstance(frame, _Update):
+            frame.end()
+            self._open.remove(frame)
+            kind = f"end of {type(optimizer).__name__}.step"
+            frame.replica.meet(kind, None, lambda payloads: payloads, UPDATE)
+
+    def restore(self) -> None:
+        """See ``UpdateRunner``."""
+        while self._open:
+            self._open.pop().drop()
+
+
+class _Update(Frame):
+    """The frame of a replica inside ``optimizer.step()``."""
+
+    __slots__ = ("_attributes", "_optimizer", "_records")
+
+    def __init__(self, strategy: Any, replica: Any, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        super().__init__(strategy, replica, component=0)
+        self._optimizer, self._records = optimizer, records
+        self._attributes: dict[str, Any] = {}
+
+    @property
+    def _leads(self) -> bool:
+        return bool(self.replica.local_replica_id == 0)
+
+    def begin(self) -> None:
+        """The objects are those of the update."""
+        contents = self.strategy.parameter_store.contents
+        if self._leads:
+            grads = [(r.tensor, r.components[0].grad) for r in self._records if r.kind == "parameter"]
+            contents.switch(None)
+            for parameter, grad in grads:
+                if parameter is not None:
+                    parameter.grad = None if grad is None else grad.to(parameter.device)
+        else:
+            own = self._optimizer
+            self._attributes = own.__dict__
+            groups = [{**group, "params": []} for group in own.param_groups]
+            own.__dict__ = {**own.__dict__, "param_groups": groups, "state": defaultdict(dict)}
+        push(self)
+
+    def end(self) -> None:
+        """The objects are the replica's again."""
+        pop(self)
+        contents = self.strategy.parameter_store.contents
+        if self._leads:
+            contents.spread_parameters()
+            contents.switch(0)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """The optimizer has its own attributes again."""
+        if self._attributes:
+            self._optimizer.__dict__, self._attributes = self._attributes, {}

@@ -1,0 +1,270 @@
+"""Several replicas in one process: when ``backward()`` has returned in each, their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
+from tfstyle_dist.gradients.plan import HALF, Bucket
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot
+from tfstyle_dist.ops import aggregate, aggregate_list
+from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.store import ParameterStore
+
+_New = tuple[Record, torch.Tensor, bool]  # the gradient, and whether there was none before the pass
+_grad_of = attrgetter("grad")
+_SHARED = 64 * 1024  # elements; replicas share the memory of larger gradients until one of them writes to it
+
+
+class ReplicaReducer(GradientReducer):
+    """Reduces over the local replicas, then over the workers if there are several.
+
+    The end of ``backward()`` is where the replicas wait for each other, in their own threads, never in autograd's.
+    After it every replica's ``.grad`` holds the same numbers in a tensor of its own, so that in-place changes such as
+    ``clip_grad_norm_`` in each replica do not add up.
+    """
+
+    def __init__(
+        self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
+    ) -> None:
+        super().__init__(worker, store, bytes_per_pack, method)
+        self._one_device = worker.one_device()
+        self._watched_version = -1
+        self._watched: list[Record] = []
+        self._keeps_state = worker.group.size > 1
+
+    # ---- a backward pass ----------------------------------------------------------------------------------------
+
+    def attach(self, record: Record) -> None:
+        """Knows a newly adopted parameter from now on. Frozen ones too: they may thaw."""
+        tensor = record.tensor
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            self.slots[id(record)] = [Slot(record, replica) for replica in range(self.worker.num_local_replicas)]
+
+    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+        """Not called: new gradients are seen when ``backward()`` has returned."""
+
+    def in_same_pass(self, slot: Slot) -> bool:
+        """Whether a gradient of this copy came in the backward pass under way."""
+        return slot.ready
+
+    def watch_before(self, record: Record) -> None:
+        """For SUM the gradient before each pass is remembered by ``watching``."""
+        for slot in self.slots.get(id(record), ()):
+            slot.watches_before = True
+
+    @contextmanager
+    def watching(self, replica: Any) -> Iterator[None]:
+        """Around one backward pass of a replica: what came in it is reduced at its end.
+
+        Args:
+            replica: the replica's context.
+        """
+        number = replica.local_replica_id
+        watched = self._records()
+        # In its own turn a replica's copy of a module's parameter is the parameter.
+        leaves = [r.tensor if r.kind == "parameter" else r.components[number] for r in watched]
+        before = [(grad, 0 if grad is None else grad._version) for grad in map(_grad_of, leaves)]
+        self._remember(watched, before, number)
+        yield
+        touched: dict[int, _New] = {}
+        for record, grad, (old, version) in zip(watched, map(_grad_of, leaves), before, strict=True):
+            if grad is None or (grad is old and grad._version == version):
+                continue
+            policy = record.policy
+            if policy is None or policy.reduce_at != "backward":
+                continue
+            if self._accumulating[number]:
+                self.slot(record, number).dirty = True
+                continue
+            if self._keeps_state or policy.scale is ReduceOp.SUM:
+                self.slot(record, number).ready = True
+            touched[id(record)] = (record, grad, old is None)
+        if touched:
+            with self.worker.clocks[number].counting(COMMUNICATION):
+                self._reduce(replica, touched)
+
+    def _remember(self, watched: Sequence[Record], before: Sequence[tuple[Any, int]], number: int) -> None:
+        """Of gradients that are summed only the new part is."""
+        for record, (grad, _) in zip(watched, before, strict=True):
+            if record.policy is not None and record.policy.scale is ReduceOp.SUM:
+                slot = self.slot(record, number)
+                if grad is None or not slot.dirty:
+                    slot.before = None if grad is None else grad.detach().clone()
+
+    def _records(self) -> list[Record]:
+        if self._watched_version != self.store.version or any(r.tensor is None for r in self._watched):
+            self.forget_dead()
+            self._watched_version = self.store.version
+            self._watched = [r for r in self.store.records() if id(r) in self.slots]
+        return self._watched
+
+    def _reduce(self, replica: Any, touched: dict[int, _New]) -> None:
+        graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
+        if graphs:  # create_graph=True
+            touched = {key: new for key, new in touched.items() if not new[1].requires_grad}
+        replica.meet("gradient reduction", touched, self._exchange, anywhere=True)
+        if graphs:
+            self._reduce_graphs(replica, graphs)
+
+    def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
+        first, *others = all_touched
+        dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.slots[id(r)])}
+        with torch.no_grad():
+            if self.worker.group.size > 1:
+                self._over_workers()
+                return [None] * len(all_touched)
+            plain: list[list[_New]] = []
+            rest = dirty
+            for key, new in first.items():
+                column = [new, *(other[key] for other in others if key in other)]
+                if len(column) == len(all_touched) and key not in dirty and self._is_plain(column):
+                    plain.append(column)
+                else:
+                    rest[key] = new[0]
+            for other in others:
+                rest.update({key: new[0] for key, new in other.items() if key not in first})
+            self._sum(plain)
+            self.say_unused([r for key, r in rest.items() if any(key not in part for part in all_touched)])
+            for record in rest.values():
+                self._reduce_locally(record)
+        return [None] * len(all_touched)
+
+    def _reduce_graphs(self, replica: Any, graphs: Sequence[tuple[Record, torch.Tensor]]) -> None:
+        """``create_graph=True``: the sum is a function of all replicas' gradients, and can be differentiated."""
+        with torch.enable_grad():
+            for divided in (True, False):
+                some = [(r, g) for r, g in graphs if (self.divisor(r) is not None) is divided]
+                if not some:
+                    continue
+                olds = [None if divided else self.slot(r, replica.local_replica_id).before for r, _ in some]
+                news = [g if old is None else g - old for (_, g), old in zip(some, olds, strict=True)]
+                totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news)
+                for (record, _), old, total in zip(some, olds, totals, strict=True):
+                    record.components[replica.local_replica_id].grad = total if old is None else total + old
+                    self.settle(self.slot(record, replica.local_replica_id))
+
+    # ---- sums over the local replicas -----------------------------------------------------------------------------
+
+    def _is_plain(self, column: Sequence[_New]) -> bool:
+        """Whether every replica has a dense gradient, on one device, that is averaged."""
+        record, grad, _ = column[0]
+        if not self._one_device or record.policy is None or record.policy.scale is not ReduceOp.MEAN:
+            return False
+        dtype = grad.dtype
+        return all(g.layout is torch.strided and g.dtype is dtype for _, g, _ in column)
+
+    def _sum(self, columns: Sequence[Sequence[_New]]) -> None:
+        """Puts the means into the gradients of all replicas."""
+        if not columns:
+            return
+        count = len(columns[0])
+        first, *others = [[column[k][1] for column in columns] for k in range(count)]
+        if count == 2 and not any(g.dtype in HALF for g in first):
+            torch._foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
+            torch._foreach_div_(first, count)
+        else:
+            aggregate_list([first, *others], self.method, outs=first, divisor=count)
+        for replica, other in enumerate(others, start=1):
+            small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+            for column, total, grad in zip(columns, first, other, strict=True):
+                record, _, fresh = column[replica]
+                if fresh and total.numel() >= _SHARED:
+                    record.components[replica].grad = torch_internals.lazy_clone(total)
+                else:
+                    small[0].append(grad)
+                    small[1].append(total)
+            if small[0]:
+                torch._foreach_copy_(*small)
+
+    def _parts(self, record: Record) -> list[torch.Tensor]:
+        slots = self.slots[id(record)]
+        device = record.components[0].device
+        parts = [None if (c := self.contribution(s)) is None else c.detach().to(device) for s in slots]
+        given = [p for p in parts if p is not None]
+        if len(given) in (0, len(parts)) or any(p.is_sparse for p in given):
+            return given
+        # As between workers: a replica without a gradient adds zeros, and the sum keeps its shape and bits.
+        return [torch.zeros_like(given[0]) if p is None else p for p in parts]
+
+    def _reduce_locally(self, record: Record) -> None:
+        parts = self._parts(record)
+        if not parts:
+            return
+        first = record.components[0].grad
+        divisor = self.divisor(record)
+        out = None
+        if (
+            first is not None
+            and not first.is_sparse
+            and not first.requires_grad
+            and parts[0].data_ptr() == first.data_ptr()
+        ):
+            out = first if all(not p.is_sparse for p in parts) else None
+        self._store(record, aggregate(parts, self.method, out=out, divisor=divisor))
+
+    def _store(self, record: Record, total: torch.Tensor) -> None:
+        """Gives every replica its own copy of the result."""
+        slots = self.slots[id(record)]
+        old = self.old_part(next((s for s in slots if s.ready or s.dirty), slots[0]))
+        if old is not None:
+            total = total + old.to(total.device)
+        for slot, component in zip(slots, record.components, strict=True):
+            grad = component.grad
+            if total.is_sparse:
+                component.grad = total.to(component.device, component.dtype) if slot.replica == 0 else total.clone()
+            elif grad is None or grad.is_sparse or grad.requires_grad:
+                component.grad = total.to(component.device, component.dtype, copy=True)
+            elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:
+                grad.copy_(total)
+            self.settle(slot)
+
+    # ---- several workers of several replicas ------------------------------------------------------------------
+
+    def _over_workers(self) -> list[None]:
+        """The first replica sends the local sums, all buckets in order, and stores the results."""
+        plan, group = self.plan(), self.worker.group
+        with torch.no_grad():
+            for bucket in plan.buckets:
+                buffer = self._packed(bucket)
+                group.all_reduce(buffer, f"gradients[{bucket.index}]", self.method)
+                used = buffer[bucket.numel :].tolist()
+                for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+                    if used[place] == 0:
+                        continue
+                    shape = record.components[0].shape
+                    total = buffer[offset : offset + record.components[0].numel()].view(shape)
+                    divisor = self.divisor(record)
+                    self._store(record, total if divisor is None else total / divisor)
+            for record in plan.sparse:
+                self._sparse_over_workers(record)
+        return [None] * self.worker.num_local_replicas
+
+    def _packed(self, bucket: Bucket) -> torch.Tensor:
+        buffer = bucket.new_buffer()
+        for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+            parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
+            if parts:
+                view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
+                aggregate(parts, self.method, out=view)
+            if any(s.ready or s.dirty for s in self.slots[id(record)]):
+                buffer[bucket.numel + place] = 1.0
+        return buffer
+
+    def _sparse_over_workers(self, record: Record) -> None:
+        first = record.components[0]
+        parts = [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
+        local = aggregate(parts, self.method) if parts else no_rows(first.detach())
+        total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
+        divisor = self.divisor(record)
+        if total._nnz() > 0:
+            self._store(record, total if divisor is None else total / divisor)

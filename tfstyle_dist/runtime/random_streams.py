@@ -1,0 +1,82 @@
+"""torch's random numbers: a stream for each replica of a process.
+
+Replica 0 draws what its process would draw; the others have streams of their own. After ``seed`` these go on from run
+to run, as in processes of their own. Without it they are derived, whenever a run begins, from the state that replica 0
+finds then, so that the same program draws the same numbers every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.devices import ReplicaDevice
+
+_State = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class RandomStreams:
+    """The states of torch's generators, by replica.
+
+    Args:
+        devices: of the local replicas.
+        first: number of local replica 0 among all replicas.
+    """
+
+    def __init__(self, devices: Sequence[ReplicaDevice], first: int) -> None:
+        self._devices, self._first = [d.torch_device for d in devices], first
+        self._states: list[_State | None] = [None] * len(devices)
+        self._active = 0
+        self._seed: int | None = None
+        self._derived_from = (-1, 0)
+        self._generator = torch.Generator()
+
+    def seed(self, seed: int) -> None:
+        """Starts every stream anew; replica 0's is the process' own."""
+        torch.manual_seed(seed + self._first)
+        self._seed = torch.initial_seed()
+        for replica in range(1, len(self._states)):
+            self._states[replica] = self._made(replica, seed + self._first + replica)
+
+    def begin(self) -> None:
+        """A run begins."""
+        if self._seed is not None and self._seed == torch.initial_seed():
+            return
+        self._seed = None
+        digest = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        before, times = self._derived_from
+        times = times + 1 if digest == before else 0
+        self._derived_from = digest, times
+        for replica in range(1, len(self._states)):
+            name = f"{torch.initial_seed()} {digest} {times} {self._first + replica}"
+            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+            self._states[replica] = self._made(replica, number >> 1)
+
+    def switch(self, replica: int) -> None:
+        """The next numbers are the replica's."""
+        if replica == self._active:
+            return
+        self._states[self._active] = self._now(self._active)
+        state = self._states[replica]
+        if state is not None:
+            torch.set_rng_state(state[0])
+            if state[1] is not None:
+                _module(self._devices[replica]).set_rng_state(state[1], self._devices[replica])
+        self._active = replica
+
+    def _now(self, replica: int) -> _State:
+        device = self._devices[replica]
+        return torch.get_rng_state(), None if device.type in ("cpu", "meta") else _module(device).get_rng_state(device)
+
+    def _made(self, replica: int, seed: int) -> _State:
+        device = self._devices[replica]
+        own = None if device.type in ("cpu", "meta") else torch.Generator(device).manual_seed(seed).get_state()
+        return self._generator.manual_seed(seed).get_state(), own
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

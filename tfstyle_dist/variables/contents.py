@@ -1,0 +1,406 @@
+"""What the objects of a program hold for each replica of this process, and the exchange when the turn passes.
+
+A replica finds its own content in the same objects: of a module, an optimizer, a scheduler the ``__dict__``, of a
+parameter the inside (data, gradient, version counter, what accumulates its gradient), of a ``torch.Generator`` the
+state. Identity never changes. Cross-replica context shows replica 0's content. What was written there reaches the other
+replicas when the next run begins (``enter``): cheap marks are compared, and only what changed is copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.runtime.random_streams import RandomStreams
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.copies import Copier, Mark
+from tfstyle_dist.variables.object_content import AllObjects, ObjectContent
+from tfstyle_dist.variables.parameter_rows import ParameterRows
+from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.state_objects import is_state
+
+_set = object.__setattr__
+_Known = dict[int, tuple[Any, Any]]
+
+
+class ReplicaContents:
+    """The content of all objects of one strategy; what a ``TurnRun`` exchanges.
+
+    Args:
+        worker: the local replicas.
+        home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
+        elsewhere: whether some replica computes on another device than ``home``.
+        adopt: called with a parameter that a module of the strategy got outside of every scope, and the module.
+
+    Attributes:
+        count: the local replicas.
+        active: the replica whose content the objects hold; ``None``: that of cross-replica context.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        home: torch.device | None,
+        elsewhere: bool,
+        adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+    ) -> None:
+        self.count, self._one_copy, self._adopt = worker.num_local_replicas, home is not None, adopt
+        self.active: int | None = None
+        self._rows = ParameterRows(worker.devices, home, elsewhere)
+        self._objects: list[ObjectContent] = []
+        self._generators: list[tuple[weakref.ref[torch.Generator], list[torch.Tensor]]] = []
+        self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
+        self._gone = False
+        self._things: list[tuple[Any, ObjectContent]] = []  # during a run
+        self._all: AllObjects | None = None
+        self._dirty: set[int] = set()
+        self._failed = False
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._random = RandomStreams(worker.devices, worker.replica_id(0))
+        self.finish_taking()
+        _all.add(self)
+
+    # ---- the turn ---------------------------------------------------------------------------------------------
+
+    def switch(self, replica: int | None) -> None:
+        """See ``Content``."""
+        if replica == self.active:
+            return
+        before, after = self.active or 0, replica or 0
+        self._rows.switch(self._rows.base if replica is None else replica)
+        if before != after:
+            for thing, content in self._things:
+                content.dicts[before] = thing.__dict__
+                _set(thing, "__dict__", content.dicts[after])
+            for reference, states in self._generators:
+                generator = reference()
+                if generator is not None:
+                    states[before] = generator.get_state()
+                    generator.set_state(states[after])
+            self._random.switch(after)
+        self.active = replica
+
+    def enter(self, begins: bool = False) -> None:
+        """See ``Content``."""
+        self._resolve()
+        self.finish_taking()
+        if begins:
+            self._random.begin()
+        if self._failed:
+            self._forget_differences()
+        if self._all is None or not self._all.are_same(self._things):
+            self._all = None
+            self._spread([(thing, content) for thing, content in self._things if not content.same(thing.__dict__)])
+            self._resolve()
+        self._rows.renew(self._dirty, everything=self._failed)
+        self._dirty.clear()
+        self._failed = False
+
+    def leave(self, failed: bool = False) -> None:
+        """See ``Content``."""
+        self._failed = failed
+        self._say_written()
+        if self._all is not None and self._all.have_same_attributes(self._things):
+            self._all.renew()
+        else:
+            for thing, content in self._things:
+                content.mark(thing.__dict__)
+            self._all = AllObjects(self._things)
+        self._rows.mark()
+        self._things = []
+
+    def settle(self) -> None:
+        """What was written in cross-replica context reaches all replicas now."""
+        if self.active is None:
+            self.enter()
+            self.leave()
+
+    def spread_parameters(self) -> None:
+        """Central storage: an update was made, in cross-replica context, inside a run."""
+        self._rows.spread()
+
+    def seed(self, seed: int) -> None:
+        """Gives each replica a stream of random numbers of its own."""
+        self._random.seed(seed)
+
+    # ---- what is content --------------------------------------------------------------------------------------
+
+    def take(self, value: Any) -> bool:
+        """Makes an object's attributes, or a tensor's inside, content from now on.
+
+        Returns:
+            Whether they are.
+        """
+        if id(value) in self._places:
+            return True
+        if isinstance(value, torch.Tensor):
+            return self._take_tensor(value)
+        if isinstance(value, torch.Generator):
+            self._places[id(value)] = True
+            self._generators.append((weakref.ref(value, self._forget(id(value))), [value.get_state()] * self.count))
+            return True
+        if not is_state(value):
+            return False
+        optimizer = isinstance(value, torch.optim.Optimizer)
+        if optimizer:  # what it optimises is a parameter, whatever its class
+            for group in value.param_groups:
+                for parameter in group["params"]:
+                    self._take_tensor(parameter)
+        if optimizer and self._one_copy:  # one update is made for all
+            return False
+        self.take_object(value)
+        return True
+
+    def _take_tensor(self, value: torch.Tensor) -> bool:
+        if id(value) in self._places:
+            return True
+        leaf = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
+        if not leaf or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
+            return False
+        self._places[id(value)] = self._rows.add(value, self._forget(id(value)), self._running)
+        return True
+
+    def take_object(self, value: Any) -> None:
+        """Makes the attributes of any object, or the values of any tensor, content.
+
+        Raises:
+            TypeError: it has none that could be exchanged.
+        """
+        if id(value) in self._places:
+            return
+        if type(value) is torch.Tensor and not value.requires_grad:
+            self._places[id(value)] = self._rows.add(value, self._forget(id(value)), self._running)
+            return
+        if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, type | ModuleType):
+            raise TypeError(
+                f"experimental_adopt takes a module, an optimizer or another object with attributes of its own, got "
+                f"{type(value).__name__}: {value!r}."
+            )
+        now, active = value.__dict__, self.active or 0
+        dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
+        content = ObjectContent(value, dicts, self._forget(id(value)))
+        self._places[id(value)] = content
+        self._objects.append(content)
+        self._all = None
+        if self._running:
+            self._things.append((value, content))
+        for replica, own in enumerate(dicts):
+            if replica != active:
+                copier = self._copier(replica)
+                own.update({name: copier(attribute) for name, attribute in list(now.items())})
+        content.mark(now)
+
+    @property
+    def _running(self) -> bool:
+        return self.active is not None or bool(self._things) or bool(self._rows.inside)
+
+    def _copier(self, replica: int) -> Copier:
+        return Copier(self.take, lambda like: self._rows.device(replica, like), self._known[replica])
+
+    def finish_taking(self) -> None:
+        """All objects that name each other were taken."""
+        self._known: list[_Known] = [{} for _ in range(self.count)]
+
+    # ---- looking ----------------------------------------------------------------------------------------------
+
+    def inside(self, parameter: torch.Tensor, replica: int) -> torch.Tensor:
+        """The tensor that has a replica's data and gradient of a parameter now."""
+        if (self.active is None and replica == 0) or replica == self._rows.row:
+            return parameter
+        self._take_tensor(parameter)
+        return self._rows.vessel(self._places[id(parameter)], replica)
+
+    def attributes(self, thing: Any, replica: int) -> dict[str, Any]:
+        """A replica's attributes of an object."""
+        if replica == (self.active or 0) or not self.take(thing):
+            return thing.__dict__  # type: ignore[no-any-return]
+        self.finish_taking()
+        content: ObjectContent = self._places[id(thing)]
+        return content.dicts[replica]
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Says it, once, if a step writes to tensors that all replicas share."""
+        self._watched = [(t, t._version) for t in tensors if not t.is_inference() and id(t) not in self._places]
+
+    def _say_written(self) -> None:
+        for tensor, version in self._watched:
+            if tensor._version != version:
+                warn_once(
+                    f"shared tensor {id(self)} {tuple(tensor.shape)}",
+                    f"A step function wrote to a tensor of shape {tuple(tensor.shape)} that it names (in its closure, "
+                    "a global or a container) and that no module or optimizer holds. The replicas of one process share "
+                    "it, so each of them wrote to the same values. If each should have its own, as processes would, "
+                    "call strategy.experimental_adopt(tensor), or make it a buffer of a module (docs/replicas.md).",
+                )
+        self._watched = []
+
+    def noticed(self, parameter: torch.Tensor) -> None:
+        """Somebody asked for the parameter's ``.data``, and may write to it without a mark."""
+        if self.active is None:
+            self._dirty.add(id(parameter))
+
+    # ---- what cross-replica context changed -------------------------------------------------------------------
+
+    def _forget_differences(self) -> None:
+        """After a run that failed some replicas have made steps that others have not: all get the first one's."""
+        for thing, content in self._things:
+            for replica in range(1, self.count):
+                copier, own = self._copier(replica), content.dicts[replica]
+                own.clear()
+                own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
+
+    def _spread(self, changed: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Copies the attributes that changed to the other replicas."""
+        if not changed:
+            return
+        self._find_twins()
+        for thing, content in changed:
+            now = thing.__dict__
+            written, gone = content.changes(now)
+            for replica in range(1, self.count):
+                copier, own = self._copier(replica), content.dicts[replica]
+                own.update({name: copier(now[name]) for name in written})
+                for name in gone:
+                    own.pop(name, None)
+            if isinstance(thing, torch.nn.Module):
+                for parameter in thing._parameters.values():
+                    if parameter is not None:
+                        self._adopt(parameter, thing)
+        self.finish_taking()
+
+    def _find_twins(self) -> None:
+        """Notes for each replica what it has in the place of what replica 0 has and was not written to."""
+        for thing, content in self._things:
+            now = thing.__dict__
+            for name, value, mark in content.marks():
+                for replica in range(1, self.count):
+                    self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
+
+    def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:
+        known = self._known[replica]
+        if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
+            if now is old:
+                if own is not old and (type(mark) is not Mark or mark.same()):
+                    known[id(now)] = (now, own)
+            elif _is_converted(old, now):
+                known[id(now)] = (now, own.to(self._rows.device(replica, now.device), now.dtype))
+            return
+        if type(mark) is not Mark or type(now) is not type(old) or type(own) is not type(old) or own is old:
+            return
+        if now is old and mark.same():
+            known[id(now)] = (now, own)
+        if isinstance(old, dict):
+            for key, part in mark.entries():
+                if key in now and key in own:
+                    was = part.value if type(part) is Mark else part
+                    self._pair(now[key], was, own[key], part, replica)
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def _forget(self, number: int) -> Callable[[Any], None]:
+        """What the weak reference of something calls; the lists are cleaned when the next run begins.
+
+        During a run nothing of this store goes, because the run holds it.
+        """
+        me = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            contents = me()
+            if contents is not None:
+                contents._let_go(number)
+
+        return forget
+
+    def _let_go(self, number: int) -> None:
+        self._gone = True
+        known = self._places.pop(number, None)
+        if isinstance(known, ObjectContent):
+            self._all = None
+            known.clear()
+        elif type(known) is int:
+            self._rows.let_go(known)
+
+    def _resolve(self) -> None:
+        """Forgets what is gone, also what goes with it, and holds all else for the time of a run."""
+        while self._gone or not self._rows.resolve():
+            self._gone = False
+            self._places.update(self._rows.drop_dead())
+            self._objects = [content for content in self._objects if content.reference() is not None]
+            self._generators = [pair for pair in self._generators if pair[0]() is not None]
+        self._things = [(o, content) for content in self._objects if (o := content.reference()) is not None]
+
+
+class ParameterCopies(Sequence[torch.Tensor]):
+    """The insides of a module's parameter, by replica.
+
+    Args:
+        contents: of the strategy.
+        parameter: not kept alive.
+    """
+
+    def __init__(self, contents: ReplicaContents, parameter: torch.Tensor) -> None:
+        self._contents, self._parameter = contents, weakref.ref(parameter)
+
+    def __len__(self) -> int:
+        return self._contents.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        parameter = self._parameter()
+        if parameter is None:
+            raise ReferenceError("the parameter of this record is gone")
+        return self._contents.inside(parameter, index % len(self))
+
+
+class BufferCopies(Sequence[torch.Tensor]):
+    """A module's buffer, by replica: the tensor that has the buffer's name there now.
+
+    Args:
+        contents: of the strategy.
+        module: that has the buffer; not kept alive.
+        name: of the buffer.
+    """
+
+    def __init__(self, contents: ReplicaContents, module: torch.nn.Module, name: str) -> None:
+        self._contents, self._module, self._name = contents, weakref.ref(module), name
+
+    def __len__(self) -> int:
+        return self._contents.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this buffer is gone")
+        return self._contents.attributes(module, index % len(self))["_buffers"][self._name]
+
+
+_all: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
+
+
+def _notice(parameter: torch.Tensor) -> None:
+    for contents in _all:
+        contents.noticed(parameter)
+
+
+data_reads = torch_internals.DataPatch(_notice)
+"""Installed while a strategy with contents lives."""
+
+
+def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a buffer was replaced by itself in another type or on another device."""
+    if old.shape != new.shape or (old.dtype, old.device) == (new.dtype, new.device) or old.is_meta or new.is_meta:
+        return False
+    return torch.equal(old.to(new.device, new.dtype), new)

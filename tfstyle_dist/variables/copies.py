@@ -1,0 +1,194 @@
+"""What one replica has where another has a given value: copies of what is content, the same object for all else."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from tfstyle_dist.variables.replicated import Replicated
+
+MOST_ENTRIES = 20_000
+"""Longer containers are data, not state: all replicas share them."""
+
+ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size, slice, range,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, weakref.ref, torch.layout,
+    torch.memory_format,
+})  # fmt: skip
+CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
+_OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
+
+
+class Copier:
+    """Makes one replica's values from replica 0's.
+
+    Args:
+        take: called with each object whose attributes, and each tensor whose inside, is content; says whether it is.
+        device: where the replica's tensors live, given where replica 0's are.
+        known: what the replica already has, by the ``id`` of what replica 0 has.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Any], bool],
+        device: Callable[[torch.device], torch.device],
+        known: dict[int, tuple[Any, Any]] | None = None,
+    ) -> None:
+        self._take, self._device = take, device
+        self._known = {} if known is None else known
+
+    def __call__(self, value: Any) -> Any:
+        """The replica's value."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind in CONTAINERS:
+            return value if len(value) > MOST_ENTRIES else self._container(value)
+        if isinstance(value, tuple):
+            parts = [self(v) for v in value]
+            if all(a is b for a, b in zip(parts, value, strict=True)):
+                return value
+            return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+        if isinstance(value, functools.partial):
+            self(value.args), self(value.func), self(value.keywords)
+            return value
+        if isinstance(value, RemovableHandle):
+            return self._handle(value)
+        if isinstance(value, random.Random) or kind.__module__ in _OWN_GENERATORS:
+            return self._note(value, copy.deepcopy(value))
+        self._take(value)
+        return value
+
+    def _note(self, value: Any, own: Any) -> Any:
+        self._known[id(value)] = (value, own)
+        return own
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, Replicated) or self._take(value):
+            return value
+        if type(value) not in PLAIN_TENSORS or value.requires_grad:
+            return value  # of a graph that was made outside of the replicas, or of a class of its own
+        own: torch.Tensor = self._note(value, copied(value, self._device(value.device)))
+        return own
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, collections.defaultdict):
+            own: Any = collections.defaultdict(value.default_factory)
+        else:
+            own = collections.deque(maxlen=value.maxlen) if isinstance(value, collections.deque) else type(value)()
+        self._note(value, own)
+        if isinstance(value, dict):
+            for key, entry in list(value.items()):
+                self(key)
+                own[key] = self(entry)
+        elif isinstance(value, set):
+            own.update(value)
+        else:
+            own.extend(self(entry) for entry in list(value))
+        return own
+
+    def _handle(self, value: RemovableHandle) -> RemovableHandle:
+        """A handle removes from the replica's own dict of hooks."""
+        own = RemovableHandle.__new__(RemovableHandle)
+        own.__dict__.update(value.__dict__)
+        hooks = value.hooks_dict_ref()
+        if hooks is not None:
+            own.hooks_dict_ref = weakref.ref(self(hooks))
+        return self._note(value, own)  # type: ignore[no-any-return]
+
+
+def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same values and layout in memory of its own."""
+    with torch.no_grad():
+        own = value.detach()
+        return own.clone() if own.device == device else own.to(device)
+
+
+class Mark:
+    """What a value was: ``same`` says whether it still is.
+
+    Args:
+        value: anything.
+    """
+
+    __slots__ = ("_flat", "_keys", "_marks", "_state", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._keys: list[Any] | None = None
+        self._flat = True
+        self._marks: list[Mark | Any] = []
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self._state: Any = tensor_state(value)
+            return
+        self._state = len(value)
+        if self._state and self._state <= MOST_ENTRIES:
+            if isinstance(value, dict):
+                self._keys = list(value)
+                self._marks = [marked(v) for v in value.values()]
+            elif kind is not set:
+                self._marks = [marked(v) for v in value]
+            self._flat = not any(type(mark) is Mark for mark in self._marks)
+
+    def renew(self) -> None:
+        """Remembers the value as it is now."""
+        if not self.same():
+            self.__init__(self.value)  # type: ignore[misc]
+
+    def entries(self) -> Iterator[tuple[Any, Any]]:
+        """The keys of a dict with the marks of what they had."""
+        return zip(self._keys or (), self._marks, strict=False)
+
+    def same(self) -> bool:
+        """Whether the value was not written to."""
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            return tensor_state(value) == self._state  # type: ignore[no-any-return]
+        if len(value) != self._state:
+            return False
+        if not self._state:
+            return True
+        if self._keys is not None:
+            if not all(map(is_, value, self._keys)):
+                return False
+            value = value.values()
+        return all(map(is_ if self._flat else unchanged, value, self._marks))
+
+
+def marked(value: Any) -> Any:
+    """A mark of a container or tensor; of anything else the value itself, which is only compared by identity."""
+    kind = type(value)
+    if kind in CONTAINERS or kind in PLAIN_TENSORS:
+        return Mark(value)
+    return value
+
+
+def unchanged(value: Any, mark: Any) -> bool:
+    """Whether a value is what ``marked`` saw, and was not written to."""
+    if type(mark) is Mark:
+        return value is mark.value and mark.same()
+    return value is mark
+
+
+def tensor_state(value: torch.Tensor) -> tuple[Any, ...]:
+    """Changes whenever a tensor is written to, or gets another memory."""
+    if value.is_inference():
+        return (-1, value.data_ptr())
+    return value._version, value.data_ptr() if value.layout is torch.strided else value.shape

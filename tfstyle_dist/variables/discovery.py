@@ -1,0 +1,129 @@
+"""What a step function uses: modules, optimizers, schedulers and the like that it names.
+
+Looked at are the function's closure, the globals it uses, its defaults and the object it is bound to, the same of the
+functions that it names, the arguments of ``run``, and what plain objects and short containers among all these hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.variables.copies import ATOMS
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MOST_LOOKED_AT = 256
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
+_NO_VALUE = object()
+
+
+class Discovery:
+    """Finds the objects whose content differs from replica to replica.
+
+    Args:
+        take: called with every object that is found; says whether its attributes are content now.
+
+    Attributes:
+        tensors: what the function names and all replicas share, such as data; not what it is given.
+    """
+
+    def __init__(self, take: Callable[[Any], bool]) -> None:
+        self._take = take
+        self.tensors: list[torch.Tensor] = []
+        self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+    def look(self, function: Any, arguments: Iterable[Any]) -> None:
+        """Takes what a function and its arguments name.
+
+        Args:
+            function: what ``run`` was given.
+            arguments: its arguments.
+        """
+        seen: set[int] = set()
+        self.tensors = []
+        self._value(function, seen, (), 0)
+        if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
+            self._value(called, seen, (), 0)
+        named = list(self.tensors)
+        for argument in arguments:
+            self._value(argument, seen, (), 0)
+        self.tensors = named
+
+    def _value(self, value: Any, seen: set[int], names: Sequence[str], depth: int) -> None:
+        kind = type(value)
+        if (kind in ATOMS and kind not in _FUNCTIONS) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            self._function(value, seen)
+        elif isinstance(value, types.MethodType):
+            self._value(value.__func__, seen, (), depth)
+            self._value(value.__self__, seen, (), depth)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._value(part, seen, (), depth)
+        elif isinstance(value, types.ModuleType):
+            if depth == 0 and not _is_library(getattr(value, "__file__", None)):
+                for name in names:
+                    self._value(value.__dict__.get(name), seen, (), 1)
+        elif isinstance(value, list | tuple | dict):
+            if len(value) <= _MOST_LOOKED_AT and depth < 3:
+                for part in list(value.values() if isinstance(value, dict) else value):
+                    self._value(part, seen, (), depth + 1)
+        elif isinstance(value, torch.Tensor):
+            if not self._take(value) and type(value) is torch.Tensor and not value.requires_grad:
+                self.tensors.append(value)
+        elif not self._take(value) and depth < 2:
+            self._attributes(value, seen, depth)
+
+    def _attributes(self, value: Any, seen: set[int], depth: int) -> None:
+        """What an object holds that is no state itself."""
+        if (type(value).__module__ or "").partition(".")[0] in ("torch", "tfstyle_dist", "numpy", "keras"):
+            return
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict and len(held) <= _MOST_LOOKED_AT:
+            for part in list(held.values()):
+                self._value(part, seen, (), depth + 1)
+
+    def _function(self, function: types.FunctionType, seen: set[int]) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                self._value(cell.cell_contents, seen, (), 0)
+            except ValueError:  # not bound yet
+                continue
+        if function.__defaults__:
+            for default in function.__defaults__:
+                self._value(default, seen, (), 0)
+        wrapped = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
+        if wrapped is not None:
+            self._value(inspect.unwrap(wrapped), seen, (), 0)
+        if _is_library(function.__code__.co_filename):
+            return
+        names, space = self._names_of(function.__code__), function.__globals__
+        for name in names:
+            value = space.get(name, _NO_VALUE)
+            if value is not _NO_VALUE and not (isinstance(value, type) and type(value) is type):
+                self._value(value, seen, names, 0)
+
+    def _names_of(self, code: types.CodeType) -> tuple[str, ...]:
+        known = self._names.get(code)
+        if known is None:
+            names = dict.fromkeys(code.co_names)
+            stack = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+            while stack:
+                inner = stack.pop()
+                names.update(dict.fromkeys(inner.co_names))
+                stack += [c for c in inner.co_consts if isinstance(c, types.CodeType)]
+            known = self._names[code] = tuple(names)
+        return known
+
+
+def _is_library(path: str | None) -> bool:
+    return path is None or path.startswith(_LIBRARIES) or path.startswith("<frozen")

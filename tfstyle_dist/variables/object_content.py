@@ -1,0 +1,125 @@
+"""The attributes of one object for each replica, and a cheap way to see what was written to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from tfstyle_dist.variables.copies import CONTAINERS, PLAIN_TENSORS, Mark
+
+
+class ObjectContent:
+    """An object whose attributes are content.
+
+    Attributes:
+        dicts: the attributes for each replica; that of the replica whose turn it is may be old.
+    """
+
+    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "reference")
+
+    def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None]) -> None:
+        self.reference: weakref.ref[Any] = weakref.ref(thing, gone)
+        self.dicts = dicts
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._boxes: list[Any] = []
+        self._sizes: list[int] = []
+        self._deep: list[Mark] = []
+
+    def clear(self) -> None:
+        """The object is gone."""
+        self.dicts, self._values, self._deep, self._boxes = [], [], [], []
+
+    def mark(self, now: dict[str, Any]) -> None:
+        """Remembers replica 0's attributes as they are."""
+        if (
+            len(now) != len(self._keys)
+            or not all(map(is_, now.values(), self._values))
+            or not all(map(is_, now, self._keys))
+        ):
+            self._keys, self._values = list(now), list(now.values())
+            self._boxes = [v for v in self._values if type(v) in CONTAINERS]
+        elif list(map(len, self._boxes)) == self._sizes:
+            self._deep = [m if m.same() else Mark(m.value) for m in self._deep]
+            return
+        self._sizes = list(map(len, self._boxes))
+        self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (type(v) in CONTAINERS and v)]
+
+    def same(self, now: dict[str, Any]) -> bool:
+        """Whether replica 0's attributes are as they were marked."""
+        return (
+            len(now) == len(self._keys)
+            and all(map(is_, now.values(), self._values))
+            and all(map(is_, now, self._keys))
+            and list(map(len, self._boxes)) == self._sizes
+            and all(m.same() for m in self._deep)
+        )
+
+    def changes(self, now: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """The attributes that are other ones, or were written to; and those that are gone."""
+        marks = {id(m.value): m for m in self._deep}
+        old = dict(zip(self._keys, self._values, strict=True))
+        sizes = {id(b): s for b, s in zip(self._boxes, self._sizes, strict=True)}
+        written = []
+        for name, value in now.items():
+            known = name in old and value is old[name]
+            mark = marks.get(id(value))
+            if known and (id(value) not in sizes or len(value) == sizes[id(value)]) and (mark is None or mark.same()):
+                continue
+            written.append(name)
+        return written, [name for name in old if name not in now]
+
+    @property
+    def boxes(self) -> Sequence[Any]:
+        """The containers among the attributes."""
+        return self._boxes
+
+    @property
+    def deep(self) -> Sequence[Mark]:
+        """The marks of containers that are not empty, and of tensors."""
+        return self._deep
+
+    def marks(self) -> Iterator[tuple[str, Any, Mark | None]]:
+        """Each attribute with what it was, and the mark of its contents if it has any."""
+        by_id = {id(m.value): m for m in self._deep}
+        for name, value in zip(self._keys, self._values, strict=True):
+            yield name, value, by_id.get(id(value))
+
+
+class AllObjects:
+    """The attributes of all objects at once: mostly nothing was written to, and that is seen in few calls.
+
+    Args:
+        things: the objects with their contents, just marked.
+    """
+
+    def __init__(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        dicts = [thing.__dict__ for thing, _ in things]
+        self._counts = list(map(len, dicts))
+        self._keys = list(chain.from_iterable(dicts))
+        self._values = list(chain.from_iterable(map(dict.values, dicts)))
+        self._boxes = [box for _, content in things for box in content.boxes]
+        self._sizes = list(map(len, self._boxes))
+        self._deep = [mark for _, content in things for mark in content.deep]
+
+    def have_same_attributes(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
+        """Whether all attributes are the same objects; they may have been written to."""
+        dicts = [thing.__dict__ for thing, _ in things]
+        return (
+            list(map(len, dicts)) == self._counts
+            and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
+            and all(map(is_, chain.from_iterable(dicts), self._keys))
+            and list(map(len, self._boxes)) == self._sizes
+        )
+
+    def are_same(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
+        """Whether nothing was written to any attribute."""
+        return self.have_same_attributes(things) and all(mark.same() for mark in self._deep)
+
+    def renew(self) -> None:
+        """Remembers what was written to."""
+        for mark in self._deep:
+            mark.renew()

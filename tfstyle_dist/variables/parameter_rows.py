@@ -1,0 +1,251 @@
+"""What a parameter's inside is for each replica: data, gradient, version counter, what accumulates the gradient.
+
+A row is the insides of all parameters for one replica. The parameters hold one row; each of the others is kept in as
+many tensors. When the turn passes, the parameters and these tensors exchange their insides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.variables.copies import copied
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_Hooks = tuple[Any, ...]
+
+
+class ParameterRows:
+    """The insides of all parameters of one strategy, by replica.
+
+    Args:
+        devices: of the local replicas.
+        home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
+        elsewhere: whether some replica computes on another device than ``home``: then cross-replica context has a row
+            of its own, after those of the replicas.
+
+    Attributes:
+        row: which row the parameters hold.
+        base: the row of cross-replica context.
+        inside: the parameters, during a run.
+    """
+
+    def __init__(self, devices: Sequence[ReplicaDevice], home: torch.device | None, elsewhere: bool) -> None:
+        self._devices, self._home, self._elsewhere = devices, home, elsewhere
+        self.row = self.base = len(devices) if elsewhere else 0
+        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
+        self._marks: list[Any] = []
+        self._nothing = torch.empty(0)
+        self.inside: list[torch.Tensor] = []
+
+    # ---- membership -------------------------------------------------------------------------------------------
+
+    def add(self, value: torch.Tensor, forget: Callable[[Any], None], running: bool) -> int:
+        """One more parameter.
+
+        Args:
+            value: its inside now is that of the present row; the other rows begin as copies.
+            forget: called when it is gone.
+            running: whether a run is under way.
+
+        Returns:
+            Its place.
+        """
+        self._references.append(weakref.ref(value, forget))
+        for row, vessels in enumerate(self._vessels):
+            if row != self.row:
+                vessels.append(self._vessel(value, row))
+        self._marks.append(_marks_of(value))
+        if running:
+            self.inside.append(value)
+        return len(self._references) - 1
+
+    def _vessel(self, value: torch.Tensor, row: int) -> torch.Tensor:
+        with torch.no_grad():
+            data = value.detach() if self._shares else copied(value, self.device(row, value.device))
+        vessel = torch.nn.Parameter(data, requires_grad=value.requires_grad)
+        if value.grad is not None:
+            vessel.grad = copied(value.grad, vessel.device)
+        _put_hooks(vessel, _hooks_of(value))
+        return vessel
+
+    @property
+    def _shares(self) -> bool:
+        """Whether all rows have the same values: there is one copy."""
+        return self._home is not None and not self._elsewhere
+
+    def device(self, row: int, like: torch.device) -> torch.device:
+        """Where a row's tensors live, given where those of cross-replica context do."""
+        if row == len(self._devices) or self._shares:
+            return like
+        own = self._devices[row].torch_device
+        return own if self._elsewhere or (like.type == own.type and like != own) else like
+
+    def vessel(self, place: int, row: int) -> torch.Tensor:
+        """What keeps the inside of a parameter for a row that the parameters do not hold."""
+        return self._vessels[row][place]
+
+    def let_go(self, place: int) -> None:
+        """A parameter is gone; its memory is freed at once."""
+        self._marks[place] = None
+        for vessels in self._vessels:
+            if vessels:
+                vessels[place] = self._nothing
+
+    def drop_dead(self) -> list[tuple[int, int]]:
+        """Forgets what is gone; returns the ``id`` and the place of every parameter that stays."""
+        alive = [place for place, reference in enumerate(self._references) if reference() is not None]
+        self._references = [self._references[place] for place in alive]
+        self._marks = [self._marks[place] for place in alive]
+        self._vessels = [[vessels[place] for place in alive] if vessels else [] for vessels in self._vessels]
+        return [(id(p), place) for place, ref in enumerate(self._references) if (p := ref()) is not None]
+
+    def resolve(self) -> bool:
+        """Holds the parameters for the time of a run; returns whether all are there."""
+        self.inside = [p for reference in self._references if (p := reference()) is not None]
+        return len(self.inside) == len(self._references)
+
+    # ---- the turn ---------------------------------------------------------------------------------------------
+
+    def switch(self, row: int) -> None:
+        """Exchanges the insides of all parameters with those of another row."""
+        if row == self.row:
+            return
+        vessels, done = self._vessels[row], 0
+        try:
+            for parameter, vessel in zip(self.inside, vessels, strict=True):
+                torch_internals.swap_insides(parameter, vessel)
+                done += 1
+        except BaseException as error:
+            for parameter, vessel in zip(self.inside[:done], vessels, strict=False):
+                torch_internals.swap_insides(parameter, vessel)
+            error.add_note(
+                f"[tfstyle_dist] while the turn passed from one replica to another: a parameter of shape "
+                f"{tuple(self.inside[done].shape)} cannot be given another replica's content."
+            )
+            raise
+        for parameter, vessel in zip(self.inside, vessels, strict=True):
+            if parameter.__dict__ or vessel.__dict__:  # attributes that a program put on it
+                parameter.__dict__, vessel.__dict__ = vessel.__dict__, parameter.__dict__
+            for name in _HOOKS:  # torch keeps the dict with the Python object, and what calls it inside
+                mine, its = getattr(parameter, name), getattr(vessel, name)
+                if mine is not None or its is not None:
+                    setattr(parameter, name, its)
+                    setattr(vessel, name, mine)
+        self._vessels[self.row], self._vessels[row] = vessels, []
+        self.row = row
+
+    def renew(self, dirty: set[int], everything: bool = False) -> None:
+        """Copies what was written to the parameters in cross-replica context to the other rows.
+
+        Args:
+            dirty: parameters, by ``id``, that may have been written to without a mark.
+            everything: values and gradients of all parameters are copied.
+        """
+        if not (everything or self._elsewhere or dirty) and all(map(_is_same, self.inside, self._marks)):
+            return
+        with torch.no_grad():
+            for place, parameter in enumerate(self.inside):
+                self._renew(place, parameter, everything or id(parameter) in dirty, everything)
+
+    def _renew(self, place: int, parameter: torch.Tensor, written: bool, new_grad: bool) -> None:
+        version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
+        now, hooks_now = parameter.grad, _hooks_of(parameter)
+        written = written or parameter._version != version or _address(parameter) != address
+        new_grad = new_grad or now is not grad or (now is not None and now._version != grad_version)
+        for row, vessels in enumerate(self._vessels):
+            if row == self.row:
+                continue
+            vessel = vessels[place]
+            if self._elsewhere or written:
+                self._write(vessel, parameter, row)
+            if new_grad:
+                vessel.grad = None if now is None else copied(now, vessel.device)
+            if vessel.requires_grad != parameter.requires_grad:
+                vessel.requires_grad_(parameter.requires_grad)
+            if hooks_now != hooks:
+                _put_hooks(vessel, hooks_now)
+            for name, value in parameter.__dict__.items():  # what a replica put there itself stays
+                if attributes is None or value is not attributes.get(name):
+                    plain = type(value) is torch.Tensor and not value.requires_grad
+                    vessel.__dict__[name] = copied(value, vessel.device) if plain else value
+
+    def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int) -> None:
+        device = self.device(row, parameter.device)
+        if self._shares:
+            if _address(vessel) != _address(parameter):
+                vessel.data = parameter.detach()
+        elif not self._elsewhere and _alike(vessel, parameter) and vessel.device == device:
+            vessel.copy_(parameter)
+        else:
+            vessel.data = copied(parameter, device)
+
+    def spread(self) -> None:
+        """An update of the one copy was made inside a run: the replicas see it from now on."""
+        with torch.no_grad():
+            for row, vessels in enumerate(self._vessels):
+                for parameter, vessel in zip(self.inside, vessels, strict=False) if row != self.row else ():
+                    self._write(vessel, parameter, row)
+
+    def mark(self) -> None:
+        """Remembers the parameters as they are, and lets them go; compute devices keep no values between runs."""
+        self._marks = [_marks_of(parameter) for parameter in self.inside]
+        if self._elsewhere:
+            with torch.no_grad():
+                for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
+                    vessel.data = vessel.data.new_empty(0)
+        self.inside = []
+
+
+def _address(parameter: torch.Tensor) -> Any:
+    return parameter.data_ptr() if parameter.layout is torch.strided else None
+
+
+def _marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    grad = parameter.grad
+    version = 0 if grad is None else grad._version
+    attributes = dict(parameter.__dict__) if parameter.__dict__ else None
+    trains = parameter.requires_grad
+    return parameter._version, _address(parameter), trains, grad, version, _hooks_of(parameter), attributes
+
+
+def _is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
+    """Whether a parameter is surely as it was marked."""
+    grad = parameter.grad
+    return (
+        parameter._version == marks[0]
+        and grad is marks[3]
+        and (grad is None or grad._version == marks[4])
+        and parameter.requires_grad is marks[2]
+        and _address(parameter) == marks[1]
+        and not parameter.__dict__
+        and _hooks_of(parameter) == marks[5]
+    )
+
+
+def _hooks_of(tensor: torch.Tensor) -> _Hooks:
+    first, second = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    if not first and not second:
+        return ()
+    return tuple((first or {}).items()), tuple((second or {}).items())
+
+
+def _put_hooks(vessel: torch.Tensor, hooks: _Hooks) -> None:
+    """Gives a row hooks of its own: what a replica registers in its step is its own affair."""
+    for name, entries in zip(_HOOKS, hooks or ((), ()), strict=True):
+        if entries or getattr(vessel, name):
+            setattr(vessel, name, OrderedDict(entries))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one tensor can take the values of the other in its place."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    return one.layout is not torch.strided or one.stride() == other.stride()

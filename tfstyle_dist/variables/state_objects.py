@@ -1,0 +1,93 @@
+"""Which objects are state of the training: their attributes differ from replica to replica."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from typing import Any
+
+import torch
+
+# Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
+_SKIPPED = (
+    "_io", "_pytest", "argparse", "asyncio", "builtins", "collections", "concurrent", "contextlib", "ctypes",
+    "datasets", "enum", "functools", "importlib", "inspect", "io", "itertools", "keras", "logging", "matplotlib",
+    "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pytest", "queue", "re", "sklearn", "subprocess",
+    "tensorboard",
+    "tfstyle_dist", "threading", "tokenizers", "torch._C", "torch._dynamo", "torch._functorch", "torch._inductor",
+    "torch._ops", "torch.distributed", "torch.futures", "torch.fx", "torch.jit", "torch.multiprocessing",
+    "torch.profiler", "torch.utils.data", "torch.utils.hooks", "tqdm", "types", "typing", "unittest", "weakref",
+)  # fmt: skip
+_MOST_LOOKED_AT = 256
+_HOLDERS = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    torch.optim.swa_utils.AveragedModel,
+)
+
+
+def is_state(thing: Any) -> bool:
+    """Whether an object's attributes are content.
+
+    Those of modules, optimizers, schedulers and scalers are; those of other objects if they hold such, or tensors,
+    directly or in an attribute's attributes.
+
+    Args:
+        thing: any object.
+    """
+    if isinstance(thing, _HOLDERS):
+        if isinstance(thing, torch.jit.ScriptModule):
+            raise TypeError(
+                "A torch.jit module keeps its parameters where the replicas of one process cannot have their own. Use "
+                "torch.compile, or start one process for each replica (torchrun)."
+            )
+        return not _is_unfinished(thing)
+    return _is_plain(thing) and _holds_state(thing, depth=2)
+
+
+def _is_unfinished(thing: Any) -> bool:
+    """Whether a lazy module, or a layer of Keras that is not built, makes its variables in its first call.
+
+    Until then all replicas have it in common; then it is looked at again.
+    """
+    if isinstance(thing, torch.nn.modules.lazy.LazyModuleMixin):
+        return bool(thing.has_uninitialized_params())  # type: ignore[misc]
+    return hasattr(thing, "_post_build") and getattr(thing, "built", True) is False
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether this is an object of a class of the user's or of a library of training code."""
+    kind = type(thing)
+    if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor)):
+        return False
+    if type(getattr(thing, "__dict__", None)) is not dict:
+        return False
+    if _is_skipped(kind.__module__ or ""):
+        return False
+    try:
+        object.__setattr__(thing, "__dict__", thing.__dict__)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def _is_skipped(module: str) -> bool:
+    return any(module == skipped or module.startswith(f"{skipped}.") for skipped in _SKIPPED)
+
+
+def _holds_state(thing: Any, depth: int) -> bool:
+    return any(_is_or_holds(value, depth) for value in list(thing.__dict__.values()))
+
+
+def _is_or_holds(value: Any, depth: int) -> bool:
+    if isinstance(value, (torch.Tensor, torch.Generator, *_HOLDERS)):
+        return True
+    if isinstance(value, list | tuple | dict):
+        if not value or len(value) > _MOST_LOOKED_AT:
+            return False
+        return any(_is_or_holds(v, 0) for v in (value.values() if isinstance(value, dict) else value))
+    return depth > 0 and _is_plain(value) and _holds_state(value, depth - 1)
