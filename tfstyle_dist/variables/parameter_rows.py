@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_ATTRIBUTES = attrgetter(*_HOOKS, "__dict__")
+_PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
 _Hooks = tuple[Any, ...]
 
 
@@ -131,16 +134,22 @@ class ParameterRows:
                 f"{tuple(self.inside[done].shape)} cannot be given another replica's content."
             )
             raise
+        plain = [_PLAIN] * len(vessels)
+        if list(map(_ATTRIBUTES, self.inside)) != plain or list(map(_ATTRIBUTES, vessels)) != plain:
+            self._swap_attributes(vessels)
+        self._vessels[self.row], self._vessels[row] = vessels, []
+        self.row = row
+
+    def _swap_attributes(self, vessels: Sequence[torch.Tensor]) -> None:
+        """What torch and programs keep with the Python object: dicts of hooks, and attributes that were put on it."""
         for parameter, vessel in zip(self.inside, vessels, strict=True):
-            if parameter.__dict__ or vessel.__dict__:  # attributes that a program put on it
+            if parameter.__dict__ or vessel.__dict__:
                 parameter.__dict__, vessel.__dict__ = vessel.__dict__, parameter.__dict__
-            for name in _HOOKS:  # torch keeps the dict with the Python object, and what calls it inside
+            for name in _HOOKS:
                 mine, its = getattr(parameter, name), getattr(vessel, name)
                 if mine is not None or its is not None:
                     setattr(parameter, name, its)
                     setattr(vessel, name, mine)
-        self._vessels[self.row], self._vessels[row] = vessels, []
-        self.row = row
 
     def renew(self, dirty: set[int], everything: bool = False) -> None:
         """Copies what was written to the parameters in cross-replica context to the other rows.
