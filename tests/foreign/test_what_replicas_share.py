@@ -179,6 +179,7 @@ def test_a_step_that_only_one_replica_makes_is_noticed(strategy: Any) -> None:
 
     with pytest.raises(CollectiveMismatchError, match=r"replica 0: no step\n  replica 1: SGD.step at "):
         strategy.run(step)
+    assert values(strategy, lambda: model.weight) == [[[0.0, 0.0]]] * 2
 
 
 def test_modules_of_torch_jit_are_refused(strategy: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -104,6 +105,22 @@ def test_close(executor: ReplicaExecutor) -> None:
         other.run([lambda run: None] * 2)
 
 
+def test_a_replica_may_run_on_any_core(executor: ReplicaExecutor) -> None:
+    """Whoever passes the turn says where the next one wakes up; what it starts must not inherit that."""
+
+    def cores(run: Any, r: int) -> list[set[int]]:
+        found = [os.sched_getaffinity(0)]
+        for _ in range(3):
+            run.meet(r, "call", None, list, anywhere=True)
+            found.append(os.sched_getaffinity(0))
+        return found
+
+    allowed = os.sched_getaffinity(0)
+    for _ in range(3):
+        assert executor.run([lambda run, r=r: cores(run, r) for r in range(2)]) == [[allowed] * 4] * 2
+    assert os.sched_getaffinity(0) == allowed
+
+
 class Journal:
     """A content that writes down what happens to it."""
 
@@ -116,7 +133,7 @@ class Journal:
     def enter(self, begins: bool = False) -> None:
         self.entries.append("run" if begins else "enter")
 
-    def leave(self, failed: bool = False) -> None:
+    def leave(self) -> None:
         self.entries.append("leave")
 
 

@@ -21,6 +21,11 @@ def note_local(gradients: Iterable[torch.Tensor | None]) -> None:
             _results[gradient] = True
 
 
+def any_local() -> bool:
+    """Whether any such result is alive."""
+    return len(_results) > 0
+
+
 def is_local(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is what ``torch.autograd.grad`` gave one replica."""
     return gradient is not None and gradient in _results

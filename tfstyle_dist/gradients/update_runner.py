@@ -125,7 +125,7 @@ class UpdateRunner:
                 "after backward()."
             )
         strategy.gradient_reducer.check_reduced(records, number)
-        if replica is not None and strategy.num_replicas_in_sync > 1:
+        if replica is not None and strategy.num_replicas_in_sync > 1 and local_gradients.any_local():
             _check_not_local(optimizer, records, number)
         if replica is not None and number < len(self._steps):
             made = self._steps[number].setdefault(f"{type(optimizer).__name__}.step", [0, ""])

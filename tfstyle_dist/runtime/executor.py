@@ -163,7 +163,7 @@ class ReplicaExecutor:
         finally:
             self._runs.remove(run)
             self.content.switch(None)
-            self.content.leave(failed=run.error is not None)
+            self.content.leave()
             if run.lost:
                 self._teams.remove(team)
                 team.stop()

@@ -67,12 +67,8 @@ class Content(Protocol):
             begins: with this call a run begins.
         """
 
-    def leave(self, failed: bool = False) -> None:
-        """Cross-replica context begins: what is written from now on is noticed by ``enter``.
-
-        Args:
-            failed: a run was cut short: all replicas go on with what the first one has.
-        """
+    def leave(self) -> None:
+        """Cross-replica context begins: what is written from now on is noticed by ``enter``."""
 
 
 class NoContent:
@@ -84,7 +80,7 @@ class NoContent:
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
 
-    def leave(self, failed: bool = False) -> None:
+    def leave(self) -> None:
         """See ``Content``."""
 
 

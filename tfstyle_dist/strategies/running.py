@@ -114,6 +114,7 @@ class RunMethods:
             with self.update_runner.same_steps(len(functions)) if self.update_runner is not None else nullcontext():
                 return regroup(self.worker.executor.run(functions))
         except BaseException as error:
+            store.contents.distrust()
             self._report_failure(error)
             raise
 

@@ -102,9 +102,8 @@ class ReplicaContents:
         self._dirty.clear()
         self._failed = False
 
-    def leave(self, failed: bool = False) -> None:
+    def leave(self) -> None:
         """See ``Content``."""
-        self._failed = failed
         self._say_written()
         if self._all is not None and self._all.have_same_attributes(self._things):
             self._all.renew()
@@ -114,6 +113,10 @@ class ReplicaContents:
             self._all = AllObjects(self._things)
         self._rows.mark()
         self._things = []
+
+    def distrust(self) -> None:
+        """A run failed; some replicas have made steps that others have not. All go on with what the first one has."""
+        self._failed = True
 
     def settle(self) -> None:
         """What was written in cross-replica context reaches all replicas now."""
@@ -248,12 +251,13 @@ class ReplicaContents:
     # ---- what cross-replica context changed -------------------------------------------------------------------
 
     def _forget_differences(self) -> None:
-        """After a run that failed some replicas have made steps that others have not: all get the first one's."""
+        """Gives all replicas copies of what the first one has."""
         for thing, content in self._things:
             for replica in range(1, self.count):
                 copier, own = self._copier(replica), content.dicts[replica]
                 own.clear()
                 own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
+        self.finish_taking()
 
     def _spread(self, changed: Sequence[tuple[Any, ObjectContent]]) -> None:
         """Copies the attributes that changed to the other replicas."""
@@ -336,16 +340,11 @@ class ReplicaContents:
         self._things = [(o, content) for content in self._objects if (o := content.reference()) is not None]
 
 
-class ParameterCopies(Sequence[torch.Tensor]):
-    """The insides of a module's parameter, by replica.
+class _ByReplica(Sequence[torch.Tensor]):
+    """One tensor for each local replica, looked up whenever it is asked for."""
 
-    Args:
-        contents: of the strategy.
-        parameter: not kept alive.
-    """
-
-    def __init__(self, contents: ReplicaContents, parameter: torch.Tensor) -> None:
-        self._contents, self._parameter = contents, weakref.ref(parameter)
+    def __init__(self, contents: ReplicaContents, owner: Any) -> None:
+        self._contents, self._owner = contents, weakref.ref(owner)
 
     def __len__(self) -> int:
         return self._contents.count
@@ -355,36 +354,43 @@ class ParameterCopies(Sequence[torch.Tensor]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        parameter = self._parameter()
-        if parameter is None:
-            raise ReferenceError("the parameter of this record is gone")
-        return self._contents.inside(parameter, index % len(self))
+        owner = self._owner()
+        if owner is None:
+            raise ReferenceError("the parameter or module of this record is gone")
+        return self._of(owner, index % len(self))
+
+    def _of(self, owner: Any, replica: int) -> torch.Tensor:
+        raise NotImplementedError
 
 
-class BufferCopies(Sequence[torch.Tensor]):
-    """A module's buffer, by replica: the tensor that has the buffer's name there now.
+class ParameterCopies(_ByReplica):
+    """The insides of a module's parameter.
 
     Args:
         contents: of the strategy.
-        module: that has the buffer; not kept alive.
+        owner: the parameter; not kept alive.
+    """
+
+    def _of(self, owner: torch.Tensor, replica: int) -> torch.Tensor:
+        return self._contents.inside(owner, replica)
+
+
+class BufferCopies(_ByReplica):
+    """A module's buffer: the tensor that has the buffer's name there now.
+
+    Args:
+        contents: of the strategy.
+        owner: the module that has the buffer; not kept alive.
         name: of the buffer.
     """
 
-    def __init__(self, contents: ReplicaContents, module: torch.nn.Module, name: str) -> None:
-        self._contents, self._module, self._name = contents, weakref.ref(module), name
+    def __init__(self, contents: ReplicaContents, owner: torch.nn.Module, name: str) -> None:
+        super().__init__(contents, owner)
+        self._name = name
 
-    def __len__(self) -> int:
-        return self._contents.count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this buffer is gone")
-        return self._contents.attributes(module, index % len(self))["_buffers"][self._name]
+    def _of(self, owner: torch.nn.Module, replica: int) -> torch.Tensor:
+        buffer: torch.Tensor = self._contents.attributes(owner, replica)["_buffers"][self._name]
+        return buffer
 
 
 _all: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
