@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fault_steps import THREE, TWO, ReplicaFault, all_reduce, replica_id
@@ -151,6 +153,22 @@ def test_a_replica_that_draws_alone_draws_other_numbers_in_each_step(two: Any) -
 
     drawn = [tuple(two.run(draw).values[1].tolist()) for _ in range(4)]
     assert len(set(drawn)) == 4
+
+
+def test_pythons_and_numpys_numbers_if_asked(two: Any) -> None:
+    def draw() -> torch.Tensor:
+        all_reduce()  # another replica draws in between
+        return torch.tensor([random.random(), np.random.rand(), random.random()])
+
+    expected = []
+    for rank in range(2):
+        random.seed(7 + rank)
+        np.random.seed(7 + rank)
+        expected.append([random.random(), np.random.rand(), random.random()])
+    for _ in range(2):
+        two.seed_replicas(7, python=True)
+        for values, wanted in zip(two.run(draw).values, expected, strict=True):
+            torch.testing.assert_close(values, torch.tensor(wanted))
 
 
 def test_generator_of_each_replica(two: Any) -> None:

@@ -8,6 +8,8 @@ finds then, so that the same program draws the same numbers every time.
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -34,13 +36,23 @@ class RandomStreams:
         self._seed: int | None = None
         self._derived_from = (-1, 0)
         self._generator = torch.Generator()
+        self._python: list[Any] | None = None
 
-    def seed(self, seed: int) -> None:
-        """Starts every stream anew; replica 0's is the process' own."""
-        torch.manual_seed(seed + self._first)
+    def seed(self, seed: int, python: bool = False) -> None:
+        """Starts every stream anew; replica 0's is the process' own.
+
+        Args:
+            seed: that of replica ``r`` is ``seed + r``.
+            python: the streams of ``random`` and numpy too.
+        """
+        first = seed + self._first
+        self._python = None
+        if python:
+            self._python = [seed_python(first + replica) for replica in reversed(range(len(self._states)))][::-1]
+        torch.manual_seed(first)
         self._seed = torch.initial_seed()
         for replica in range(1, len(self._states)):
-            self._states[replica] = self._made(replica, seed + self._first + replica)
+            self._states[replica] = self._made(replica, first + replica)
 
     def begin(self) -> None:
         """A run begins."""
@@ -66,6 +78,9 @@ class RandomStreams:
             torch.set_rng_state(state[0])
             if state[1] is not None:
                 _module(self._devices[replica]).set_rng_state(state[1], self._devices[replica])
+        if self._python is not None:
+            self._python[self._active] = _python_state()
+            _set_python_state(self._python[replica])
         self._active = replica
 
     def _now(self, replica: int) -> _State:
@@ -76,6 +91,25 @@ class RandomStreams:
         device = self._devices[replica]
         own = None if device.type in ("cpu", "meta") else torch.Generator(device).manual_seed(seed).get_state()
         return self._generator.manual_seed(seed).get_state(), own
+
+
+def seed_python(seed: int) -> Any:
+    """Starts the streams of ``random`` and, where it is loaded, numpy; returns their states."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    return _python_state()
+
+
+def _python_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_python_state(state: Any) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
 
 
 def _module(device: torch.device) -> Any:

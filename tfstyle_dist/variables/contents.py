@@ -128,9 +128,9 @@ class ReplicaContents:
         """Central storage: an update was made, in cross-replica context, inside a run."""
         self._rows.spread()
 
-    def seed(self, seed: int) -> None:
-        """Gives each replica a stream of random numbers of its own."""
-        self._random.seed(seed)
+    def seed(self, seed: int, python: bool) -> None:
+        """Gives each replica streams of random numbers of its own."""
+        self._random.seed(seed, python)
 
     # ---- what is content --------------------------------------------------------------------------------------
 
