@@ -22,5 +22,5 @@ WAITING: dict[str, tuple[str, ...]] = {}
 """By the part of the package that they wait for."""
 
 DEVIATIONS: dict[str, str] = {}
-"""Results in which the package does more than TensorFlow, and why; each must differ. Those that anybody who compares would
-accept are in ``compare.py`` instead."""
+"""Results in which the package does more than TensorFlow, and why; each must differ. Those that anybody who compares
+would accept are in ``compare.py`` instead."""
