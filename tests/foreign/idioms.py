@@ -138,6 +138,52 @@ def optimizer_counts_in_its_groups() -> tuple[nn.Module, Step]:
 
 
 @case
+def optimizer_that_draws_random_numbers() -> tuple[nn.Module, Step]:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.add_(torch.randn_like(p), alpha=0.01)
+            return super().step(closure)
+
+    model = Net()
+    one, two = (Noisy(part.parameters(), lr=0.1) for part in (model.first, model.second))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        one.step()
+        two.step()
+
+    return model, step
+
+
+class BareWrapper(torch.optim.Optimizer):
+    """A wrapper without groups of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+@case
+def optimizer_wrapper_without_groups() -> tuple[nn.Module, Step]:
+    model = Net()
+    inner = sgd(model)
+    wrapper = BareWrapper(inner)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        inner.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        wrapper.step()
+
+    return model, step
+
+
+@case
 def optimizer_in_an_optimizer() -> tuple[nn.Module, Step]:
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:

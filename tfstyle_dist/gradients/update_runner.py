@@ -231,6 +231,12 @@ def _take(thing: Any) -> None:
         frame.strategy.parameter_store.contents.take(thing)
 
 
+def _tell_contents(strategy: Any, begins: bool) -> None:
+    contents = strategy.parameter_store.contents
+    if contents is not None and _replica_of(strategy) is not None:
+        (contents.update_begins if begins else contents.update_ends)()
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not _calls.begin(optimizer, sys._getframe(1)):
         return None
@@ -273,6 +279,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     clock = _clock(owner.strategies[0])
     clock.enter(UPDATE)
+    _tell_contents(owner.strategies[0], begins=True)
     try:
         changed = runner.before_step(optimizer, owner.records, args, kwargs)
         return _closure_counted(clock, *(changed or (args, kwargs))) or changed
@@ -289,6 +296,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if owner.records and owner.strategies[0].update_runner is not None:
         clock = _clock(owner.strategies[0])
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
+        _tell_contents(owner.strategies[0], begins=False)
         clock.leave()
 
 

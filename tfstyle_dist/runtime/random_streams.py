@@ -37,6 +37,7 @@ class RandomStreams:
         self._derived_from = (-1, 0)
         self._generator = torch.Generator()
         self._python: list[Any] | None = None
+        self._forget_updates()
 
     def seed(self, seed: int, python: bool = False) -> None:
         """Starts every stream anew; replica 0's is the process' own.
@@ -54,8 +55,42 @@ class RandomStreams:
         for replica in range(1, len(self._states)):
             self._states[replica] = self._made(replica, first + replica)
 
+    def begin_update(self) -> None:
+        """A replica begins an optimizer's step: unless all were seeded, they draw replica 0's numbers in it."""
+        replica = self._active
+        self._depth[replica] += 1
+        if self._seed is not None or self._depth[replica] > 1:
+            return
+        number = self._updates[replica]
+        if number == len(self._before_updates):  # this replica is the first to come to its step of this number
+            own = self._now(0) if replica == 0 else self._after_update[replica] or self._states[0]
+            self._before_updates.append(own or self._now(replica))
+        self._own[replica] = self._now(replica)
+        self._set(replica, self._before_updates[number])
+
+    def end_update(self) -> None:
+        """The step is made: a replica but the first goes on with its own stream."""
+        replica = self._active
+        self._depth[replica] = max(self._depth[replica] - 1, 0)
+        own = self._own[replica]
+        if self._depth[replica] or own is None:
+            return
+        self._updates[replica] += 1
+        self._own[replica] = None
+        if replica:
+            self._after_update[replica] = self._now(replica)
+            self._set(replica, own)
+
+    def _forget_updates(self) -> None:
+        count = len(self._states)
+        self._depth, self._updates = [0] * count, [0] * count
+        self._before_updates: list[_State] = []
+        self._own: list[_State | None] = [None] * count
+        self._after_update: list[_State | None] = [None] * count
+
     def begin(self) -> None:
         """A run begins."""
+        self._forget_updates()
         if self._seed is not None and self._seed == torch.initial_seed():
             return
         self._seed = None
@@ -75,13 +110,18 @@ class RandomStreams:
         self._states[self._active] = self._now(self._active)
         state = self._states[replica]
         if state is not None:
-            torch.set_rng_state(state[0])
-            if state[1] is not None:
-                _module(self._devices[replica]).set_rng_state(state[1], self._devices[replica])
+            self._set(replica, state)
+        if replica == 0:
+            self._after_update = [None] * len(self._states)
         if self._python is not None:
             self._python[self._active] = _python_state()
             _set_python_state(self._python[replica])
         self._active = replica
+
+    def _set(self, replica: int, state: _State) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            _module(self._devices[replica]).set_rng_state(state[1], self._devices[replica])
 
     def _now(self, replica: int) -> _State:
         device = self._devices[replica]

@@ -128,6 +128,16 @@ class ReplicaContents:
         """Central storage: an update was made, in cross-replica context, inside a run."""
         self._rows.spread()
 
+    def update_begins(self) -> None:
+        """The replica whose turn it is makes an optimizer's step: what it draws there all replicas draw."""
+        if self.active is not None:
+            self._random.begin_update()
+
+    def update_ends(self) -> None:
+        """The step is made."""
+        if self.active is not None:
+            self._random.end_update()
+
     def seed(self, seed: int, python: bool) -> None:
         """Gives each replica streams of random numbers of its own."""
         self._random.seed(seed, python)
@@ -152,7 +162,7 @@ class ReplicaContents:
             return False
         optimizer = isinstance(value, torch.optim.Optimizer)
         if optimizer:  # what it optimises is a parameter, whatever its class
-            for group in value.param_groups:
+            for group in getattr(value, "param_groups", ()):  # a wrapper may have none
                 for parameter in group["params"]:
                     self._take_tensor(parameter)
         if optimizer and self._one_copy:  # one update is made for all
