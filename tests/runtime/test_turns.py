@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, ReplicaAborted
-from tfstyle_dist.runtime.turns import InlineRun, TurnRun
+from tfstyle_dist.runtime.turns import InlineRun, NoContent, TurnRun
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -146,6 +146,27 @@ def test_whoever_waits_unwinds_in_its_own_turn() -> None:
     assert results == [ReplicaAborted, ReplicaAborted, None]
     assert order == [2, 1, 0]
     assert str(run.error) == "first"
+
+
+def test_the_run_is_over_when_the_first_replica_has_the_turn_again() -> None:
+    """Not as soon as the last function has returned: its thread still has to give the objects back."""
+    events: list[str] = []
+
+    class Slow(NoContent):
+        def switch(self, replica: int | None) -> None:
+            if replica == 0:
+                threading.Event().wait(0.3)
+                events.append("the first replica's objects")
+
+    def start(replica: int) -> None:
+        threading.Thread(target=lambda: run.finish(replica)).start()
+        while not run._done[replica]:
+            threading.Event().wait(0.005)
+
+    run = TurnRun(2, SOON, start, Slow())
+    run.finish(0)
+    events.append("the run is over")
+    assert events == ["the first replica's objects", "the run is over"]
 
 
 def test_deadline() -> None:

@@ -208,11 +208,13 @@ class TurnRun:
             if self.error is not None:
                 for other, started in enumerate(self._started):
                     self._done[other] |= not started  # never begins
-        if not (replica == 0 and all(self._done)):
+        if replica:
             self._pass_on(replica)
-        if replica == 0:
-            while not all(done or r in self.lost for r, done in enumerate(self._done)):
-                self._await_turn(0, None)
+            return
+        # Asked with the turn alone: a replica that is done may not have passed it on yet.
+        while not all(done or r in self.lost for r, done in enumerate(self._done)):
+            self._pass_on(0)
+            self._await_turn(0, None)
 
     def abort(self, error: BaseException) -> None:
         """Ends the run for all replicas; the first error counts."""
@@ -306,6 +308,14 @@ class TurnRun:
 
     def _await_turn(self, replica: int, call: _Call | None) -> None:
         """Waits for the turn; takes it from a replica that does not come to a call within the limit."""
+        try:
+            self._wait(replica, call)
+        finally:
+            core = self.cores[replica]
+            if core is not None:
+                core.release()
+
+    def _wait(self, replica: int, call: _Call | None) -> None:
         baton = self._batons[replica]
         seen, deadline = -1, Deadline(None)
         while True:
@@ -315,9 +325,6 @@ class TurnRun:
             try:
                 if baton.acquire(timeout=-1 if pause is None else pause):
                     if self._turn == replica:
-                        core = self.cores[replica]
-                        if core is not None:
-                            core.release()
                         return
                     continue
             except BaseException as error:  # Ctrl-C while the others work
