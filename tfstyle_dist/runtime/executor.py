@@ -113,15 +113,9 @@ class ReplicaExecutor:
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
         self._teams: list[_Team] = []
-        self._runs: list[TurnRun] = []
         self._running = threading.RLock()  # one run at a time: there is one set of objects
         self._pid = os.getpid()
         self._closed = False
-
-    @property
-    def active_run(self) -> TurnRun | None:
-        """The innermost run under way."""
-        return self._runs[-1] if self._runs else None
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
@@ -137,7 +131,7 @@ class ReplicaExecutor:
         if self._closed:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
-            self._teams, self._runs, self._pid, self._running = [], [], os.getpid(), threading.RLock()
+            self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
         with self._running:
             return self._run(functions)
 
@@ -155,13 +149,11 @@ class ReplicaExecutor:
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks)
         team.cores[0] = Core()
         run.cores = team.cores
-        self._runs.append(run)
         try:
             self.content.switch(0)
             with on_device(self._devices[0]):
                 self._call(run, 0, functions[0], outcomes)
         finally:
-            self._runs.remove(run)
             self.content.switch(None)
             self.content.leave()
             if run.lost:

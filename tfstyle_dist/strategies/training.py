@@ -155,7 +155,7 @@ class TrainingMethods:
 
         Args:
             seed: the same on all workers.
-            python: ``random`` and numpy's global stream too; that costs 0.2 ms whenever the turn passes.
+            python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
         """
         if self.parameter_store.contents is not None:
             self.parameter_store.contents.seed(seed, python)

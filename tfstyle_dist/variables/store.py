@@ -112,7 +112,7 @@ class ParameterStore:
         """Finds what the replicas of this process will use, and makes its content theirs.
 
         Args:
-            function: what ``run`` was given.
+            function: what ``run`` was given; ``None``: only what was adopted.
             arguments: its arguments.
         """
         contents = self.contents
@@ -125,7 +125,8 @@ class ParameterStore:
             for module in self._modules:
                 contents.take(module)
         self._discovery.look(function, arguments)
-        contents.watch(self._discovery.tensors)
+        if function is not None:  # else only what was adopted is looked at, maybe inside a run
+            contents.watch(self._discovery.tensors)
         contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:
