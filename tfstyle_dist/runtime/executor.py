@@ -16,6 +16,7 @@ import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import ReplicaAborted
+from tfstyle_dist.runtime import interrupts
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.turns import Content, NoContent, TurnRun
@@ -132,10 +133,15 @@ class ReplicaExecutor:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
             self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
+        signals, this = interrupts.of_this_thread(), object()
         with self._running:
-            return self._run(functions)
+            try:
+                signals.begin(this)
+                return self._run(functions, signals)
+            finally:
+                signals.end(this)
 
-    def _run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
+    def _run(self, functions: Sequence[Callable[[TurnRun], Any]], signals: interrupts.Interrupts) -> list[Any]:
         outcomes: list[Any] = [None] * len(functions)
         ambient, context = _Ambient(), contextvars.copy_context()
         self.content.enter(begins=True)
@@ -146,13 +152,13 @@ class ReplicaExecutor:
             own = context.copy()
             team.queues[replica - 1].put(lambda: own.run(job))
 
-        run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks)
+        run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
         team.cores[0] = Core()
         run.cores = team.cores
         try:
             self.content.switch(0)
             with on_device(self._devices[0]):
-                self._call(run, 0, functions[0], outcomes)
+                self._call(run, 0, functions[0], outcomes, signals)
         finally:
             self.content.switch(None)
             self.content.leave()
@@ -191,11 +197,22 @@ class ReplicaExecutor:
 
         return job
 
-    def _call(self, run: TurnRun, replica: int, function: Callable[[TurnRun], Any], outcomes: list[Any]) -> None:
+    def _call(
+        self,
+        run: TurnRun,
+        replica: int,
+        function: Callable[[TurnRun], Any],
+        outcomes: list[Any],
+        signals: interrupts.Interrupts = interrupts.NONE,
+    ) -> None:
         """Runs one replica's function; an exception goes to the run, never out of here."""
         run.threads[replica] = threading.get_ident()
         try:
-            outcomes[replica] = function(run)
+            try:
+                signals.admit()
+                outcomes[replica] = function(run)
+            finally:
+                signals.hold()
         except ReplicaAborted as error:
             if run.error is None:  # somebody raised it by hand
                 run.abort(RuntimeError(f"replica {replica} was aborted: {error}"))

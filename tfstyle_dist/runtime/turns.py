@@ -25,6 +25,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
 from tfstyle_dist.runtime.cores import Core
+from tfstyle_dist.runtime.interrupts import Interrupts
 
 Action = Callable[[list[Any]], Sequence[Any]]
 _NOT_THE_USERS = ("tfstyle_dist.", "torch", "contextlib")
@@ -132,6 +133,7 @@ class TurnRun:
         start: starts the thread of a replica; it calls ``finish`` at its end.
         content: what is swapped.
         clocks: one for each replica.
+        interrupts: the signals that replica 0's thread gets; held back except where it runs the user's code or waits.
 
     Attributes:
         error: what ended the run, if something did.
@@ -147,9 +149,11 @@ class TurnRun:
         start: Callable[[int], None],
         content: Content | None = None,
         clocks: Sequence[Clock] | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self.count, self._timeout, self._start = count, timeout, start
         self._content: Content = content or NoContent()
+        self._interrupts = interrupts or Interrupts()
         self._clocks = [STOPPED] * count if clocks is None else clocks
         self._batons = [threading.Lock() for _ in range(count)]
         for baton in self._batons:
@@ -173,10 +177,19 @@ class TurnRun:
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """See ``ReplicaRun``."""
+        if replica:
+            return self._meet(replica, kind, payload, action, phase, anywhere)
+        self._interrupts.hold()
+        try:
+            return self._meet(replica, kind, payload, action, phase, anywhere)
+        finally:
+            self._interrupts.admit()
+
+    def _meet(self, replica: int, kind: str, payload: Any, action: Action, phase: int, anywhere: bool) -> Any:
         clock = self._clocks[replica]
         clock.enter(phase)  # an exception ends the run, and with it what the clock counts
         with region("meet for", kind):
-            call = _Call(kind, payload, action, anywhere, sys._getframe(1))
+            call = _Call(kind, payload, action, anywhere, sys._getframe(2))
             with self._lock:
                 self._raise_if_aborted(replica)
                 self._calls[replica] = call
@@ -241,7 +254,7 @@ class TurnRun:
         try:
             with region("joint", call.kind):
                 payloads = [c.payload for c in calls]
-                results = self._in_cross_replica_context(call, payloads)
+                results = call.action(payloads) if replica else self._act_as_the_first(call, payloads)
         except BaseException as error:
             error.add_note(f"[tfstyle_dist] raised in {call.describe()}, which runs once for all {self.count} replicas")
             self.abort(error)
@@ -256,16 +269,18 @@ class TurnRun:
             self._calls = [None] * self.count
         return results[replica]
 
-    def _in_cross_replica_context(self, call: _Call, payloads: list[Any]) -> Sequence[Any]:
-        if call.anywhere:
-            return call.action(payloads)
-        self._content.switch(None)
-        self._content.leave()
+    def _act_as_the_first(self, call: _Call, payloads: list[Any]) -> Sequence[Any]:
+        if not call.anywhere:
+            self._content.switch(None)
+            self._content.leave()
         try:
+            self._interrupts.admit()
             return call.action(payloads)
         finally:
-            self._content.enter()
-            self._content.switch(0)
+            self._interrupts.hold()
+            if not call.anywhere:
+                self._content.enter()
+                self._content.switch(0)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 
@@ -323,20 +338,26 @@ class TurnRun:
                 seen, deadline = self._passes, self._new_deadline()
             pause = deadline.pause()
             try:
+                if replica == 0:
+                    self._interrupts.admit()
                 if baton.acquire(timeout=-1 if pause is None else pause):
                     if self._turn == replica:
                         return
                     continue
             except BaseException as error:  # Ctrl-C while the others work
                 error.add_note(f"[tfstyle_dist] raised in replica {replica} of {self.count}, which waited")
+                again, self._interrupted = self._interrupted, True
                 self.abort(error)
                 if self._turn == replica:
                     baton.acquire(blocking=False)
                     return
-                if self._interrupted and self._take_turn(replica, seen):
+                if again and self._take_turn(replica, seen):
                     return  # the second time
-                self._interrupted, seen = True, -1
+                seen = -1
                 continue
+            finally:
+                if replica == 0:
+                    self._interrupts.hold()
             if seen == self._passes and deadline.passed():
                 if self._late(replica, call, deadline, seen):
                     return
@@ -396,6 +417,7 @@ class TurnRun:
     def _abort_locked(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
+            self._interrupted |= isinstance(error, KeyboardInterrupt)
 
     def _raise_if_aborted(self, replica: int) -> None:
         if self.error is not None or replica in self.lost:
