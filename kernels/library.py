@@ -18,6 +18,8 @@ SumLists: TypeAlias = Callable[[Sequence[Tensor], int, str, float | None, str], 
 
 _ARGUMENTS: Final = "str order, float? divisor, str backend"
 _library = torch.library.Library("tfstyle_dist", "DEF")
+# The kernels' plans hold addresses; a CUDA graph that replays them later would read what is there by then.
+_TAGS: Final = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def register(sum_new: SumNew, sum_into: SumInto, sum_lists: SumLists) -> None:
@@ -29,9 +31,9 @@ def register(sum_new: SumNew, sum_into: SumInto, sum_lists: SumLists) -> None:
         sum_lists: ``tfstyle_dist::aggregate_list``: new tensors with the sums of a list, whose contributions come one
             tensor after the other, each with its ``n``.
     """
-    _library.define(f"aggregate(Tensor[] contributions, {_ARGUMENTS}) -> Tensor")
-    _library.define(f"aggregate_into(Tensor[] contributions, Tensor(a!) out, {_ARGUMENTS}) -> ()")
-    _library.define(f"aggregate_list(Tensor[] contributions, int n, {_ARGUMENTS}) -> Tensor[]")
+    _library.define(f"aggregate(Tensor[] contributions, {_ARGUMENTS}) -> Tensor", tags=_TAGS)
+    _library.define(f"aggregate_into(Tensor[] contributions, Tensor(a!) out, {_ARGUMENTS}) -> ()", tags=_TAGS)
+    _library.define(f"aggregate_list(Tensor[] contributions, int n, {_ARGUMENTS}) -> Tensor[]", tags=_TAGS)
     for name, function in (("aggregate", sum_new), ("aggregate_into", sum_into), ("aggregate_list", sum_lists)):
         _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake("tfstyle_dist::aggregate", _fake_new, lib=_library)

@@ -27,6 +27,7 @@ REASONS = {
     "multi_worker/test_two_hosts.py": COMMANDS,
     "ops/test_threads.py": "counts the threads of a fresh process",
     "parameter_server": "servers and workers are no ranks: they come, die and come back beside one coordinator",
+    "pretend_accelerator": "a compiler, and sessions of pytest whose process has a backend of its own",
     "test_examples.py": COMMANDS,
     "testing": "sessions of pytest, and processes that a test leaves behind, are what is tested",
     "xla": "not run by default",

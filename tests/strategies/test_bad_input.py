@@ -25,7 +25,11 @@ from tfstyle_dist.values import PerReplica
         (["cpu:0", "cpu:0"], ValueError, r"must be unique, but cpu:0 is given more than once.*write e.g."),
         (["cpu:0", "/device:CPU:0"], ValueError, "cpu:0 is given more than once"),
         (["cpu:0", "meta:0"], ValueError, r"all be on one kind of device, got \['cpu', 'meta'\]"),
-        (["xla:0"], ValueError, "Device xla:0 is not supported by this strategy; use CPU or CUDA devices"),
+        (
+            ["xla:0"],
+            ValueError,
+            "Device xla:0 is not supported by this strategy; use the CPU or an accelera",
+        ),
         ("cpu:0", ValueError, r"must be a sequence of devices, got 'cpu:0'; write \['cpu:0'\]"),
         (torch.device("cpu"), ValueError, r"must be a sequence of devices.*write \['cpu'\]"),
         ([], ValueError, "devices is empty: give at least one device, or leave devices=None"),

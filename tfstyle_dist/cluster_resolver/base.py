@@ -51,9 +51,9 @@ class ClusterResolver(abc.ABC):
         Returns:
             ``{"GPU": n}``, or ``{}`` without one.
         """
-        from tfstyle_dist.core.devices import find_local_devices
+        from tfstyle_dist.core.devices import find_local_devices, is_accelerator
 
-        count = sum(device.type == "cuda" for device in find_local_devices())
+        count = sum(is_accelerator(device.type) for device in find_local_devices())
         return {"GPU": count} if count else {}
 
     @property

@@ -18,6 +18,7 @@ from tfstyle_dist.comm.options import CommunicationImplementation, Communication
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env, network
 from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 
@@ -43,20 +44,20 @@ def available_backends() -> tuple[str, ...]:
 def _backend(device: torch.device, options: CommunicationOptions) -> str:
     import torch.distributed as dist
 
-    wanted = options.implementation
+    """What torch's group is made with: what carries the CPU's tensors, and the library of the accelerator."""
+    wanted, kind = options.implementation, device.type
     if wanted is CommunicationImplementation.NCCL and (device.type != "cuda" or not dist.is_nccl_available()):
         raise ValueError(
             f"CommunicationImplementation.NCCL was asked for, but the replicas are on {device.type} and NCCL is "
             f"{'available' if dist.is_nccl_available() else 'missing from this torch build'}. Use AUTO or RING."
         )
-    if wanted is CommunicationImplementation.RING or device.type != "cuda":
+    if wanted is CommunicationImplementation.RING or not is_accelerator(kind):
         return "gloo"
-    if not dist.is_nccl_available():
-        get_logger().warning(
-            "NCCL is missing from this torch build: gradients between GPUs go through Gloo, which is slow."
-        )
-        return "gloo"
-    return "nccl"
+    library = "gloo"
+    with suppress(ValueError):  # torch knows none for this kind
+        library = dist.get_default_backend_for_device(kind)
+    missing = library == "gloo" or (library == "nccl" and not dist.is_nccl_available())
+    return "gloo" if missing else f"cpu:gloo,{kind}:{library}"
 
 
 def members_of_launch() -> Members | None:
@@ -171,15 +172,23 @@ def make_group(
     if (not initialized and (members is None or members.size == 1)) or (initialized and dist.get_world_size() == 1):
         return SingleGroup()
     from tfstyle_dist.comm.torch_group import TorchGroup
+    from tfstyle_dist.comm.torch_wire import torch_limit
 
+    if is_accelerator(device.type):  # what the program puts on "cuda" goes to this worker's own device too
+        accelerator(device.type).set_device(device)
+        if backend == "gloo" and options.implementation is not CommunicationImplementation.RING:
+            get_logger().warning(
+                "This torch build has no library (such as NCCL) that sums between %s devices: gradients travel over "
+                "the CPU, which is slow.",
+                device.type.upper(),
+            )
     timeout = effective_timeout(options)
-    control = device if backend == "nccl" else torch.device("cpu")
     stacks.start()
     with ExitStack() as failed:
         failed.callback(stacks.stop)  # the group stops it otherwise
         if initialized:
-            torch_group = dist.new_group(backend=backend, timeout=timeout or _FOREVER)
-            group = TorchGroup(torch_group, timeout, _default_store(), control, lambda: _leave(torch_group))
+            torch_group = dist.new_group(backend=backend, timeout=torch_limit(timeout, backend))
+            group = TorchGroup(torch_group, timeout, _default_store(), backend, lambda: _leave(torch_group))
         else:
             assert members is not None
             # Its functions keep the default group of the time of their import as a default argument, and torch.optim
@@ -191,9 +200,13 @@ def make_group(
             towards = network.interface_towards(*members.address) if members.address else None
             with env.gloo_interface_set(towards):
                 dist.init_process_group(
-                    backend, store=store, rank=members.rank, world_size=members.size, timeout=timeout or _FOREVER
+                    backend,
+                    store=store,
+                    rank=members.rank,
+                    world_size=members.size,
+                    timeout=torch_limit(timeout, backend),
                 )
-            group = TorchGroup(dist.group.WORLD, timeout, channel, control, _leave_default)
+            group = TorchGroup(dist.group.WORLD, timeout, channel, backend, _leave_default)
         failed.pop_all()
     _check_same_shape(group, device, num_local_replicas)
     return group

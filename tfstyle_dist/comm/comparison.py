@@ -27,26 +27,23 @@ class Comparison:
     Args:
         operations: the group's.
         gather: collects tensors of one size.
-        device: where small control tensors live.
 
     Attributes:
         memory: where the workers meet if that is possible for all of them.
     """
 
-    def __init__(self, operations: Operations, gather: Gather, device: torch.device) -> None:
-        self._operations, self._gather, self._device = operations, gather, device
+    def __init__(self, operations: Operations, gather: Gather) -> None:
+        self._operations, self._gather = operations, gather
         self.memory: HostMemory | None = None
-        # Gloo ends the process when sizes disagree, so what is about to run is compared first. On GPUs the comparison
-        # would stop the stream: only on request.
+        # Gloo ends the process when sizes disagree, and NCCL when somebody does not come, so what is about to run is
+        # compared first, between the hosts: no GPU's stream is stopped by it.
         self._debug = env.debug_collectives()
-        self._compares = device.type == "cpu" or self._debug
         self._agreed = ""
 
     def agree(self, signature: str, name: str) -> None:
         """See ``WorkerGroup``: one small exchange; the full texts travel only when they differ."""
-        if self._compares:
-            self.exchange(f"{name} {signature}", name)
-            self._agreed = name
+        self.exchange(f"{name} {signature}", name)
+        self._agreed = name
 
     def before(self, name: str, buffer: torch.Tensor, more: str = "", agreed: bool = False) -> None:
         """Compares a call that is about to move a buffer, unless the workers have agreed on it.
@@ -57,7 +54,7 @@ class Comparison:
             more: what else must be the same.
             agreed: the caller knows that all make the same call.
         """
-        if self._compares and (self._debug or not (agreed or self._has_agreed(name))):
+        if self._debug or not (agreed or self._has_agreed(name)):
             self.exchange(f"{name} ({buffer.numel()} x {name_of(buffer.dtype)}{more})", name)
 
     def exchange(self, text: str, name: str, number: int = 0) -> list[int]:
@@ -71,7 +68,7 @@ class Comparison:
         if self.memory is not None:
             same, numbers = self.memory.compare(digest, number, name)
         else:
-            mine = torch.tensor([digest, number], dtype=torch.int64, device=self._device)
+            mine = torch.tensor([digest, number], dtype=torch.int64)
             pairs = [other.tolist() for other in self._gather(mine, name)]
             same, numbers = all(other == digest for other, _ in pairs), [n for _, n in pairs]
         if not same:
@@ -81,7 +78,7 @@ class Comparison:
     def raise_mismatch(self, text: str, name: str) -> NoReturn:
         """Tells what each worker does: all workers see the difference, so all of them come here."""
         data = self._bytes(f"{text} at {call_site()}, operation {self._operations.sequence}")
-        size = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        size = torch.tensor([data.numel()], dtype=torch.int64)
         raise mismatch(self._texts(data, [int(s) for s in self._gather(size, name)], name))
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
@@ -95,7 +92,7 @@ class Comparison:
         return bool(self._agreed) and name.partition("[")[0] == self._agreed
 
     def _bytes(self, text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     def _texts(self, data: torch.Tensor, sizes: Sequence[int], name: str) -> list[str]:
         """The texts of all workers, of known sizes; shorter ones travel with zeros after them."""

@@ -15,13 +15,34 @@ from tfstyle_dist.comm import diagnosis
 from tfstyle_dist.comm.comparison import Comparison
 from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
-from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
+from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
 from tfstyle_dist.comm.host_memory import HostMemory
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.comm.torch_wire import TorchWire
 from tfstyle_dist.comm.worker_sums import WorkerSums
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
+
+_DONE = Done()
+
+
+class _CopiedBack:
+    """A sum that is made on the CPU, of a tensor that is elsewhere."""
+
+    def __init__(self, pending: Pending, host: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._pending: Pending = pending
+        self._host, self._buffer = host, buffer
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        if self._pending is not _DONE:
+            self._pending.wait()
+            self._pending = _DONE
+            self._buffer.copy_(self._host)
+
+    def moving(self) -> bool:
+        """See ``Pending``."""
+        return self._pending.moving()
 
 
 class TorchGroup(WorkerGroup):
@@ -31,7 +52,8 @@ class TorchGroup(WorkerGroup):
         process_group: the torch group; all its members build a TorchGroup of it at the same point.
         timeout: limit of each wait (the process group must have been made with it).
         store: side channel for "why I left"; ``None`` when the group was made by somebody else.
-        device: where small control tensors live.
+        backend: what the torch group was made with, e.g. ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. It carries the
+            tensors of the CPU in any case, so what the workers tell each other never waits for a GPU.
         on_close: called once by ``close``.
 
     Attributes:
@@ -43,14 +65,14 @@ class TorchGroup(WorkerGroup):
         process_group: Any,
         timeout: timedelta | None,
         store: Any,
-        device: torch.device,
+        backend: str,
         on_close: Callable[[], None],
     ) -> None:
-        self._wire = TorchWire(process_group, timeout, store)
+        self._wire = TorchWire(process_group, timeout, store, backend)
         self._operations = self._wire.operations
         self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, timeout
-        self._device, self._on_close, self._closed = device, on_close, False
-        self._comparison = Comparison(self._operations, self._wire.gather, device)
+        self._on_close, self._closed = on_close, False
+        self._comparison = Comparison(self._operations, self._wire.gather)
         me = diagnosis.this_peer(self.rank)
         mine = [me.pid, me.host, me.boot, _next_group_number(), env.shared_memory(), env.host_name()]
         facts = self.gather_objects(mine, "who is there")
@@ -58,7 +80,7 @@ class TorchGroup(WorkerGroup):
         self._operations.introduce(peers, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])
         self.topology = Topology.of([(*fact[1:3], fact[5]) for fact in facts])
         self._memory: HostMemory | None = None
-        if all(fact[4] for fact in facts) and self.size > len(self.topology.hosts) and device.type == "cpu":
+        if all(fact[4] for fact in facts) and self.size > len(self.topology.hosts):
             self._memory = HostMemory.open(self._operations, self.topology, self.gather_objects)
         if self._memory is not None and self._memory.for_all:
             self._comparison.memory = self._memory
@@ -80,7 +102,10 @@ class TorchGroup(WorkerGroup):
         self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
     ) -> Pending:
         """See ``WorkerGroup``."""
-        return self._sums.start(buffer, name, agreed, method)
+        if self._wire.carries(buffer):
+            return self._sums.start(buffer, name, agreed, method)
+        host = buffer.cpu()
+        return _CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
 
     def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         """See ``WorkerGroup``."""
@@ -95,7 +120,7 @@ class TorchGroup(WorkerGroup):
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         """See ``WorkerGroup``."""
-        return self._sums.explain(numel, dtype, self._device.type, method)
+        return self._sums.explain(numel, dtype, self._wire.library or "cpu", method)
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
@@ -104,7 +129,7 @@ class TorchGroup(WorkerGroup):
             raise ValueError(
                 f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
             )
-        if self._wire.scatters_sums:
+        if buffer.device.type == self._wire.library:
             self._comparison.before(name, buffer)
             return self._wire.reduce_scatter(buffer, name)
         total = buffer.clone()
@@ -116,7 +141,9 @@ class TorchGroup(WorkerGroup):
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """See ``WorkerGroup``."""
         self._comparison.before(name, buffer)
-        return self._wire.gather(buffer, name)
+        if self._wire.carries(buffer):
+            return self._wire.gather(buffer, name)
+        return [part.to(buffer.device) for part in self._wire.gather(buffer.cpu(), name)]
 
     def numbers(self, number: int, name: str) -> list[int]:
         """See ``WorkerGroup``."""
@@ -125,15 +152,21 @@ class TorchGroup(WorkerGroup):
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """See ``WorkerGroup``."""
         self._comparison.before(name, buffer)
-        self._wire.broadcast(buffer, source, name)
+        host = buffer if self._wire.carries(buffer) else buffer.cpu()
+        self._wire.broadcast(host, source, name)
+        if host is not buffer:
+            buffer.copy_(host)
 
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
         """See ``WorkerGroup``."""
-        self._wire.send(buffer, to, name)
+        self._wire.send(buffer if self._wire.carries(buffer) else buffer.cpu(), to, name)
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """See ``WorkerGroup``."""
-        self._wire.recv(buffer, source, name)
+        host = buffer if self._wire.carries(buffer) else torch.empty_like(buffer, device="cpu")
+        self._wire.recv(host, source, name)
+        if host is not buffer:
+            buffer.copy_(host)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """See ``WorkerGroup``."""
@@ -163,14 +196,17 @@ class TorchGroup(WorkerGroup):
 
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
         """See ``WorkerGroup``."""
-        mine, destroy = self._wire.subgroup(ranks)
-        part = TorchGroup(mine, self.timeout, self._operations.store, self._device, destroy)
+        mine, backend, destroy = self._wire.subgroup(ranks)
+        part = TorchGroup(mine, self.timeout, self._operations.store, backend, destroy)
         part.use_summation(self._sums.sum_into, self._sums.find_sum)
         return part
 
     def abort(self) -> None:
         """See ``WorkerGroup``."""
+        idle = self._wire.idle
         self._operations.abort()
+        if not idle:
+            self._wire.abort()
 
     def close(self) -> None:
         """See ``WorkerGroup``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,21 @@ from tfstyle_dist.comm.group import Pending
 from tfstyle_dist.comm.halving import Messages
 from tfstyle_dist.comm.operations import Operation, Operations, name_of
 from tfstyle_dist.core.tracing import region
+
+_UNLIMITED = timedelta(days=365)
+_WATCHDOG_GRACE = timedelta(seconds=30)
+
+
+def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
+    """The limit of torch's own group, at which the watchdog of a library such as NCCL ends the process.
+
+    Args:
+        timeout: ours.
+        backend: what the group is made with.
+    """
+    if timeout is None:
+        return _UNLIMITED
+    return timeout if backend == "gloo" else 2 * timeout + _WATCHDOG_GRACE
 
 
 class _Transfer:
@@ -29,7 +45,7 @@ class _Transfer:
             return
         try:
             with region("wait for", self._operation.name):
-                self._work.wait()
+                self._wire.wait_for(self._work, self._buffer)
         except RuntimeError as error:
             if str(error).startswith("DataLoader worker"):
                 raise  # torch's signal handler speaks up in whatever runs when a loader process dies
@@ -52,8 +68,10 @@ class TorchWire:
         process_group: the torch group.
         timeout: limit of each wait (the process group must have been made with it).
         store: side channel for "why I left"; ``None`` when the group was made by somebody else.
+        backend: what the torch group was made with, e.g. ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Attributes:
+        library: the kind of accelerator whose tensors it moves, such as ``"cuda"``; ``""``: the CPU's alone.
         rank: this worker's number.
         size: number of workers.
         process_group: the torch group; ``None`` after ``release``.
@@ -61,7 +79,8 @@ class TorchWire:
         in_flight: numbers of the transfers that were not waited for.
     """
 
-    def __init__(self, process_group: Any, timeout: timedelta | None, store: Any) -> None:
+    def __init__(self, process_group: Any, timeout: timedelta | None, store: Any, backend: str) -> None:
+        self._backend, self.library = backend, backend.partition(",")[2].partition(":")[0]
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.process_group = process_group
         self.operations = Operations(self.rank, self.size, timeout, store)
@@ -72,10 +91,9 @@ class TorchWire:
         """Whether the group works and every transfer has been waited for."""
         return self.operations.error is None and not self.in_flight
 
-    @property
-    def scatters_sums(self) -> bool:
-        """Whether the library has ``reduce_scatter``; Gloo has none."""
-        return bool(dist.get_backend(self.process_group) == "nccl")
+    def carries(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer can be moved from where it is; else a copy on the CPU is."""
+        return buffer.device.type in ("cpu", self.library)
 
     # ---- between all workers ----------------------------------------------------------------------------------
 
@@ -102,7 +120,7 @@ class TorchWire:
         return out
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """This worker's slice of the library's own sum, where it ``scatters_sums``."""
+        """This worker's slice of the library's own sum, of a buffer on its accelerator; Gloo has none."""
         out = torch.empty(buffer.numel() // self.size, dtype=buffer.dtype, device=buffer.device)
         begin = lambda: dist.reduce_scatter_tensor(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
         self._start(name, buffer, begin).wait()
@@ -133,23 +151,42 @@ class TorchWire:
         try:
             with region("exchange", name):
                 for work in dist.batch_isend_irecv(messages):
-                    work.wait()
+                    self.wait_for(work, messages[0].tensor)
         except RuntimeError as error:
             self.operations.fail(operation, error)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def subgroup(self, ranks: Sequence[Sequence[int]]) -> tuple[Any, Callable[[], None]]:
-        """The torch group of those of ``ranks`` that hold this worker, and what destroys it; all workers call it."""
-        timeout = self.operations.timeout
-        mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=timeout)
-        return mine, lambda: dist.destroy_process_group(mine)
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> tuple[Any, str, Callable[[], None]]:
+        """The torch group of those of ``ranks`` that hold this worker, its backend, and what ends it; collective."""
+        limit = torch_limit(self.operations.timeout, self._backend)
+        mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=limit, backend=self._backend)
+        return mine, self._backend, lambda: dist.destroy_process_group(mine)
+
+    def abort(self) -> None:
+        """Ends what an accelerator's library has under way, where it can: nobody else would."""
+        abort = getattr(self.process_group, "abort", None)
+        if self.library and abort is not None:
+            with suppress(RuntimeError):
+                abort()
 
     def release(self) -> None:
         """Gives the torch group away: its threads end with the last reference to it."""
         self.process_group = None
 
     # ---- helpers ----------------------------------------------------------------------------------------------
+
+    def wait_for(self, work: Any, buffer: torch.Tensor) -> None:
+        """Waits for one of torch's works.
+
+        The limit of a group that has a library is longer than ours: the library's watchdog would end the process where
+        the others can still be told who is absent.
+        """
+        limit = self.operations.timeout
+        if self.library and limit is not None and buffer.device.type == "cpu":
+            work.wait(limit)
+        else:
+            work.wait()
 
     def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any]) -> Pending:
         operation = self._next(name, buffer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +14,9 @@ _TF_NAME = re.compile(
     r"^(?:/job:(?P<job>[A-Za-z]\w*))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
     r"/?(?:device:)?(?P<type>[A-Za-z]+)(?::(?P<index>\d+|\*))?(?:#(?P<slot>\d+))?$"
 )
-_KNOWN = ("cpu", "cuda", "xla", "mps", "xpu", "meta")
+_WITHOUT_MODULE = ("cpu", "meta", "xla", "mps")  # what has no current device, streams and generators of its own
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu")
+"""Kinds whose devices a strategy takes when it is given none; others work when they are named."""
 _HOW = (
     "Write 'cpu:0', 'cuda:1', '/gpu:0', 'GPU:1' or '/job:worker/replica:0/task:0/device:CPU:0'; add '#k' for the k-th "
     "replica on one device ('cuda:0#1')."
@@ -24,7 +28,7 @@ class ReplicaDevice:
     """One replica's place.
 
     Attributes:
-        type: torch device type, ``"cpu"`` or ``"cuda"``, ...
+        type: torch device type: ``"cpu"``, ``"cuda"``, or that of any accelerator that torch knows.
         index: number of the device; a CPU index is a logical device on the one CPU.
         slot: which replica of several on the same device (the ``#k`` suffix).
     """
@@ -67,22 +71,27 @@ def parse(name: str | torch.device | ReplicaDevice) -> ReplicaDevice:
     match = _TF_NAME.match(name.strip())
     kind = match["type"].lower() if match else ""
     kind = {"gpu": "cuda", "tpu": "xla"}.get(kind, kind)
-    if match is None or kind not in _KNOWN or match["index"] == "*":
+    if match is None or not _is_kind(kind) or match["index"] == "*":
         raise ValueError(f"Unknown device {name!r}. {_HOW}")
     return ReplicaDevice(kind, int(match["index"] or 0), int(match["slot"] or 0))
 
 
 def check_present(device: ReplicaDevice) -> None:
     """Raises ValueError when this machine has no such device."""
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if device.index >= count:
-            raise ValueError(
-                f"Device {device} was asked for, but this process sees {count} CUDA device(s). Use 'cpu:0', or check "
-                "CUDA_VISIBLE_DEVICES and the driver."
-            )
-    elif device.type not in ("cpu", "meta"):
-        raise ValueError(f"Device {device} is not supported by this strategy; use CPU or CUDA devices.")
+    if device.type in ("cpu", "meta"):
+        return
+    if not is_accelerator(device.type):
+        raise ValueError(
+            f"Device {device} is not supported by this strategy; use the CPU or an accelerator that torch knows, or "
+            "TPUStrategy for XLA devices."
+        )
+    count = count_devices(device.type)
+    if device.index >= count:
+        look = "CUDA_VISIBLE_DEVICES and the driver" if device.type == "cuda" else "the driver"
+        raise ValueError(
+            f"Device {device} was asked for, but this process sees {count} {device.type.upper()} device(s). Use "
+            f"'cpu:0', or check {look}."
+        )
 
 
 def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -> tuple[ReplicaDevice, ...]:
@@ -113,6 +122,58 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
 
 
 def find_local_devices() -> tuple[ReplicaDevice, ...]:
-    """All GPUs of this process, else the one CPU."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return tuple(ReplicaDevice("cuda", i) for i in range(count)) or (ReplicaDevice("cpu", 0),)
+    """All GPUs, or devices of another kind of accelerator, of this process; else the one CPU."""
+    for kind in ACCELERATORS:
+        count = count_devices(kind)
+        if count:
+            return tuple(ReplicaDevice(kind, index) for index in range(count))
+    return (ReplicaDevice("cpu", 0),)
+
+
+# ---- kinds of accelerators --------------------------------------------------------------------------------------
+
+
+def is_accelerator(kind: str) -> bool:
+    """Whether devices of a kind have a module of torch (``accelerator``): memory, streams, a current device."""
+    return kind not in _WITHOUT_MODULE
+
+
+def accelerator(kind: str) -> Any:
+    """Torch's module for a kind of accelerator, such as ``torch.cuda``.
+
+    Every kind is used through what these modules have in common, so that one that torch learns of later works too.
+
+    Args:
+        kind: of a device, such as ``"cuda"``.
+
+    Raises:
+        ValueError: torch has none.
+    """
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError as error:
+        raise ValueError(f"torch has no module for devices of kind {kind!r}. {_HOW}") from error
+
+
+def count_devices(kind: str) -> int:
+    """How many devices of an accelerator this process sees."""
+    if not _is_kind(kind):
+        return 0
+    module = getattr(torch, kind, None)
+    return int(module.device_count()) if module is not None and module.is_available() else 0
+
+
+def made_current(device: torch.device | ReplicaDevice) -> AbstractContextManager[Any]:
+    """Inside, a device is the current one of its kind."""
+    if not is_accelerator(device.type):
+        return nullcontext()
+    current: AbstractContextManager[Any] = accelerator(device.type).device(device.index)
+    return current
+
+
+def _is_kind(kind: str) -> bool:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True

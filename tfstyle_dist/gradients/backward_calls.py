@@ -1,4 +1,7 @@
-"""The calls of autograd's engine: ``backward()`` in all its forms, and ``torch.autograd.grad``."""
+"""The calls of autograd's engine: ``backward()`` in all its forms, and ``torch.autograd.grad``.
+
+While a strategy that adopts modules lives, they run in the thread that makes them, on every device.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,13 @@ _CREATE_GRAPH = 3  # its place among the arguments of the engine
 
 
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Autograd has a thread for each device, which all replicas of that device would share: one that waits there for
+    # another would wait for ever, and hooks would not know whose they are. So a pass runs in the thread that began it.
+    with torch.autograd.set_multithreading_enabled(False):
+        return _run_here(original, *args, **kwargs)
+
+
+def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     frame = current_frame()
     replica = None if frame is None else frame.replica
     if replica is None or torch_internals.backward_pass_under_way() != -1:  # a segment of reentrant checkpointing

@@ -12,6 +12,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
+from tfstyle_dist.gradients.between_devices import sum_over_devices
 from tfstyle_dist.gradients.plan import HALF, Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot
 from tfstyle_dist.ops import aggregate, aggregate_list
@@ -156,9 +157,9 @@ class ReplicaReducer(GradientReducer):
     # ---- sums over the local replicas -----------------------------------------------------------------------------
 
     def _is_plain(self, column: Sequence[_New]) -> bool:
-        """Whether every replica has a dense gradient, on one device, that is averaged."""
+        """Whether every replica has a dense gradient that is averaged."""
         record, grad, _ = column[0]
-        if not self._one_device or record.policy is None or record.policy.scale is not ReduceOp.MEAN:
+        if record.policy is None or record.policy.scale is not ReduceOp.MEAN:
             return False
         dtype = grad.dtype
         return all(g.layout is torch.strided and g.dtype is dtype for _, g, _ in column)
@@ -169,6 +170,9 @@ class ReplicaReducer(GradientReducer):
             return
         count = len(columns[0])
         first, *others = [[column[k][1] for column in columns] for k in range(count)]
+        if not self._one_device:
+            sum_over_devices([first, *others], self.method, self.bytes_per_pack)
+            return
         if count == 2 and not any(g.dtype in HALF for g in first):
             torch._foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
             torch._foreach_div_(first, count)

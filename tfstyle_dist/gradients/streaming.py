@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from tfstyle_dist.comm.group import Pending
+from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.one_pass import PassReducer
@@ -101,7 +102,7 @@ class StreamingReducer(PassReducer):
         self._lanes = [Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
         self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
         self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
-        self._unagreed = True
+        self._unagreed, self._on_device = True, is_accelerator(self.worker.torch_device(0).type)
         sizes = ", ".join(f"{b.numel} x {b.dtype}" for b in plan.buckets)
         self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
@@ -149,6 +150,9 @@ class StreamingReducer(PassReducer):
                             lane.flags[place] = 0.0
                 self._send(lane)
         self._next = len(self._lanes)
+        if self._on_device:
+            # Who waits for a device's library waits in the device's stream, which knows no limit and no name.
+            self.worker.group.numbers(0, "end of gradients")
         for lane in self._lanes:
             assert lane.pending is not None
             lane.pending.wait()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.split import map_leaves
 
@@ -17,8 +18,8 @@ from tfstyle_dist.input.split import map_leaves
 class DevicePrefetcher:
     """The steps of a pipeline with their parts on the replicas' devices.
 
-    On CUDA the copies run on a stream of their own, ``depth`` steps ahead of the training step; copies from pinned
-    memory do not wait. On the CPU nothing is copied and nothing is read ahead.
+    On an accelerator the copies run on a stream of their own, ``depth`` steps ahead of the training step; from pinned
+    memory they do not wait. On the CPU nothing is copied and nothing is read ahead.
 
     Args:
         steps: a pipeline's steps.
@@ -28,8 +29,8 @@ class DevicePrefetcher:
 
     def __init__(self, steps: Iterator[Step], devices: Sequence[torch.device], depth: int) -> None:
         self._steps, self._devices, self._depth = steps, devices, depth
-        self._ready: deque[tuple[Step, list[torch.cuda.Event]]] = deque()
-        self._streams = {d: torch.cuda.Stream(d) for d in set(devices) if d.type == "cuda"}
+        self._ready: deque[tuple[Step, list[Any]]] = deque()
+        self._streams = {d: accelerator(d.type).Stream(d) for d in set(devices) if is_accelerator(d.type)}
 
     def __iter__(self) -> Iterator[Step]:
         return self
@@ -46,7 +47,7 @@ class DevicePrefetcher:
             raise StopIteration
         step, events = self._ready.popleft()
         for part, device, event in zip(step.parts, self._devices, events, strict=True):
-            stream = torch.cuda.current_stream(device)
+            stream = accelerator(device.type).current_stream(device)
             stream.wait_event(event)
             # The memory belongs to the copying stream: it must not be given away while this one still reads it.
             map_leaves(partial(_record, stream), part)
@@ -55,17 +56,15 @@ class DevicePrefetcher:
     def _moved(self, step: Step) -> Step:
         return replace(step, parts=[to_device(p, d) for p, d in zip(step.parts, self._devices, strict=True)])
 
-    def _copied(self, step: Step) -> tuple[Step, list[torch.cuda.Event]]:
+    def _copied(self, step: Step) -> tuple[Step, list[Any]]:
         parts, events = [], []
         for part, device in zip(step.parts, self._devices, strict=True):
-            stream = self._streams[device]
-            for other in {
-                leaf.device for leaf in _cuda_leaves(part)
-            }:  # made on a GPU: by work that may not be done yet
-                stream.wait_stream(torch.cuda.current_stream(other))
-            with torch.cuda.stream(stream):
+            stream, module = self._streams[device], accelerator(device.type)
+            for other in {leaf.device for leaf in _device_leaves(part)}:  # made there, by work that may not be done yet
+                stream.wait_stream(accelerator(other.type).current_stream(other))
+            with module.stream(stream):
                 parts.append(to_device(part, device))
-                event = torch.cuda.Event()
+                event = module.Event()
                 event.record(stream)
             events.append(event)
         return replace(step, parts=parts), events
@@ -78,13 +77,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     )
 
 
-def _cuda_leaves(batch: Any) -> list[torch.Tensor]:
+def _device_leaves(batch: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_cuda else None, batch)
+    map_leaves(lambda leaf: found.append(leaf) if _is_on_device(leaf) else None, batch)
     return found
 
 
-def _record(stream: torch.cuda.Stream, leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+def _is_on_device(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and is_accelerator(leaf.device.type)
+
+
+def _record(stream: Any, leaf: Any) -> Any:
+    if _is_on_device(leaf):
         leaf.record_stream(stream)
     return leaf

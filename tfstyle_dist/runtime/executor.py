@@ -8,13 +8,13 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
@@ -55,16 +55,22 @@ def _stop(queues: Sequence[queue.SimpleQueue[Job | None]]) -> None:
 
 
 class _Ambient:
-    """What a replica's thread takes over from the thread that called ``run``."""
+    """What a replica's thread takes over from the thread that called ``run``.
 
-    def __init__(self) -> None:
+    Args:
+        kinds: of devices that the replicas use.
+        devices: of the replicas.
+    """
+
+    def __init__(self, kinds: Iterable[str], devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
+        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self.cache = torch.is_autocast_cache_enabled()
         self.device = torch.get_default_device()
+        # A stream is its caller's choice: replicas that use others would not be ordered after its work, nor would what
+        # one thread does with the tensors of all replicas.
+        self.streams = [accelerator(d.type).current_stream(d) for d in devices if is_accelerator(d.type)]
         self.num_threads = torch.get_num_threads()
 
     @contextlib.contextmanager
@@ -73,7 +79,9 @@ class _Ambient:
         with contextlib.ExitStack() as stack:
             if torch.get_num_threads() != self.num_threads:
                 torch.set_num_threads(self.num_threads)
-            stack.enter_context(on_device(device))
+            for stream in self.streams:
+                stack.enter_context(accelerator(device.type).stream(stream))
+            stack.enter_context(made_current(device))
             if self.device.type != "cpu":  # without an index: the replica's own one
                 own = self.device.type == device.type
                 stack.enter_context(torch.device(self.device.type) if own else self.device)
@@ -84,11 +92,6 @@ class _Ambient:
             if torch.is_grad_enabled() != self.grad:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             yield
-
-
-def on_device(device: ReplicaDevice) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a replica's device is the current one of its kind."""
-    return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class ReplicaExecutor:
@@ -111,6 +114,8 @@ class ReplicaExecutor:
         self, devices: Sequence[ReplicaDevice], timeout: timedelta | None, clocks: Sequence[Clock] | None = None
     ) -> None:
         self._devices, self._timeout = tuple(devices), timeout
+        self._kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
+        self._places = {device.torch_device for device in devices}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
         self._teams: list[_Team] = []
@@ -143,7 +148,7 @@ class ReplicaExecutor:
 
     def _run(self, functions: Sequence[Callable[[TurnRun], Any]], signals: interrupts.Interrupts) -> list[Any]:
         outcomes: list[Any] = [None] * len(functions)
-        ambient, context = _Ambient(), contextvars.copy_context()
+        ambient, context = _Ambient(self._kinds, self._places), contextvars.copy_context()
         self.content.enter(begins=True)
         team = self._acquire_team(len(functions))
 
@@ -157,7 +162,7 @@ class ReplicaExecutor:
         run.cores = team.cores
         try:
             self.content.switch(0)
-            with on_device(self._devices[0]):
+            with made_current(self._devices[0]):
                 self._call(run, 0, functions[0], outcomes, signals)
         finally:
             self.content.switch(None)

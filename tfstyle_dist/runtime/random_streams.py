@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator
 
 _State = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -121,15 +121,17 @@ class RandomStreams:
     def _set(self, replica: int, state: _State) -> None:
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            _module(self._devices[replica]).set_rng_state(state[1], self._devices[replica])
+            device = self._devices[replica]
+            accelerator(device.type).set_rng_state(state[1], device)
 
     def _now(self, replica: int) -> _State:
         device = self._devices[replica]
-        return torch.get_rng_state(), None if device.type in ("cpu", "meta") else _module(device).get_rng_state(device)
+        own = accelerator(device.type).get_rng_state(device) if is_accelerator(device.type) else None
+        return torch.get_rng_state(), own
 
     def _made(self, replica: int, seed: int) -> _State:
         device = self._devices[replica]
-        own = None if device.type in ("cpu", "meta") else torch.Generator(device).manual_seed(seed).get_state()
+        own = torch.Generator(device).manual_seed(seed).get_state() if is_accelerator(device.type) else None
         return self._generator.manual_seed(seed).get_state(), own
 
 
@@ -150,7 +152,3 @@ def _set_python_state(state: Any) -> None:
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -153,6 +153,11 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         """Whether modules built in the scope are taken over; one replica that keeps its own values needs nothing."""
         return self.parameter_store.adopts
 
+    @property
+    def watches_modules(self) -> bool:
+        """Whether what modules register in the scope is taken over, or put on the strategy's device."""
+        return self.adopts_modules or self.parameter_store.places
+
     # ---- contexts ---------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Strategy]:

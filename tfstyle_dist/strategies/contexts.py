@@ -92,9 +92,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         )
     if _global is not None:
         _global.parameter_store.ensure_equal()
-        if _global.adopts_modules:
+        if _global.watches_modules:
             adoption.uninstall()
     _global = strategy
     set_global_strategy(strategy)
-    if strategy is not None and strategy.adopts_modules:
+    if strategy is not None and strategy.watches_modules:
         adoption.install()

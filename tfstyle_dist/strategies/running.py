@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.gradients.update_runner import UpdateRunner
@@ -131,7 +132,7 @@ class RunMethods:
         me: Any = self
         context = ReplicaContext(me, self.worker.group.rank)
         try:
-            with entered(Frame(self, context)):
+            with entered(Frame(self, context)), made_current(self.worker.torch_device(0)):
                 return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
         except BaseException as error:
             if self.worker.group.size > 1:

@@ -32,7 +32,7 @@ class Scope:
             raise scope_in_replica_context(strategy)
         block = entered(Frame(strategy))
         block.__enter__()
-        adopting = strategy.adopts_modules
+        adopting = strategy.watches_modules
         if adopting:
             adoption.install()
         self._entered.append((block, adopting))
@@ -49,7 +49,7 @@ class Scope:
         finally:
             block.__exit__(kind, error, trace)
         if kind is None and current_frame() is None:
-            if adopting:
+            if self._strategy.adopts_modules:
                 self._strategy.parameter_store.adopt_strays()
             self._strategy.parameter_store.ensure_equal()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.devices import ACCELERATORS, accelerator, count_devices
 from tfstyle_dist.core.logging import warn_once
 
 
@@ -30,8 +31,10 @@ class RandomState:
         state: dict[str, Any] = {
             "python": random.getstate(),
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         }
+        for kind in ACCELERATORS:
+            used = count_devices(kind) and accelerator(kind).is_initialized()
+            state[kind] = accelerator(kind).get_rng_state_all() if used else []
         if "numpy" in sys.modules:
             state["numpy"] = sys.modules["numpy"].random.get_state()
         return state
@@ -40,8 +43,9 @@ class RandomState:
         """Puts states back."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
-        for device, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(cuda, device)
+        for kind in ACCELERATORS:
+            for device, own in enumerate(state.get(kind, [])[: count_devices(kind)]):
+                accelerator(kind).set_rng_state(own, device)
         if "numpy" in state:
             import importlib
 

@@ -26,6 +26,13 @@ def _store_in_force() -> ParameterStore | None:
     return store if frame.strategy.adopts_modules else None
 
 
+def _place(tensor: torch.Tensor) -> None:
+    """What is made in a scope is on the device that the strategy computes on."""
+    frame = current_frame()
+    if frame is not None and frame.replica is None and frame.strategy.parameter_store.places:
+        frame.strategy.parameter_store.bring_home(tensor)
+
+
 def _store_of(module: torch.nn.Module) -> ParameterStore | None:
     """The store that takes over what ``module`` registers now: that of the scope, else that of the module."""
     store = _store_in_force()
@@ -35,8 +42,11 @@ def _store_of(module: torch.nn.Module) -> ParameterStore | None:
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
+    if parameter is None:
+        return
+    _place(parameter)
     store = _store_of(module)
-    if store is None or parameter is None:
+    if store is None:
         return
     if isinstance(parameter, torch.nn.UninitializedParameter):
         _adopt_when_materialized(module)
@@ -65,8 +75,11 @@ def _watch_norms(module: torch.nn.Module) -> None:
 
 
 def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
+    if buffer is None or isinstance(buffer, torch.nn.UninitializedBuffer):
+        return
+    _place(buffer)
     store = _store_in_force()
-    if store is None or buffer is None or isinstance(buffer, torch.nn.UninitializedBuffer):
+    if store is None:
         return
     store.adopt_buffer(buffer, module, name)
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
@@ -102,9 +103,28 @@ class ParameterStore:
         """Where replica's copy of a tensor that the user put on ``like`` belongs."""
         if self.parameter_device is not None and self.contents is not None:
             return self.parameter_device.torch_device
-        if self.worker.one_device() or like.type != self.worker.torch_device(replica).type:
-            return like
-        return self.worker.torch_device(replica)
+        own = self.worker.torch_device(replica)
+        if like.type == own.type:
+            return like if self.worker.one_device() else own
+        return own if like.type == "cpu" and is_accelerator(own.type) else like
+
+    @property
+    def places(self) -> bool:
+        """Whether what modules register in the scope belongs on another device than the CPU."""
+        own = self.worker.torch_device(0) if self.parameter_device is None else self.parameter_device.torch_device
+        return self.adopts_parts and is_accelerator(own.type)
+
+    def bring_home(self, tensor: torch.Tensor) -> None:
+        """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""
+        home = self.device(0, tensor.device)
+        if tensor.device.type == home.type or isinstance(tensor, torch.nn.UninitializedParameter):
+            return
+        with torch.no_grad():
+            moved = tensor.detach().to(home)
+            moved.requires_grad_(tensor.requires_grad)
+            if tensor.grad is not None:
+                moved.grad = tensor.grad.to(home)
+            torch_internals.swap_insides(tensor, moved)
 
     # ---- replicas of one process ------------------------------------------------------------------------------
 

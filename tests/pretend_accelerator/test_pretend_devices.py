@@ -1,0 +1,77 @@
+"""What passes on the CPU passes on devices: cases in processes of their own, where the pretend accelerator is loaded.
+
+torch takes one backend of this kind for the rest of a process, and other tests are to see the machine as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfstyle_dist.testing.runner import run_script
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend accelerator is compiled with g++"),
+]
+
+
+@pytest.mark.parametrize("cases", sorted(path.name for path in HERE.glob("cases_*.py")))
+def test_cases(cases: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-o", "python_files=cases_*.py", str(HERE / cases)]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+def ranks(*arguments: str) -> list[dict[str, Any]]:
+    result = run_script([str(HERE / "rank_program.py"), *arguments], nproc=2, timeout=150)
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_ranks_stay_equal(implementation: str) -> None:
+    said = ranks("train", implementation)
+    for kind in ("plain", "checkpoint", "reentrant"):
+        first, second = sorted((s for s in said if s.get("kind") == kind), key=lambda s: s["rank"])
+        assert first["weights"] == second["weights"]
+        assert (first["device"], second["device"]) == ("pretend:0", "pretend:1")
+    for facts in (s for s in said if "current" in s):
+        assert facts["current"] == f"pretend:{facts['rank']}"
+        assert facts["library"] is (implementation == "AUTO")
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_values_of_the_cpu_and_of_devices_are_reduced(implementation: str) -> None:
+    said = ranks("values", implementation)
+    expected = {
+        "reduce": [3.0] * 4,
+        "reduce of a CPU value": [6.0],
+        "reduce rows": [6.0] * 2,
+        "mean of rows": [1.5] * 2,
+        "mean of halves": [1.5] * 2,
+        "all_reduce": [3.0] * 4,
+        "all_reduce of a CPU value": [2.0] * 2,
+        "all_gather": [1.0] * 4 + [2.0] * 4,
+        "all_gather of uneven CPU values": [1.0] * 3,
+        "gather": [1.0] * 4 + [2.0] * 4,
+    }
+    for rank in (0, 1):
+        assert {s["name"]: s["value"] for s in said if s["rank"] == rank} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dead", "stuck"])
+def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) -> None:
+    (said,) = ranks("lost", how)
+    assert said["error"] in ("PeerLostError", "DeadlineExceededError")
+    assert said["says"]
