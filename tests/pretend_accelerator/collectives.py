@@ -133,6 +133,8 @@ class PretendCollectives(dist.ProcessGroup):
 
         return self._go("reduce_scatter", [out, given], lambda g: staged(g, [out, given]), staged)
 
+    reduce_scatter_single = _reduce_scatter_base  # its name since torch 2.13
+
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         return self._go("send", tensors, lambda g: g.send(tensors, to, tag), lambda g, h: g.send(h, to, tag))
 

@@ -6,6 +6,7 @@ torch takes one backend of this kind for the rest of a process, and other tests 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,23 +18,30 @@ import pytest
 from tfstyle_dist.testing.runner import run_script
 
 HERE = Path(__file__).parent
+ON_DEVICES = HERE.parent / "gpu"  # what runs on real ones too
+PRETEND = {"TFSTYLE_DEVICE_KIND": "pretend"}
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend accelerator is compiled with g++"),
 ]
 
 
-@pytest.mark.parametrize("cases", sorted(path.name for path in HERE.glob("cases_*.py")))
-def test_cases(cases: str) -> None:
+@pytest.mark.parametrize(
+    "cases", [HERE / "cases_device.py", ON_DEVICES / "cases_replicas.py"], ids=lambda path: path.stem
+)
+def test_cases(cases: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-o", "python_files=cases_*.py", str(HERE / cases)]
-    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=380, check=False)
+    command += ["-o", "python_files=cases_*.py", str(cases)]
+    environment = {**os.environ, **PRETEND}
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=380, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
 
 
 def ranks(*arguments: str) -> list[dict[str, Any]]:
-    result = run_script([str(HERE / "rank_program.py"), *arguments], nproc=2, timeout=150)
+    result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=150, env=PRETEND)
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
@@ -75,3 +83,11 @@ def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) 
     (said,) = ranks("lost", how)
     assert said["error"] in ("PeerLostError", "DeadlineExceededError")
     assert said["says"]
+
+
+def test_a_library_of_one_rank() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    result = run_script([str(ON_DEVICES / "rank_program.py"), "library", "-"], timeout=100, env={**PRETEND, **alone})
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [s["value"] for s in said] == [[0.0, 1.0, 2.0, 3.0]] * 8
+    assert all(s["kept"] for s in said)

@@ -15,6 +15,7 @@ from tfstyle_dist.comm.halving import Messages
 from tfstyle_dist.comm.operations import Operation, Operations, name_of
 from tfstyle_dist.core.tracing import region
 
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
 _UNLIMITED = timedelta(days=365)
 _WATCHDOG_GRACE = timedelta(seconds=30)
 
@@ -122,7 +123,7 @@ class TorchWire:
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """This worker's slice of the library's own sum, of a buffer on its accelerator; Gloo has none."""
         out = torch.empty(buffer.numel() // self.size, dtype=buffer.dtype, device=buffer.device)
-        begin = lambda: dist.reduce_scatter_tensor(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        begin = lambda: _reduce_scatter(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
         self._start(name, buffer, begin).wait()
         return out
 

@@ -1,4 +1,4 @@
-"""Two ranks, each on a pretend device of its own; started by ``test_pretend_devices.py`` with what to show."""
+"""Ranks on devices, of their own where there are enough; started with what to show."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from device_kind import KIND, load_kind
 from torch.utils.checkpoint import checkpoint
 
 import tfstyle_dist as td
-from pretend_accelerator import load
-from pretend_accelerator.collectives import register
 
 RANK = int(os.environ["RANK"])
-DEVICE = f"pretend:{RANK}"
 
 
 def strategy_of(implementation: str, limit: float = 60.0) -> td.MirroredStrategy:
     options = td.experimental.CommunicationOptions(implementation=implementation, timeout_seconds=limit)
-    return td.MirroredStrategy([f"pretend:{RANK}"], communication_options=options)
+    return td.MirroredStrategy([DEVICE], communication_options=options)
 
 
 def say(**facts: Any) -> None:
@@ -52,7 +50,7 @@ def train(implementation: str) -> None:
             strategy.run(step, args=(torch.full((2, 3), 1.0 + RANK, device=DEVICE),))
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         say(kind=kind, weights=weights.cpu().tolist(), device=str(weights.device))
-    say(current=str(torch.ones(1, device="pretend").device), library=len(calls) > 0)
+    say(current=str(torch.ones(1, device=KIND).device), library=len(calls) > 0)
     strategy.close()
 
 
@@ -77,6 +75,31 @@ def values(implementation: str) -> None:
     strategy.close()
 
 
+def library(_: str) -> None:
+    """Every collective of a group of one rank that the accelerator's library carries."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from tfstyle_dist.comm.torch_group import TorchGroup
+
+    backend = f"cpu:gloo,{KIND}:{dist.get_default_backend_for_device(KIND)}"
+    dist.init_process_group(backend, rank=0, world_size=1)
+    group = TorchGroup(dist.group.WORLD, timedelta(seconds=30), None, backend, dist.destroy_process_group)
+    made = {
+        "all_reduce": lambda x: group.all_reduce(x, "sum") or x,
+        "reduce_scatter": lambda x: group.reduce_scatter(x, "scatter"),
+        "all_gather": lambda x: group.all_gather(x, "gather")[0],
+        "broadcast": lambda x: group.broadcast(x, 0, "broadcast") or x,
+    }
+    for name, call in made.items():
+        for where in (DEVICE, "cpu"):
+            x = torch.arange(4.0, device=where)
+            result = call(x)
+            say(name=f"{name} of {where}", value=result.cpu().tolist(), kept=result.device == x.device)
+    group.close()
+
+
 def lost(how: str) -> None:
     strategy = strategy_of("AUTO", limit=4.0)
     with strategy.scope():
@@ -98,6 +121,10 @@ def lost(how: str) -> None:
 
 
 if __name__ == "__main__":
-    load()
-    register()
-    {"train": train, "values": values, "lost": lost}[sys.argv[1]](sys.argv[2])
+    count = load_kind().device_count()
+    DEVICE = f"{KIND}:{RANK % count}"
+    if KIND == "pretend":
+        from pretend_accelerator.collectives import register
+
+        register()
+    {"train": train, "values": values, "library": library, "lost": lost}[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,48 @@
+"""What only a real GPU shows: ``torch.compile`` in its modes, and a step in a CUDA graph. Run by ``check.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_kind import KIND
+from torch import nn
+
+import tfstyle_dist as td
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(KIND != "cuda", reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_steps_equal_plain_ones(mode: str) -> None:
+    def weights(compiled: bool) -> list[torch.Tensor]:
+        with td.MirroredStrategy(["cuda:0#0", "cuda:0#1"]) as strategy:
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+                optimizer = torch.optim.Adam(model.parameters(), 0.01)
+            forward = torch.compile(model, mode=mode) if compiled else model
+
+            def step(x: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                forward(x).square().mean().backward()
+                optimizer.step()
+
+            for number in range(4):
+                data = torch.randn(8, 8, generator=torch.Generator().manual_seed(number)).cuda()
+                strategy.run(step, args=(data,))
+            return [p.detach().cpu() for p in model.parameters()]
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=1e-3, atol=1e-4)
+
+
+def test_sums_of_the_package_are_left_out_of_graphs() -> None:
+    from tfstyle_dist.ops import aggregate
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
+        return aggregate(parts, td.AggregationMethod.ADD_N) * 2
+
+    compiled = torch.compile(total, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        parts = [torch.randn(1 << 16, device="cuda") for _ in range(4)]
+        torch.testing.assert_close(compiled(parts), total(parts))
