@@ -19,6 +19,7 @@ REASONS = {
     "faults/checkpoint_crashes.py": "children that die while they save, with torch imported once",
     "faults/test_checkpoint_elastic.py": "hosts under torchrun",
     "faults/test_in_process.py": "what a forked child may not do",
+    "gpu/check.py": COMMANDS,
     "faults/test_scripts.py": "Ctrl-C, the debugger and the end of a program are of a whole program",
     "kernels/compile_kernels.py": "asks a tool of CUDA",
     "launch": COMMANDS,

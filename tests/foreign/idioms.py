@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tfstyle_dist as tfd
+
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 Case = Callable[[], tuple[nn.Module, Step]]
 CASES: dict[str, Case] = {}
@@ -48,6 +50,30 @@ def usual(model: nn.Module, optimizer: Any = None) -> tuple[nn.Module, Step]:
         optimizer.step()
 
     return model, step
+
+
+def _normalizing(across: type[nn.Module], shape: tuple[int, ...], **options: Any) -> tuple[nn.Module, Step]:
+    # torch's own refuses the CPU once processes have met, so one device has what it stands for.
+    kind = nn.SyncBatchNorm if tfd.has_strategy() else across
+    model = nn.Sequential(
+        nn.Linear(6, 12), nn.Unflatten(1, shape), kind(shape[0], **options), nn.Flatten(), nn.Linear(12, 3)
+    )
+    return usual(model, sgd(model))
+
+
+@case
+def batch_norm_over_all_replicas() -> tuple[nn.Module, Step]:
+    return _normalizing(nn.BatchNorm1d, (12,))
+
+
+@case
+def batch_norm_over_all_replicas_of_images() -> tuple[nn.Module, Step]:
+    return _normalizing(nn.BatchNorm2d, (3, 2, 2), momentum=None)
+
+
+@case
+def batch_norm_over_all_replicas_without_statistics() -> tuple[nn.Module, Step]:
+    return _normalizing(nn.BatchNorm1d, (3, 4), affine=False, track_running_stats=False)
 
 
 # ---- what modules keep --------------------------------------------------------------------------------------------

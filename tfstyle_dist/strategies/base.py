@@ -34,6 +34,7 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.inputs import InputMethods
 from tfstyle_dist.strategies.running import RunMethods
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
+from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
 from tfstyle_dist.strategies.training import TrainingMethods
 from tfstyle_dist.values import PerReplica, ValueContext, local_results
 from tfstyle_dist.variables import ParameterStore, Variable, adoption
@@ -88,7 +89,7 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
             self.gradient_reducer = self.make_reducer()
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = self.make_update_runner()
-            hooks: list[Any] = [update_hooks, adoption, engine_calls]
+            hooks: list[Any] = [update_hooks, adoption, engine_calls, sync_batch_norms]
             if self.parameter_store.contents is not None:
                 hooks.append(data_reads)
             for hook in hooks:

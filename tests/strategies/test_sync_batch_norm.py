@@ -1,0 +1,54 @@
+"""``nn.SyncBatchNorm`` in ``run``: the statistics of all replicas' examples, also where the shares differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tfstyle_dist as td
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (4, 0), (2, 2, 3)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_uneven_shares_normalise_as_one_batch(sizes: tuple[int, ...], momentum: float | None) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(sum(sizes), 3, dtype=torch.float64) * 5 + 100
+    plain = nn.BatchNorm1d(3, momentum=momentum).double()
+    x = whole.clone().requires_grad_()
+    for _ in range(2):
+        y = plain(x)
+    (y**3).sum().backward()
+    with td.MirroredStrategy([f"cpu:{r}" for r in range(len(sizes))]) as strategy:
+        with strategy.scope():
+            norm = nn.SyncBatchNorm(3, momentum=momentum).double()
+
+        def step(share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            leaf = share.clone().requires_grad_()
+            for _ in range(2):
+                out = norm(leaf)
+            (out**3).sum().backward()
+            return out.detach(), leaf.grad, norm.running_var.clone()
+
+        shares = td.values.PerReplica(whole.split(list(sizes)))
+        out, grad, variance = strategy.run(step, args=(shares,))
+        torch.testing.assert_close(torch.cat(strategy.experimental_local_results(out)), y.detach())
+        torch.testing.assert_close(torch.cat(strategy.experimental_local_results(grad)), x.grad)
+        for found in strategy.experimental_local_results(variance):
+            torch.testing.assert_close(found, plain.running_var)
+        assert norm.weight.grad is not None
+        assert plain.weight.grad is not None
+        torch.testing.assert_close(norm.weight.grad * len(sizes), plain.weight.grad)  # the replicas' mean
+
+
+def test_the_statistics_are_used_where_the_module_does_not_train() -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            norm = nn.SyncBatchNorm(2).eval()
+            norm.running_mean.fill_(1.0)
+        out = strategy.run(lambda: norm(torch.ones(1, 2)))
+        assert float(strategy.reduce("SUM", out, axis=None).abs().max()) == pytest.approx(0.0, abs=1e-6)
+        with pytest.raises(ValueError, match="at least 2 dimensions"):
+            strategy.run(lambda: norm.train()(torch.ones(3)))
