@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -153,6 +154,12 @@ def accelerator(kind: str) -> Any:
         return torch.get_device_module(kind)
     except RuntimeError as error:
         raise ValueError(f"torch has no module for devices of kind {kind!r}. {_HOW}") from error
+
+
+@functools.cache
+def any_accelerator() -> bool:
+    """Whether torch can compute on anything but the CPU in this process."""
+    return torch.accelerator.is_available()
 
 
 def count_devices(kind: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.devices import any_accelerator
 from tfstyle_dist.gradients.local_gradients import note_local
 from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
@@ -22,8 +23,10 @@ _CREATE_GRAPH = 3  # its place among the arguments of the engine
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Autograd has a thread for each device, which all replicas of that device would share: one that waits there for
     # another would wait for ever, and hooks would not know whose they are. So a pass runs in the thread that began it.
-    with torch.autograd.set_multithreading_enabled(False):
-        return _run_here(original, *args, **kwargs)
+    if any_accelerator():
+        with torch.autograd.set_multithreading_enabled(False):
+            return _run_here(original, *args, **kwargs)
+    return _run_here(original, *args, **kwargs)
 
 
 def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
