@@ -340,6 +340,10 @@ def test_lbfgs_and_schedulers(two: Any) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
         with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 "):
             central.run(scheduler.step)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(RuntimeError, match=r"ReduceLROnPlateau.step\(\) inside strategy.run would run once per"):
+            central.run(plateau.step, args=(1.0,))
+    assert "tfstyle_dist" not in torch.optim.lr_scheduler.ReduceLROnPlateau.step.__module__
 
 
 def test_adopting_what_is_no_module(two: Any) -> None:

@@ -308,7 +308,8 @@ def install() -> None:
         if _users == 1:
             _handles.append(register_optimizer_step_pre_hook(_before))
             _handles.append(register_optimizer_step_post_hook(_after))
-            _handles.append(_guard_schedulers())
+            for patch in _patches:
+                patch.install()
 
 
 def uninstall() -> None:
@@ -319,36 +320,28 @@ def uninstall() -> None:
         if _users == 0:
             while _handles:
                 _handles.pop().remove()
+            for patch in _patches:
+                patch.uninstall()
 
 
-class _Restore:
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.remove = undo
+def _step_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """A ``scheduler.step()``; torch has no hook for it. With one optimizer for all it would advance L times a step."""
+    frame = current_frame()
+    if frame is not None and frame.replica is not None and frame.strategy.update_runner.shares_optimizers:
+        raise RuntimeError(
+            f"{type(scheduler).__name__}.step() inside strategy.run would run once per replica "
+            f"({frame.strategy.worker.num_local_replicas} times a step), but under central storage there is one "
+            "optimizer for all of them. Call it after strategy.run(...), or in merge_call."
+        )
+    _take(scheduler)
+    return original(scheduler, *args, **kwargs)
 
 
-def _guard_schedulers() -> _Restore:
-    """Makes ``scheduler.step()`` in replicas that share one optimizer an error: it would advance L times a step.
+def _schedules() -> list[torch_internals.Patch]:
+    """A patch for each of torch's classes that has a ``step`` of its own, such as ``ReduceLROnPlateau``."""
+    known = torch.optim.lr_scheduler
+    classes = {id(c): c for c in vars(known).values() if isinstance(c, type) and issubclass(c, known.LRScheduler)}
+    return [torch_internals.Patch(c, "step", _step_schedule) for c in classes.values() if "step" in vars(c)]
 
-    PyTorch has no hook for schedulers, so the method is wrapped while such a strategy lives.
-    """
-    base = torch.optim.lr_scheduler.LRScheduler
-    original = base.step
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = current_frame()
-        if frame is not None and frame.replica is not None and frame.strategy.update_runner.shares_optimizers:
-            raise RuntimeError(
-                f"{type(self).__name__}.step() inside strategy.run would run once per replica "
-                f"({frame.strategy.worker.num_local_replicas} times a step), but under central storage there is one "
-                "optimizer for all of them. Call it after strategy.run(...), or in merge_call."
-            )
-        _take(self)
-        return original(self, *args, **kwargs)
-
-    base.step = step  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if base.step is step:
-            base.step = original  # type: ignore[method-assign]
-
-    return _Restore(undo)
+_patches = _schedules()
