@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
 import stat
 import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import keys, wire, zmq_link
+from tfstyle_dist.parameter_server import door, keys, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 
 pytestmark = pytest.mark.timeout(90)
@@ -141,6 +146,71 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     assert "Only the coordinator" in raw.answer()[1]["message"]
     raw.close()
     assert small.value().tolist() == [1.0, 2.0]
+
+
+@pytest.fixture
+def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
+    """Asks a server for its door, or its port for tensors: the name or the port."""
+    raws: list[Raw] = []
+
+    def ask(tcp: bool) -> Any:
+        c = cluster(workers=1, ps=1)
+        raws.append(Raw(c.spec["ps"][0]))
+        raws[-1].hello(c.strategy.session)
+        meta = wire.pack_json({"method": "door", "tcp": tcp})
+        raws[-1].send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+        kind, told = raws[-1].answer()
+        assert kind is Kind.OK
+        return told["port"] if tcp else told["name"]
+
+    yield ask
+    for raw in raws:
+        raw.close()
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_stranger_is_listened_to_for_a_tokens_length(admitted: Any, tcp: bool) -> None:
+    place = admitted(tcp)
+    with socket.create_connection(("127.0.0.1", place)) if tcp else socket.socket(socket.AF_UNIX) as stranger:
+        if not tcp:
+            stranger.connect("\0" + place)
+        stranger.settimeout(5)  # less than the time that a token may take
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(16))
+            stranger.sendall(bytes(100_000))
+            assert stranger.recv(1) == b""
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+stranger = socket.socket(socket.AF_UNIX); stranger.settimeout(5); stranger.connect("\\0" + sys.argv[1])
+print(stranger.recv(1))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
+def test_another_user_is_not_listened_to(admitted: Any) -> None:
+    command = [sys.executable, "-I", "-S", "-c", OTHER_USER, admitted(False)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "b''\n", done.stderr
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    entrance = door.Door(zmq_link.poller(), zmq_link.POLLIN, door.Tokens(), "/job:ps/task:0")
+    with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
+        early.connect("\0" + entrance.name)
+        monkeypatch.setattr(door, "TOKEN_SECONDS", 0.0)
+        entrance.admit()
+        monkeypatch.setattr(door, "TOKEN_SECONDS", 60.0)
+        late.connect("\0" + entrance.name)
+        entrance.admit()
+        entrance.send_strangers_away()
+        early.settimeout(5)
+        assert early.recv(1) == b""
+        assert len(entrance.visitors) == 1
+        entrance.shut()
+        assert late.recv(1) == b""
 
 
 def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
