@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import socket
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.parameter_server import door, keys, wire, zmq_link
+from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 
 pytestmark = pytest.mark.timeout(90)
@@ -211,6 +215,52 @@ def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPat
         assert len(entrance.visitors) == 1
         entrance.shut()
         assert late.recv(1) == b""
+
+
+NO_FILE_FOR_A_DOOR = """
+import json, os, resource, sys
+import tfstyle_dist as td
+server = td.Server(json.loads(sys.argv[1]), "ps", 0)
+print("ready", flush=True)
+input()
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    os.close(held.pop())  # the client's own connection takes one; then there is none for a door
+    print("full", flush=True)
+server.join()
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    cluster = {"ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_DOOR
+    server = subprocess.Popen(
+        [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    context = zmq_link.Context(None)
+    hello = {"role": "coordinator", "task": "chief", "session": "s"}
+    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", hello, timedelta(seconds=20))
+    try:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        server.stdin.write("\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "full\n"
+        assert link.call({"method": "statistics"})["clients"] == 1
+        assert link.lane.endswith("ZeroMQ")
+    finally:
+        link.close()
+        server.kill()
+        server.communicate(timeout=20)
+        context.close()
 
 
 def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
