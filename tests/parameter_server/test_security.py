@@ -76,6 +76,30 @@ def test_clients_without_the_clusters_keys_are_refused(
     assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
 
 
+def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
+    """A client that knows the server's public key, with a key of its own, when the allow-list's thread is gone."""
+    for name in ("cluster", "other"):
+        keys.main([str(tmp_path / name)])
+    cluster, other = (zmq_link.Keys.load(tmp_path / name) for name in ("cluster", "other"))
+    server, client = zmq_link.Context(cluster), zmq_link.Context(None)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    listening = server.listen(address)
+    asking = client.context.socket(zmq_link.zmq.DEALER)
+    try:
+        server._authenticator.stop()
+        asking.linger = 0
+        asking.curve_publickey, asking.curve_secretkey = other.public, other.secret
+        asking.curve_serverkey = cluster.public
+        asking.connect(f"tcp://{address}")
+        asking.send(b"let me in")
+        assert not listening.poll(1000)
+    finally:
+        asking.close()
+        listening.close()
+        client.close()
+        server.close()
+
+
 def test_without_keys_only_loopback_is_served() -> None:
     with pytest.raises(PermissionError, match="TFSTYLE_PS_KEYS"):
         td.Server({"worker": ["0.0.0.0:0"]})
