@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from containers import CONTAINER, needs_containers
 
+from tfstyle_dist.comm.places import pid_namespace, this_peer
 from tfstyle_dist.core import env, network
 
 pytestmark = [pytest.mark.timeout(120), needs_containers]
@@ -55,6 +57,31 @@ def lines_until(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return read
     raise AssertionError(f"it ended without {text!r}:\n{read}")
+
+
+def test_a_process_of_another_namespace_is_never_dead() -> None:
+    me = this_peer(0)
+    assert me.visible()
+    assert me.state() == "running"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert dataclasses.replace(me, pid=gone.pid).state() == "dead"
+    for pids in ("pid:[1]", ""):
+        other = dataclasses.replace(me, pid=gone.pid, pids=pids)
+        assert not other.visible()
+        assert "in another container of this host" in other.state()
+    assert "on host elsewhere, not visible" in dataclasses.replace(me, host="elsewhere").state()
+
+
+def test_a_namespace_is_told_only_where_proc_shows_it() -> None:
+    show = [sys.executable, "-c", "from tfstyle_dist.comm.places import pid_namespace; print(pid_namespace())"]
+    shown = [
+        subprocess.run([*prefix, *show], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        for prefix in ([], CONTAINER, ["unshare", "--pid", "--fork", "--kill-child"])
+    ]
+    assert shown[0] == pid_namespace() != ""
+    assert shown[1] not in ("", shown[0])
+    assert shown[2] == ""  # /proc is that of the host: its numbers mean other processes
 
 
 def test_they_train_and_end(ranks: Any) -> None:

@@ -29,7 +29,9 @@ def pid_namespace() -> str:
         Empty where the system does not tell, or ``/proc`` is that of another namespace.
     """
     try:
-        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        return os.readlink("/proc/self/ns/pid") if os.path.lexists("/proc/self/ns/pid") else "the only one"
     except OSError:
         return ""
 

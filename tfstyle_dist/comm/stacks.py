@@ -29,7 +29,11 @@ class _Server:
         self._socket = unix_sockets.listen(self.place, 8)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="tfstyle_dist stacks", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._socket.close()
+            raise
 
     def _answer(self) -> None:
         while not self._ends.is_set():
@@ -67,7 +71,7 @@ def start() -> None:
     with _lock:
         _users += 1
         if _server is None and sys.platform == "linux":
-            with suppress(OSError):  # for instance no file left for a socket: then there is no answer
+            with suppress(OSError, RuntimeError):  # no file left for a socket, or no thread: then there is no answer
                 _server = _Server()
 
 
