@@ -105,6 +105,7 @@ def test_a_killed_one_is_noticed_at_once(ranks: Any) -> None:
     assert "Python stack" not in output
 
 
+@pytest.mark.slow
 def test_one_that_lives_is_not_called_dead_and_shows_its_own_stack(ranks: Any) -> None:
     first, second = ranks("holds", 8)
     output, _ = first.communicate(timeout=100)
