@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tfstyle_dist.comm import diagnosis
 from tfstyle_dist.comm.meeting import Meeting, Members
+from tfstyle_dist.comm.places import this_peer
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
@@ -52,9 +53,10 @@ def leftovers(store: Any) -> None:
     """What two workers that have ended since left in a store: a finished meeting."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    me = diagnosis.this_peer(0)
+    me = this_peer(0)
     for rank in range(2):
-        store.set(f"hello/{rank}", json.dumps([f"old{rank}", gone.pid, me.host, me.boot, "3 workers"]))
+        old = dataclasses.replace(me, pid=gone.pid)
+        store.set(f"hello/{rank}", json.dumps([f"old{rank}", "3 workers", *old.facts]))
         store.set(f"confirmed/{rank}", '["old0", "old1"]')
         store.set(f"gave up/old{rank}", '["ValueError", "an old reason"]')
     store.set("everyone", '["old0", "old1"]')

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.comm import shared_lane
 from tfstyle_dist.comm.compiled import Said
-from tfstyle_dist.comm.shared_lane import (
-    SLOT_BYTES,
-    LaneError,
-    SharedLane,
-    create_segment,
-    remove_segment,
-)
+from tfstyle_dist.comm.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment
+from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.gradients.pieces import GradientPieces
 from tfstyle_dist.ops import aggregate, aggregate_into, backends, lane_sums
 from tfstyle_dist.ops.cost_model import ORDERS
@@ -33,14 +31,12 @@ Open = Callable[[int], list[SharedLane]]
 
 @pytest.fixture
 def open_lanes() -> Open:
-    def build(size: int, state: str = "running", timeout: float = 20) -> list[SharedLane]:
-        path = create_segment(size)
-        assert path is not None
-        assert Path(path).stat().st_mode & 0o777 == 0o600
+    def build(size: int, gone: bool = False, timeout: float = 20) -> list[SharedLane]:
+        handle = create_segment(size)
+        assert handle is not None
         limit = timedelta(seconds=timeout)
-        lanes = [SharedLane(path, r, size, limit, lambda rank: state) for r in range(size)]
-        remove_segment(path)
-        assert not Path(path).exists()  # nothing can be left behind, however the workers end
+        lanes = [SharedLane(handle, r, size, limit, lambda rank: gone) for r in range(size)]
+        os.close(handle)
         return lanes
 
     return build
@@ -111,7 +107,7 @@ def test_a_worker_that_left_or_died_or_is_late_ends_the_wait(open_lanes: Open) -
     with pytest.raises(LaneError, match="worker 1 of this host has left"):
         here.compare(1)
     with pytest.raises(LaneError, match="worker 1 of this host has left"):
-        open_lanes(2, state="dead")[0].compare(1)  # type: ignore[call-arg]
+        open_lanes(2, gone=True)[0].compare(1)  # type: ignore[call-arg]
     with pytest.raises(LaneError, match=r"timed out after 0\.2 s waiting for worker 1 of this host"):
         open_lanes(2, timeout=0.2)[0].compare(1)  # type: ignore[call-arg]
 
@@ -312,3 +308,23 @@ def test_ranks_use_it_unless_told_not_to(shared: bool, rank: int, monkeypatch: p
             torch.testing.assert_close(mine, aggregate(parts), rtol=0, atol=0)
         else:
             torch.testing.assert_close(mine, aggregate(parts))
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [pytest.param(r, marks=pytest.mark.distributed(workers=2, timeout=60, deadline=15, may_die=(r,))) for r in (0, 1)],
+)
+def test_nothing_is_left_of_one_that_is_killed_while_it_maps_the_memory(
+    killed: int, rank: int, ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mapping:
+        @staticmethod
+        def mmap(*arguments: Any) -> None:
+            ranks.kill(rank)
+
+    before = set(Path("/dev/shm").iterdir())
+    if rank == killed:
+        monkeypatch.setattr(shared_lane, "mmap", Mapping)
+    with pytest.raises(PeerLostError):
+        td.MirroredStrategy()
+    assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith("tfstyle-")} <= before

@@ -12,6 +12,7 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.comm import shared_segment
 from tfstyle_dist.comm.shared_segment import PAGE, SharedSegment, check_one_host, open_segment
+from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.errors import UnavailableError
 
 
@@ -96,7 +97,7 @@ def test_a_segment_is_for_this_user_alone_and_leaves_nothing(rank: int, monkeypa
 def test_a_worker_that_cannot_map_the_memory_is_an_error_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with td.MirroredStrategy() as strategy:
         if rank == 1:
-            monkeypatch.setattr(shared_segment.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+            monkeypatch.setattr(unix_sockets, "connect", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
         with pytest.raises(UnavailableError, match=r"worker 1 cannot map 4096 bytes .* \(one container\)"):
             open_segment(strategy.worker.group, 100, "test")
         monkeypatch.undo()

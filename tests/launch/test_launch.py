@@ -10,10 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
+from tfstyle_dist.parameter_server import zmq_link
+from tfstyle_dist.parameter_server.client import ServerLink
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -93,6 +98,70 @@ def test_every_task_gets_its_tf_config_and_its_own_port(launch: Any) -> None:
         assert config["cluster"] == cluster
         assert not has_rank
         assert gpus in (None, "") or name.startswith(("chief", "worker"))
+
+
+KEY = """
+path = os.environ.get("TFSTYLE_PS_KEYS")
+mode = None if path is None else oct(os.stat(path).st_mode & 0o777)
+print(json.dumps([path, mode, path and open(path).read(), os.environ.get("TFSTYLE_PS_TCP")]))
+"""
+
+
+def keys_of(one: Launch) -> list[Any]:
+    """What the tasks of a job say of their key; it must be the same for all."""
+    code, out, err = one.end()
+    assert code == 0, err
+    said = [json.loads(text) for text in re.findall(r"^\[\w+ \d\] (.*)$", out, re.MULTILINE)]
+    assert said
+    assert all(entry == said[0] for entry in said)
+    return list(said[0])
+
+
+def test_a_job_with_parameter_servers_gets_a_key_of_its_own(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TFSTYLE_PS_KEYS", raising=False)
+    first, second = (keys_of(launch(KEY, "--workers", "1", "--ps", "1")) for _ in range(2))
+    assert first[1] == "0o600"
+    assert first[3] == "always"
+    assert first[2] != second[2]
+    assert not Path(first[0]).parent.exists()
+    assert keys_of(launch(KEY, "--workers", "2")) == [None, None, None, None]
+    monkeypatch.setenv("TFSTYLE_PS_INSECURE", "1")
+    assert keys_of(launch(KEY, "--workers", "1", "--ps", "1"))[0] is None
+    monkeypatch.delenv("TFSTYLE_PS_INSECURE")
+    given = tmp_path / "own.key"
+    given.write_text("mine")
+    given.chmod(0o640)
+    monkeypatch.setenv("TFSTYLE_PS_KEYS", str(given))
+    assert keys_of(launch(KEY, "--workers", "1", "--ps", "1")) == [str(given), "0o640", "mine", None]
+
+
+def test_other_processes_of_the_machine_are_refused(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TFSTYLE_PS_KEYS", raising=False)
+    source = """
+import tfstyle_dist as td
+if job == "ps":
+    server = td.Server(config["cluster"], job, index)
+    print("ready", config["cluster"]["ps"][0], flush=True)
+    server.join()
+time.sleep(600)
+"""
+    job = launch(source, "--workers", "1", "--ps", "1")
+    line = ""
+    while "ready" not in line:
+        line = job.process.stdout.readline()
+        assert line, job.end()
+    context = zmq_link.Context(None)
+    hello = {"role": "coordinator", "task": "chief", "session": "a stranger's"}
+    link = ServerLink(context, line.split()[-1], "/job:ps/task:0", hello, timedelta(seconds=5))
+    try:
+        with pytest.raises((UnavailableError, DeadlineExceededError), match="TFSTYLE_PS_KEYS"):
+            link.connect()
+    finally:
+        context.close()
+        job.process.send_signal(signal.SIGTERM)
+        job.end()
 
 
 def test_both_streams_are_forwarded_line_by_line(launch: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.cluster_resolver import ClusterSpec, SimpleClusterResolver, TorchrunClusterResolver
-from tfstyle_dist.comm import stacks
 from tfstyle_dist.core import network
 from tfstyle_dist.core.errors import PeerLostError
 
@@ -155,21 +153,3 @@ def test_wrong_arguments() -> None:
         td.MultiWorkerMirroredStrategy(
             communication_options=td.experimental.CommunicationOptions(implementation="NCCL")
         )
-
-
-def test_stacks_are_answered_until_the_last_user_stops() -> None:
-    import os
-
-    stacks.start()
-    stacks.start()
-    answer: list[str | None] = []
-    asker = threading.Thread(target=lambda: answer.append(stacks.ask(os.getpid())))
-    asker.start()
-    asker.join(10)
-    assert answer[0] is not None
-    assert "test_stacks_are_answered_until_the_last_user_stops" in answer[0]
-    stacks.stop()
-    assert stacks.ask(os.getpid()) is not None
-    stacks.stop()
-    assert stacks.ask(os.getpid()) is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "tfstyle_dist stacks"]

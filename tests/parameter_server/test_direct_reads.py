@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -96,14 +97,45 @@ def test_a_copy_is_never_of_two_versions() -> None:
 
 @needs_x86
 def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
-    import os
-
+    table, _ = shared_table(10)
+    other, _ = shared_table(10)
+    told, told_by_another = table.shared.describe(table.variables), other.shared.describe(other.variables)
     with open(tmp_path / "other", "wb+") as file:
         file.truncate(4096)
-        description = {"process": os.getpid(), "files": [file.fileno()], "bytes": [4096], "variables": []}
-        with pytest.raises(PermissionError, match="names another file"):
-            ValuesReader(description)
+        with pytest.raises(PermissionError, match="is not the memory"):
+            ValuesReader({**told, "files": [file.fileno()], "bytes": [4096]})
+    with pytest.raises(PermissionError, match="is not the memory"):  # the numbers are right in another process too
+        ValuesReader({**told, "owner": told_by_another["owner"]})
+    with pytest.raises(PermissionError, match="is smaller than"):
+        ValuesReader({**told, "bytes": [1 << 40] * len(told["files"])})
+    table.shared.close()
+    other.shared.close()
     assert SharedVariables().describe({})["variables"] == []
+
+
+def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open() -> None:
+    mine, other = Segment.create(4096), Segment.create(4096)
+    both = Segment.attach(mine.place)
+    mine.request(8).fill_(7)
+    assert both.request(8).tolist() == [7] * 8
+    both.close()
+    before = len(os.listdir("/proc/self/fd"))
+    wrong = [
+        {"file": other.place["file"]},
+        {"name": other.place["name"]},
+        {"name": "other"},
+        {"process": 1},
+        {"file": 0},
+        {"half": 4097},
+        {"half": 1 << 80},
+        {"half": -1},
+    ]
+    for change in wrong:
+        with pytest.raises(OSError):  # noqa: PT011  (PermissionError, or there is no such file)
+            Segment.attach({**mine.place, **change})
+    assert len(os.listdir("/proc/self/fd")) == before
+    mine.close()
+    other.close()
 
 
 @pytest.mark.parametrize("sizes", [(5,), (100_000,), (3, 1_000_000, 7), (262_144, 1, 262_144), (70_001, 70_001)])

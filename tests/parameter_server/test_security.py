@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import random
 import socket
 import stat
 import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +21,9 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import keys, wire, zmq_link
+from tfstyle_dist.core.network import free_ports
+from tfstyle_dist.parameter_server import door, keys, wire, zmq_link
+from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
 
 pytestmark = pytest.mark.timeout(90)
@@ -65,6 +74,30 @@ def test_clients_without_the_clusters_keys_are_refused(
     monkeypatch.delenv("TFSTYLE_TIMEOUT_SECONDS")
     c.make_coordinator()
     assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
+
+
+def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
+    """A client that knows the server's public key, with a key of its own, when the allow-list's thread is gone."""
+    for name in ("cluster", "other"):
+        keys.main([str(tmp_path / name)])
+    cluster, other = (zmq_link.Keys.load(tmp_path / name) for name in ("cluster", "other"))
+    server, client = zmq_link.Context(cluster), zmq_link.Context(None)
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    listening = server.listen(address)
+    asking = client.context.socket(zmq_link.zmq.DEALER)
+    try:
+        server._authenticator.stop()
+        asking.linger = 0
+        asking.curve_publickey, asking.curve_secretkey = other.public, other.secret
+        asking.curve_serverkey = cluster.public
+        asking.connect(f"tcp://{address}")
+        asking.send(b"let me in")
+        assert not listening.poll(1000)
+    finally:
+        asking.close()
+        listening.close()
+        client.close()
+        server.close()
 
 
 def test_without_keys_only_loopback_is_served() -> None:
@@ -141,6 +174,117 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     assert "Only the coordinator" in raw.answer()[1]["message"]
     raw.close()
     assert small.value().tolist() == [1.0, 2.0]
+
+
+@pytest.fixture
+def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
+    """Asks a server for its door, or its port for tensors: the name or the port."""
+    raws: list[Raw] = []
+
+    def ask(tcp: bool) -> Any:
+        c = cluster(workers=1, ps=1)
+        raws.append(Raw(c.spec["ps"][0]))
+        raws[-1].hello(c.strategy.session)
+        meta = wire.pack_json({"method": "door", "tcp": tcp})
+        raws[-1].send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+        kind, told = raws[-1].answer()
+        assert kind is Kind.OK
+        return told["port"] if tcp else told["name"]
+
+    yield ask
+    for raw in raws:
+        raw.close()
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_stranger_is_listened_to_for_a_tokens_length(admitted: Any, tcp: bool) -> None:
+    place = admitted(tcp)
+    with socket.create_connection(("127.0.0.1", place)) if tcp else socket.socket(socket.AF_UNIX) as stranger:
+        if not tcp:
+            stranger.connect("\0" + place)
+        stranger.settimeout(5)  # less than the time that a token may take
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(16))
+            stranger.sendall(bytes(100_000))
+            assert stranger.recv(1) == b""
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+stranger = socket.socket(socket.AF_UNIX); stranger.settimeout(5); stranger.connect("\\0" + sys.argv[1])
+print(stranger.recv(1))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
+def test_another_user_is_not_listened_to(admitted: Any) -> None:
+    command = [sys.executable, "-I", "-S", "-c", OTHER_USER, admitted(False)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "b''\n", done.stderr
+
+
+def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    entrance = door.Door(zmq_link.poller(), zmq_link.POLLIN, door.Tokens(), "/job:ps/task:0")
+    with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
+        early.connect("\0" + entrance.name)
+        monkeypatch.setattr(door, "TOKEN_SECONDS", 0.0)
+        entrance.admit()
+        monkeypatch.setattr(door, "TOKEN_SECONDS", 60.0)
+        late.connect("\0" + entrance.name)
+        entrance.admit()
+        entrance.send_strangers_away()
+        early.settimeout(5)
+        assert early.recv(1) == b""
+        assert len(entrance.visitors) == 1
+        entrance.shut()
+        assert late.recv(1) == b""
+
+
+NO_FILE_FOR_A_DOOR = """
+import json, os, resource, sys
+import tfstyle_dist as td
+server = td.Server(json.loads(sys.argv[1]), "ps", 0)
+print("ready", flush=True)
+input()
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    os.close(held.pop())  # the client's own connection takes one; then there is none for a door
+    print("full", flush=True)
+server.join()
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    cluster = {"ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_DOOR
+    server = subprocess.Popen(
+        [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    context = zmq_link.Context(None)
+    hello = {"role": "coordinator", "task": "chief", "session": "s"}
+    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", hello, timedelta(seconds=20))
+    try:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        server.stdin.write("\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "full\n"
+        assert link.call({"method": "statistics"})["clients"] == 1
+        assert link.lane.endswith("ZeroMQ")
+    finally:
+        link.close()
+        server.kill()
+        server.communicate(timeout=20)
+        context.close()
 
 
 def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:

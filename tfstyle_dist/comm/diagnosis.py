@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.places import Peer
 
 _GRACE_SECONDS = 1.5
 _MOST_STACKS = 4
@@ -70,51 +66,6 @@ class SideChannel:
         except Exception:
             self._gone = True
             raise
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Where a worker runs.
-
-    Attributes:
-        rank: its number.
-        pid: its process id.
-        host: its host name.
-        boot: the host's boot id, which tells hosts of equal names apart.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    boot: str
-
-    def visible(self) -> bool:
-        """Whether it runs on this host."""
-        return (self.host, self.boot) == (socket.gethostname(), boot_id())
-
-    def state(self) -> str:
-        """What this host can see of the process: dead, stopped, running, or on another host."""
-        if not self.visible():
-            return f"on host {self.host}, not visible from here"
-        try:
-            after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return "dead"
-        letter = after_name.split()[0]
-        return {"Z": "dead", "X": "dead", "T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}.get(letter, "running")
-
-
-def boot_id() -> str:
-    """Identifies this boot of this host; empty where the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def this_peer(rank: int) -> Peer:
-    """This process as others see it."""
-    return Peer(rank, os.getpid(), socket.gethostname(), boot_id())
 
 
 def report_failure(store: KeyValueStore | None, prefix: str, rank: int, reason: str) -> None:
@@ -184,8 +135,9 @@ def describe_missing(
         else:
             missing.append(peer.rank)
             lines.append(head + "MISSING, " + state)
-            if state == "running" and len(missing) <= _MOST_STACKS:
-                answer = stacks.ask(peer.pid)
+            if len(missing) <= _MOST_STACKS and (state == "running" or not peer.visible()):
+                answer = peer.stack()
                 shown = answer.replace("\n", "\n      ") if answer else "none: it does not answer"
-                lines.append(f"    its Python stack: {shown}")
+                if answer or state == "running":
+                    lines.append(f"    its Python stack: {shown}")
     return missing, "\n".join(lines)

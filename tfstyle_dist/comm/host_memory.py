@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from tfstyle_dist.comm.compiled import FindSum
 from tfstyle_dist.comm.flat import Add, Flat
 from tfstyle_dist.comm.operations import Operation, Operations, name_of
-from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment, remove_segment
+from tfstyle_dist.comm.shared_files import Presence, hand_out
+from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.core.tracing import region
 
@@ -24,6 +26,7 @@ class HostMemory:
 
     Args:
         lane: the lane of this host.
+        presence: this worker's.
         operations: the group's.
         for_all: whether all workers of the group are on this host.
 
@@ -32,33 +35,39 @@ class HostMemory:
         for_all: as given.
     """
 
-    def __init__(self, lane: SharedLane, operations: Operations, for_all: bool) -> None:
+    def __init__(self, lane: SharedLane, presence: Presence, operations: Operations, for_all: bool) -> None:
         self.lane: SharedLane | None = lane
+        self._presence = presence
         self._operations, self.for_all = operations, for_all
 
     @classmethod
     def open(
         cls, operations: Operations, topology: Topology, gather: Callable[[Any, str], list[Any]]
     ) -> HostMemory | None:
-        """Maps a segment for each host, if all workers can; its name is gone afterwards, so nothing stays behind.
+        """Maps a segment for each host, if all workers can; it has no name, so nothing stays behind.
 
         Args:
             operations: the group's; its peers are known.
             topology: which workers share a host.
             gather: the values of all workers in rank order, with a name for messages; all workers come here.
         """
-        here, peers = topology.neighbours(operations.rank), operations.peers
-        made = create_segment(len(here)) if operations.rank == here[0] else None
-        path = gather(made, "shared memory")[here[0]]
-        lane = None
-        if path is not None:
-            with suppress(OSError, ValueError):
-                place = here.index(operations.rank)
-                state_of = lambda other: peers[here[other]].state()  # noqa: E731
-                lane = SharedLane(path, place, len(here), operations.timeout, state_of)
-        everywhere = all(gather(lane is not None, "shared memory is open"))
-        remove_segment(made)
-        return cls(lane, operations, len(topology.hosts) == 1) if everywhere and lane is not None else None
+        rank, here, timeout = operations.rank, topology.neighbours(operations.rank), operations.timeout
+        with ExitStack() as failed:
+            made = create_segment(len(here)) if rank == here[0] else None
+            if made is not None:
+                failed.callback(os.close, made)
+            handle = hand_out(made, rank, here, gather, timeout, "shared memory")
+            if handle is not None and made is None:
+                failed.callback(os.close, handle)
+            lane = None
+            if handle is not None:
+                with suppress(OSError, ValueError):
+                    presence = Presence(handle, here.index(rank))
+                    lane = SharedLane(handle, here.index(rank), len(here), timeout, presence.is_gone)
+            if not all(gather(lane is not None, "shared memory is open")) or lane is None:
+                return None
+            failed.pop_all()
+        return cls(lane, presence, operations, len(topology.hosts) == 1)
 
     def use_compiled(self, find_sum: FindSum) -> None:
         """See ``SharedLane``."""
@@ -98,3 +107,4 @@ class HostMemory:
         if self.lane is not None:
             self.lane.leave()
             self.lane = None
+            self._presence.leave()

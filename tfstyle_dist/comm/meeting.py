@@ -15,8 +15,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tfstyle_dist.comm import diagnosis
-from tfstyle_dist.comm.diagnosis import Peer
+from tfstyle_dist.comm.places import Peer, this_peer
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
@@ -67,12 +66,12 @@ class Hello:
     @staticmethod
     def parse(rank: int, text: bytes) -> Hello:
         """From what stands in the store."""
-        number, pid, host, boot, cluster = json.loads(text)
-        return Hello(number, Peer(rank, pid, host, boot), cluster)
+        number, cluster, *facts = json.loads(text)
+        return Hello(number, Peer.of(rank, facts), cluster)
 
     def text(self) -> str:
         """For the store."""
-        return json.dumps([self.number, self.peer.pid, self.peer.host, self.peer.boot, self.cluster])
+        return json.dumps([self.number, self.cluster, *self.peer.facts])
 
 
 class Meeting:
@@ -92,7 +91,7 @@ class Meeting:
     def __init__(self, store: Any, members: Members, deadline: Deadline, lasting: bool) -> None:
         self._store, self._members, self._deadline, self.lasting = store, members, deadline, lasting
         cluster = members.signature or f"{members.size} workers"
-        self._hello = Hello(uuid.uuid4().hex, diagnosis.this_peer(members.rank), cluster)
+        self._hello = Hello(uuid.uuid4().hex, this_peer(members.rank), cluster)
         self.leader = self._hello.peer
         self._beats, self._next_beat = 0, 0.0
         # Of each number: its last beat, when it came, and whether one came while we looked.

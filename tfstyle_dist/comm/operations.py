@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.comm.places import Peer
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 
 _TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")
@@ -73,10 +74,10 @@ class Operations:
         self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
         self.sequence = 0
         self.error: Exception | None = None
-        self.peers: Sequence[diagnosis.Peer] = []
+        self.peers: Sequence[Peer] = []
         self._prefix = "tfstyle/?"
 
-    def introduce(self, peers: Sequence[diagnosis.Peer], group: str) -> None:
+    def introduce(self, peers: Sequence[Peer], group: str) -> None:
         """Says who takes part.
 
         Args:

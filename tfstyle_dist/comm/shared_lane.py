@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
+from tfstyle_dist.comm import shared_files
 from tfstyle_dist.comm.compiled import Call, CompiledSums, FindSum, Places, Said
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.futex import Futex, available
@@ -27,7 +25,6 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
 
-DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 512 * 1024  # what is still in the cache after the meeting, with the other slots beside it
 _WORDS = 16  # of 8 bytes, for each worker: two cache lines
 # The last two hold one word for even and one for odd meetings.
@@ -49,11 +46,14 @@ def segment_bytes(size: int) -> int:
     return _CONTROL_BYTES + 2 * (size + 1) * SLOT_BYTES
 
 
-def create_segment(size: int) -> str | None:
-    """Makes the file that the workers map, readable by this user alone; ``None`` where that is not possible.
+def create_segment(size: int) -> int | None:
+    """Makes the memory that the workers map; ``None`` where that is not possible.
 
     Args:
         size: number of workers.
+
+    Returns:
+        The open file.
     """
     if not available() or size >= _MOST_WORKERS:
         get_logger().info(
@@ -61,48 +61,35 @@ def create_segment(size: int) -> str | None:
         )
         return None
     try:
-        handle, path = tempfile.mkstemp(prefix="tfstyle-", dir=DIRECTORY)
+        handle = shared_files.create("tfstyle-lane", segment_bytes(size))
         try:
             os.posix_fallocate(handle, 0, segment_bytes(size))
         except OSError:
-            Path(path).unlink()
-            raise
-        finally:
             os.close(handle)
+            raise
     except OSError as error:
         get_logger().info("no shared memory between workers: %s", error)
         return None
-    return path
-
-
-def remove_segment(path: str | None) -> None:
-    """Takes the name away; the memory goes with the last worker that maps it, however that ends."""
-    if path is not None:
-        with suppress(OSError):
-            Path(path).unlink()
+    return handle
 
 
 class SharedLane:
     """All-reduce and comparison between the workers of one host.
 
     Args:
-        path: the segment, made by one worker with ``create_segment``.
+        handle: the open segment, made by one worker with ``create_segment``; the caller closes it.
         rank: this worker's number on the host.
         size: number of workers of the host.
         timeout: limit of each wait.
-        state_of: what can be seen of a worker's process, e.g. ``"dead"``.
+        is_gone: whether a worker's process has ended.
     """
 
     def __init__(
-        self, path: str, rank: int, size: int, timeout: timedelta | None, state_of: Callable[[int], str]
+        self, handle: int, rank: int, size: int, timeout: timedelta | None, is_gone: Callable[[int], bool]
     ) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._state_of = state_of
-        handle = os.open(path, os.O_RDWR)
-        try:
-            self._memory = mmap.mmap(handle, segment_bytes(size))
-        finally:
-            os.close(handle)
+        self._is_gone = is_gone
+        self._memory = mmap.mmap(handle, segment_bytes(size))
         self._words = memoryview(self._memory).cast("q")
         self._futex = Futex(self._memory, _NAP_SECONDS)
         data = torch.frombuffer(self._memory, dtype=torch.uint8)[_CONTROL_BYTES:]
@@ -203,7 +190,7 @@ class SharedLane:
             words[sleeps] = 0
 
     def _look_after(self, rank: int, deadline: Deadline) -> None:
-        gone = self._words[rank * _WORDS + _LEFT] == 1 or self._state_of(rank) == "dead"
+        gone = self._words[rank * _WORDS + _LEFT] == 1 or self._is_gone(rank)
         if self._words[rank * _WORDS + _ARRIVED] >= self._meeting:
             return  # it came just before it left
         if gone:

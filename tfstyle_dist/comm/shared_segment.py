@@ -10,15 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
-from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.comm import shared_files
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.comm.places import this_peer
 from tfstyle_dist.core.errors import UnavailableError
 
 PAGE = mmap.PAGESIZE
-_MODE = 0o600
 # Of an entry of /proc/self/pagemap; see the kernel's Documentation/admin-guide/mm/pagemap.rst.
 _SWAPPED, _FILE_OR_SHARED = 1 << 62, 1 << 61
 _COMPARED_BYTES = 1 << 20
@@ -95,37 +96,37 @@ def open_segment(group: WorkerGroup, nbytes: int, name: str) -> SharedSegment:
         ValueError: the workers are on several hosts.
         UnavailableError: a worker cannot map the memory.
     """
-    me = diagnosis.this_peer(group.rank)
+    me = this_peer(group.rank)
     nbytes = max(nbytes + -nbytes % PAGE, PAGE)
-    problem, descriptor = "", -1
-    if group.rank == 0:
-        try:
-            descriptor = os.memfd_create(f"tfstyle-{name}", os.MFD_CLOEXEC)
-            os.fchmod(descriptor, _MODE)
-            os.ftruncate(descriptor, nbytes)
-        except (OSError, AttributeError) as error:
-            problem = f"worker 0 cannot make {nbytes} bytes of shared memory: {error}"
-    facts = group.gather_objects([me.host, me.boot, me.pid, descriptor, problem], f"shared {name}")
-    check_one_host([fact[:2] for fact in facts])
-    segment = None
-    problem = str(facts[0][4])
-    if not problem:
-        try:
-            mine = descriptor if group.rank == 0 else os.open(f"/proc/{facts[0][2]}/fd/{facts[0][3]}", os.O_RDWR)
+    problem, made, segment = "", None, None
+    with ExitStack() as handles:
+        if group.rank == 0:
             try:
-                segment = SharedSegment(mine, nbytes)
-            finally:
-                if group.rank > 0:
-                    os.close(mine)
-        except (OSError, ValueError) as error:
-            problem = f"worker {group.rank} cannot map {nbytes} bytes of worker 0's memory: {error}"
-    problems = group.gather_objects(problem, f"shared {name} is open")
-    if descriptor >= 0:
-        os.close(descriptor)
+                made = shared_files.create(f"tfstyle-{name}", nbytes)
+                handles.callback(os.close, made)
+            except OSError as error:
+                problem = f"worker 0 cannot make {nbytes} bytes of shared memory: {error}"
+        facts = group.gather_objects([me.host, me.boot, problem], f"shared {name}")
+        check_one_host([fact[:2] for fact in facts])
+        problem = str(facts[0][2])
+        if not problem:
+            here = range(group.size)
+            handle = shared_files.hand_out(
+                made, group.rank, here, group.gather_objects, group.timeout, f"shared {name}"
+            )
+            if handle is not None and made is None:
+                handles.callback(os.close, handle)
+            try:
+                if handle is None:
+                    raise OSError("it was not handed over")
+                segment = SharedSegment(handle, nbytes)
+            except (OSError, ValueError) as error:
+                problem = f"worker {group.rank} cannot map {nbytes} bytes of worker 0's memory: {error}"
+        problems = group.gather_objects(problem, f"shared {name} is open")
     if any(problems) or segment is None:
         raise UnavailableError(
             f"The workers cannot share memory for {name}: {next(filter(None, problems), problem)}. All workers must "
-            "run on one Linux host, as one user, and see each other's processes (one container)."
+            "run on one Linux host, as one user, and in one network namespace (one container)."
         )
     return segment
 

@@ -1,52 +1,62 @@
 """A worker shows other workers of its host where its Python threads are, even while it does not take part.
 
-A thread waits at a socket in Linux's abstract namespace, which leaves no file behind; only processes of the same user
-get an answer. It costs nothing until somebody asks.
+A thread waits at a socket in Linux's abstract namespace, which leaves no file behind. Its name is drawn, so nobody can
+take it before, and the other workers are told it; only processes of the same user get an answer. It costs nothing until
+somebody asks.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 
+from tfstyle_dist.core import unix_sockets
+
 _MOST_FRAMES, _MOST_BYTES = 8, 20_000
-
-
-def _place(pid: int) -> str:
-    return f"\0tfstyle_dist.stacks.{pid}"
+_SEND_SECONDS, _PAUSE_SECONDS = 1.0, 0.2
 
 
 class _Server:
     """Answers until it is stopped."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(_place(os.getpid()))
-        self._socket.listen(8)
+        self.place = unix_sockets.new_name("stacks")
+        self._socket = unix_sockets.listen(self.place, 8)
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="tfstyle_dist stacks", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._socket.close()
+            raise
 
     def _answer(self) -> None:
-        while True:
+        while not self._ends.is_set():
             try:
                 asker, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError:  # the end, or for a while there is no file left for a connection
+                self._ends.wait(_PAUSE_SECONDS)
+                continue
             with asker, suppress(OSError):
-                credentials = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                if struct.unpack("3i", credentials)[1] == os.getuid():
+                if unix_sockets.is_same_user(asker):
+                    asker.settimeout(_SEND_SECONDS)
                     asker.sendall(own_stacks().encode()[:_MOST_BYTES])
 
     def stop(self) -> None:
         """Ends the thread."""
+        self._ends.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(1)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the socket."""
         self._socket.close()
 
 
@@ -61,7 +71,7 @@ def start() -> None:
     with _lock:
         _users += 1
         if _server is None and sys.platform == "linux":
-            with suppress(OSError):  # for instance no network namespace to bind in: then there is no answer
+            with suppress(OSError, RuntimeError):  # no file left for a socket, or no thread: then there is no answer
                 _server = _Server()
 
 
@@ -79,33 +89,39 @@ def _forget() -> None:
     """A forked child has no thread, and its parent's name is not its own."""
     global _lock, _server, _users
     if _server is not None:
-        _server._socket.close()
+        _server.close()
     _lock, _server, _users = threading.Lock(), None, 0
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
-def ask(pid: int, seconds: float = 1.0) -> str | None:
-    """The Python stacks of a process of this host.
+def place() -> str:
+    """Where this process answers, for ``ask``; empty if it does not."""
+    server = _server
+    return "" if server is None else server.place
+
+
+def ask(place: str, seconds: float = 1.0) -> str | None:
+    """The Python stacks of a process of this host and user.
 
     Args:
-        pid: the process.
-        seconds: how long to wait for the answer.
+        place: what ``place`` gives there.
+        seconds: how long to wait for the whole answer.
 
     Returns:
-        Text, innermost call last; ``None`` if there is no answer in time.
+        Text, innermost call last; ``None`` if there is no answer in time. What comes too late or is too much is left
+        out.
     """
-    pieces = []
-    try:
-        with socket.socket(socket.AF_UNIX) as asker:
-            asker.settimeout(seconds)
-            asker.connect(_place(pid))
-            while piece := asker.recv(65536):
-                pieces.append(piece)
-    except OSError:
-        pass
-    return b"".join(pieces).decode(errors="replace") or None
+    text, end = b"", time.monotonic() + seconds
+    with suppress(OSError), unix_sockets.connect(place, seconds) as asker:
+        while len(text) < _MOST_BYTES and (left := end - time.monotonic()) > 0:
+            asker.settimeout(left)
+            piece = asker.recv(_MOST_BYTES - len(text))
+            if not piece:
+                break
+            text += piece
+    return text.decode(errors="replace") or None
 
 
 def own_stacks() -> str:

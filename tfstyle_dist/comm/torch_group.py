@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import diagnosis
 from tfstyle_dist.comm.comparison import Comparison
 from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
 from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
 from tfstyle_dist.comm.host_memory import HostMemory
+from tfstyle_dist.comm.places import Peer, this_peer
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.comm.torch_wire import TorchWire
 from tfstyle_dist.comm.worker_sums import WorkerSums
@@ -73,14 +73,13 @@ class TorchGroup(WorkerGroup):
         self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, timeout
         self._on_close, self._closed = on_close, False
         self._comparison = Comparison(self._operations, self._wire.gather)
-        me = diagnosis.this_peer(self.rank)
-        mine = [me.pid, me.host, me.boot, _next_group_number(), env.shared_memory(), env.host_name()]
+        mine = [this_peer(self.rank).facts, _next_group_number(), env.shared_memory(), env.host_name()]
         facts = self.gather_objects(mine, "who is there")
-        peers = [diagnosis.Peer(r, *fact[:3]) for r, fact in enumerate(facts)]
+        peers = [Peer.of(r, fact[0]) for r, fact in enumerate(facts)]
         self._operations.introduce(peers, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])
-        self.topology = Topology.of([(*fact[1:3], fact[5]) for fact in facts])
+        self.topology = Topology.of([(p.host, p.boot, fact[3]) for p, fact in zip(peers, facts, strict=True)])
         self._memory: HostMemory | None = None
-        if all(fact[4] for fact in facts) and self.size > len(self.topology.hosts):
+        if all(fact[2] for fact in facts) and self.size > len(self.topology.hosts):
             self._memory = HostMemory.open(self._operations, self.topology, self.gather_objects)
         if self._memory is not None and self._memory.for_all:
             self._comparison.memory = self._memory

@@ -194,17 +194,21 @@ def visible_gpus() -> list[str] | None:
         return None
 
 
-def for_task(tf_config: str, num_tasks: int, gpus: Sequence[str] | None) -> dict[str, str]:
+def for_task(tf_config: str, num_tasks: int, gpus: Sequence[str] | None, key: str | None = None) -> dict[str, str]:
     """The environment of a task that the launcher starts: this process's, without another launcher's variables.
 
     Args:
         tf_config: its ``TF_CONFIG``.
         num_tasks: how many tasks share the cores.
         gpus: the GPUs it may use, ``None`` for all.
+        key: path of a key file that was made for the job; ``None``: what the user has set.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // num_tasks, 1)))
     environment |= {"TF_CONFIG": tf_config, "PYTHONUNBUFFERED": "1"}
+    if key is not None:
+        environment["TFSTYLE_PS_KEYS"] = key
+        environment.setdefault("TFSTYLE_PS_TCP", "always")  # who can read this host's loopback can read its memory
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment

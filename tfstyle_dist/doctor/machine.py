@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from importlib import metadata
 import torch
 
 from tfstyle_dist.comm.bootstrap import available_backends
-from tfstyle_dist.comm.shared_lane import DIRECTORY, create_segment, remove_segment, segment_bytes
+from tfstyle_dist.comm.shared_lane import create_segment, segment_bytes
 from tfstyle_dist.core import env, network
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 
@@ -81,22 +80,17 @@ def shared_memory() -> Iterator[Finding]:
     if not env.shared_memory():
         yield warning("shared memory", "TFSTYLE_SHARED_MEMORY=0", "CPU workers of one host use sockets, slowly")
         return
-    workers = max(os.cpu_count() or 1, 2)
-    path = create_segment(2)
-    remove_segment(path)
-    try:
-        free = shutil.disk_usage(DIRECTORY).free
-    except OSError:
-        free = 0
-    needed = segment_bytes(workers)
-    if path is None or free < needed:
+    handle = create_segment(2)
+    if handle is None:
         yield warning(
             "shared memory",
-            f"{DIRECTORY} has {free // _MEGABYTE} MB free; {workers} workers want {needed // _MEGABYTE} MB",
-            "workers will use sockets, slowly; in a container raise it, e.g. docker run --shm-size=1g",
+            "none can be made: it needs Linux on x86-64 with memfd_create, and a file and memory that are free",
+            "workers will use sockets, slowly; look at the limits of this container",
         )
-    else:
-        yield ok("shared memory", f"{DIRECTORY} has {free // _MEGABYTE} MB free")
+        return
+    os.close(handle)
+    workers = max(os.cpu_count() or 1, 2)
+    yield ok("shared memory", f"{workers} workers share {segment_bytes(workers) // _MEGABYTE} MB, which have no name")
 
 
 def limits() -> Iterator[Finding]:

@@ -5,7 +5,8 @@
     python -m tfstyle_dist.launch --workers 2 -m package.module
 
 Each task's output is shown line by line with its name in front. When a task fails, all are stopped, its traceback is
-shown once more, and the exit code is that task's. The tasks meet at free ports of 127.0.0.1.
+shown once more, and the exit code is that task's. The tasks meet at free ports of 127.0.0.1. With parameter servers
+they get a key that is made for the job (TFSTYLE_PS_KEYS) unless you gave one: other users of the machine are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tfstyle_dist.launch.cluster import make_tasks
+from tfstyle_dist.launch.cluster import key_of_job, make_tasks
 from tfstyle_dist.launch.supervisor import Supervisor
 
 
@@ -72,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
-    tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator)
-    return Supervisor(tasks, options.grace, options.evaluator_grace).run()
+    with key_of_job(options.ps) as key:
+        tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator, key)
+        return Supervisor(tasks, options.grace, options.evaluator_grace).run()
 
 
 if __name__ == "__main__":

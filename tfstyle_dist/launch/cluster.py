@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 from tfstyle_dist.core import env, network
 from tfstyle_dist.launch.task import Task
@@ -11,7 +15,32 @@ from tfstyle_dist.launch.task import Task
 _HOST = "127.0.0.1"
 
 
-def make_tasks(command: Sequence[str], workers: int, ps: int, chief: bool, evaluator: bool) -> list[Task]:
+@contextmanager
+def key_of_job(ps: int) -> Iterator[str | None]:
+    """A key for one job with parameter servers: other processes of this machine cannot talk to its tasks.
+
+    Args:
+        ps: how many tasks ``ps`` the job has.
+
+    Yields:
+        The path of a key file that is gone afterwards; ``None``: the user gave keys or wants none
+        (``TFSTYLE_PS_INSECURE``), or nothing uses them.
+    """
+    given = env.parameter_server_keys() is not None or env.insecure_parameter_server()
+    if ps == 0 or given or find_spec("zmq") is None:
+        yield None
+        return
+    from tfstyle_dist.parameter_server.zmq_link import new_keys
+
+    with tempfile.TemporaryDirectory(prefix="tfstyle-job-") as folder:
+        path = os.path.join(folder, "key")
+        new_keys(path)
+        yield path
+
+
+def make_tasks(
+    command: Sequence[str], workers: int, ps: int, chief: bool, evaluator: bool, key: str | None = None
+) -> list[Task]:
     """The tasks, not started yet.
 
     Args:
@@ -20,6 +49,7 @@ def make_tasks(command: Sequence[str], workers: int, ps: int, chief: bool, evalu
         ps: tasks ``ps``.
         chief: whether there is a task ``chief``.
         evaluator: whether there is a task ``evaluator``.
+        key: path of a key file that was made for the job.
     """
     counts = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     ports = iter(network.free_ports(sum(counts.values()), _HOST))
@@ -32,7 +62,7 @@ def make_tasks(command: Sequence[str], workers: int, ps: int, chief: bool, evalu
             tf_config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
             trains = job in ("chief", "worker")
             place = index + (counts["chief"] if job == "worker" else 0)
-            environment = env.for_task(tf_config, training, gpus[place] if trains else [])
+            environment = env.for_task(tf_config, training, gpus[place] if trains else [], key)
             tasks.append(Task(job, index, command, environment))
     return tasks
 

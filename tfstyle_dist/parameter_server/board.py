@@ -14,8 +14,6 @@ import platform
 import threading
 from typing import Any
 
-NAME = "tfstyle-ps-values"
-"""Of all memory files of this package's servers: clients open no others."""
 MOST_VARIABLES = 16384
 """So many variables are shared at most; their list must fit a message."""
 MOST_LEASED = 1024
@@ -30,6 +28,16 @@ ROW_BYTES = BUFFERS * COLUMNS
 BYTES = 8 * MOST_VARIABLES + MOST_LEASED * ROW_BYTES
 
 _lock = threading.Lock()
+
+
+def file_name(owner: str, place: int) -> str:
+    """The name of a memory file of a server: clients open no others.
+
+    Args:
+        owner: drawn by the server.
+        place: the file's among those of the server.
+    """
+    return f"tfstyle-ps-values-{owner}-{place}"
 
 
 def possible() -> bool:

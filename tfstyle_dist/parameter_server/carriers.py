@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops.threads import work_alone
 from tfstyle_dist.parameter_server import streams
 from tfstyle_dist.parameter_server.clients import Client
-from tfstyle_dist.parameter_server.door import WELCOME, Tokens
+from tfstyle_dist.parameter_server.door import TOKEN_BYTES, TOKEN_SECONDS, WELCOME, Tokens
 from tfstyle_dist.parameter_server.frames import JOINED, Frames, tune
 from tfstyle_dist.parameter_server.lending import Loan
 from tfstyle_dist.parameter_server.listener import Listener
@@ -28,9 +28,7 @@ from tfstyle_dist.parameter_server.table import Answer
 from tfstyle_dist.parameter_server.wire import CHUNK, WireError
 
 _PIECE = 1 << 14
-_TOKEN_SECONDS = 10
 _LARGE = 1 << 20
-_TOKEN_PIECES = 4
 _END_SECONDS = 5.0
 
 
@@ -120,26 +118,30 @@ class Carrier:
             self._connection.close()
 
     def _identify(self) -> Client | None:
-        """The client that shows its token."""
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _TOKEN_SECONDS, 0))
-        message = self._message(_TOKEN_PIECES)[0]  # strangers get no thread for longer
+        """The client that shows its token; strangers get no thread for longer, and no more memory."""
+        end, room = time.monotonic() + TOKEN_SECONDS, TOKEN_BYTES
+        while (parts := self._frames.take()) is None:
+            left = end - time.monotonic()
+            if room == 0 or left <= 0:
+                raise WireError("whoever connected did not show a token")
+            self._connection.settimeout(left)
+            piece = self._receive(room)
+            room -= len(piece)
+            self._frames.feed(piece)
+        self._connection.settimeout(None)
+        message = parts[0]
         with self._port.desk.lock:
             client: Client | None = self._port.tokens.take(message)
             if client is None or client.has_entered:
                 return None
             self._connection.sendall(WELCOME)  # a new connection has room for it
             client.carrier = self
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 0))
         return client
 
-    def _message(self, most: int | None = None) -> list[bytes]:
-        """The next message, in at most so many pieces."""
-        count = 0
+    def _message(self) -> list[bytes]:
+        """The next message."""
         while (parts := self._frames.take()) is None:
-            if count == most:
-                raise WireError("a token came in too many pieces")
             self._frames.feed(self._receive(_PIECE))
-            count += 1
         return parts
 
     def _receive(self, most: int) -> bytes:
@@ -194,9 +196,13 @@ class StreamPort:
         self.carriers: set[Carrier] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        tune(listening)
-        listening.bind((host, 0))
-        self._listener = Listener(listening, name)
+        try:
+            tune(listening)
+            listening.bind((host, 0))
+            self._listener = Listener(listening, name)
+        except OSError:
+            listening.close()
+            raise
         self.number, self.port = self._listener.number, int(listening.getsockname()[1])
         self._helped: ThreadPoolExecutor | None = None
         if torch.get_num_threads() > 1:

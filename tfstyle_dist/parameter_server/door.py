@@ -1,16 +1,19 @@
 """A Unix socket for the clients of the server's host: small messages, with fewer threads to wake than ZeroMQ.
 
 Tensors are in shared memory. A client is told place and token over the link that it has already, so whoever may talk to
-the server may use the door. When it dies, the server sees it at once.
+the server may use the door if it is of the same user; others go on by ZeroMQ. When it dies, the server sees it at once.
+Whoever has not shown a token is listened to for a token's length, and not for long.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
-import uuid
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.frames import JOINED, Frames
@@ -19,6 +22,11 @@ from tfstyle_dist.parameter_server.table import Answer
 
 _PIECE = 1 << 18
 _MOST_UNSENT = 64 << 20
+_TOKEN = 16
+TOKEN_BYTES = wire.HEADER_SIZE + _TOKEN
+"""Of the message with a token: more is not taken from a stranger."""
+TOKEN_SECONDS = 10.0
+"""So long it may take."""
 
 
 class Tokens:
@@ -29,7 +37,7 @@ class Tokens:
 
     def give(self, client: Any) -> str:
         """Lets a client in, once."""
-        made = uuid.uuid4().bytes
+        made = secrets.token_bytes(_TOKEN)
         self._clients[made] = client
         return made.hex()
 
@@ -56,6 +64,7 @@ class Visitor:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.frames = connection, Frames()
         self.client: Any = None  # once it has shown its token
+        self._room = TOKEN_BYTES  # until then
         self._unsent: list[memoryview] = []
         self._broken = False
 
@@ -67,11 +76,12 @@ class Visitor:
     def read(self) -> bool:
         """Takes the bytes that are there; ``False``: the client is gone."""
         try:
-            piece = self.connection.recv(_PIECE)
+            piece = self.connection.recv(self._room if self.client is None else _PIECE)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        self._room = max(self._room - len(piece), 0)
         self.frames.feed(piece)
         return bool(piece)
 
@@ -123,21 +133,24 @@ class Door:
 
     def __init__(self, poller: Any, flag: int, tokens: Tokens, server: str) -> None:
         self._poller, self._flag, self._tokens = poller, flag, tokens
-        self.name = f"tfstyle-ps-{uuid.uuid4().hex}"
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listening.bind("\0" + self.name)
-        self._listener = Listener(listening, server)
+        self.name = unix_sockets.new_name("ps")
+        self._listener = Listener(unix_sockets.listen(self.name, 128), server)
         self.number = self._listener.number
         self.visitors: dict[int, Visitor] = {}
+        self._strangers: dict[Visitor, float] = {}  # until when they have time; the first one has the least
         poller.register(self.number, flag)
 
     def admit(self) -> None:
-        """Takes a new connection; who it is it has to tell."""
+        """Takes a new connection of this user; who it is it has to tell."""
         connection = self._listener.accept(len(self.visitors))
         if connection is None:
             return
+        if not unix_sockets.is_same_user(connection):
+            connection.close()
+            return
         connection.setblocking(False)
-        self.visitors[connection.fileno()] = Visitor(connection)
+        visitor = self.visitors[connection.fileno()] = Visitor(connection)
+        self._strangers[visitor] = time.monotonic() + TOKEN_SECONDS
         self._poller.register(connection.fileno(), self._flag)
 
     def identify(self, visitor: Visitor, message: bytes) -> bool:
@@ -146,10 +159,19 @@ class Door:
         if client is None or client.has_entered:
             return False
         visitor.client, client.visitor = client, visitor
+        self._strangers.pop(visitor, None)
         return visitor.send([WELCOME])
+
+    def send_strangers_away(self) -> None:
+        """Ends the connections that have not shown a token in time."""
+        for visitor, until in list(self._strangers.items()):
+            if until > time.monotonic():
+                return
+            self.close(visitor)
 
     def close(self, visitor: Visitor) -> None:
         """Ends a connection."""
+        self._strangers.pop(visitor, None)
         number = visitor.connection.fileno()
         if self.visitors.pop(number, None) is not None:
             self._poller.unregister(number)

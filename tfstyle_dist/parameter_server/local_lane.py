@@ -13,7 +13,7 @@ from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.visit import Visit
 
-_NOTHING: dict[str, Any] = {"process": 0, "files": [], "bytes": [], "variables": []}
+_NOTHING: dict[str, Any] = {"process": 0, "owner": "", "files": [], "bytes": [], "variables": []}
 
 
 class LocalLane:
@@ -38,7 +38,11 @@ class LocalLane:
         self._values: ValuesReader | None = None
         self._visit: Visit | None = None
         self.works = True  # until the server cannot map a segment
-        told = call({"method": "door"})
+        try:
+            told = call({"method": "door"})
+        except PermissionError as error:
+            get_logger().info("%s: messages go by ZeroMQ (%s)", name, error)
+            return
         try:
             self._visit = Visit(str(told["name"]), str(told["token"]), timeout)
         except OSError as error:
@@ -79,14 +83,14 @@ class LocalLane:
         except OSError as error:
             return self._give_up("no shared memory", error)
         try:
-            self._call({"method": "segment", "path": segment.path, "half": half})
+            self._call({"method": "segment", **segment.place})
         except (UnavailableError, TimeoutError):
             segment.close()
             raise
         except (OSError, RuntimeError) as error:
             segment.close()
             return self._give_up("the server cannot map shared memory", error)
-        segment.forget_path()
+        segment.forget_place()
         if self.segment is not None:
             self.segment.close()
         self.segment = segment

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
+import uuid
+from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import diagnosis
+from tfstyle_dist.comm import places, shared_files
 from tfstyle_dist.core import env
 
 _NAME = "tfstyle-ps-segment"
-_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 def host_id() -> str:
-    """Tells whether two processes run on one machine (and in one IPC namespace); empty where nothing tells it."""
+    """Tells whether two processes can share memory: they run on one machine and see each other in ``/proc``.
+
+    Returns:
+        Equal for processes of one boot, one pid namespace and one IPC namespace; empty where nothing tells it.
+    """
     try:
-        boot = diagnosis.boot_id()
-        return f"{boot} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}" if boot else ""
+        boot, pids = places.boot_id(), places.pid_namespace()
+        return f"{boot} {pids} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}" if boot and pids else ""
     except OSError:
         return ""
 
@@ -31,17 +35,16 @@ class Segment:
     """A piece of memory mapped by both ends.
 
     Args:
-        handle: the open memory; ``forget_path`` closes it.
+        handle: the open memory; ``forget_place`` closes it.
         half: bytes of each half.
+        name: of the memory.
 
     Attributes:
         half: bytes of each half.
-        path: where the other end finds it until ``forget_path``.
     """
 
-    def __init__(self, handle: int, half: int) -> None:
-        self._handle, self.half = handle, half
-        self.path = f"/proc/{os.getpid()}/fd/{handle}"
+    def __init__(self, handle: int, half: int, name: str) -> None:
+        self._handle, self.half, self._name = handle, half, name
         self._bytes = torch.frombuffer(mmap.mmap(handle, 2 * half), dtype=torch.uint8)
 
     @classmethod
@@ -51,37 +54,41 @@ class Segment:
         Raises:
             OSError: no shared memory, or not enough.
         """
-        if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no memory without a name (memfd_create)")
-        handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        name = f"{_NAME}-{uuid.uuid4().hex}"
+        handle = shared_files.create(name, 2 * half)
         try:
             os.posix_fallocate(handle, 0, 2 * half)
-            return cls(handle, half)
-        except OSError:
+            return cls(handle, half, name)
+        except BaseException:
             os.close(handle)
             raise
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the other end finds it until ``forget_place``."""
+        return {"process": os.getpid(), "file": self._handle, "name": self._name, "half": self.half}
 
     @classmethod
-    def attach(cls, path: str, half: int) -> Segment:
+    def attach(cls, place: dict[str, Any]) -> Segment:
         """Maps a segment that the other end made.
 
+        Args:
+            place: what ``place`` gives there.
+
         Raises:
-            PermissionError: the path is no segment of this package.
+            PermissionError: it is no segment of this package, or another one.
             OSError: it is not there.
         """
-        if not _PATH.fullmatch(path):
-            raise PermissionError(f"{path} is no shared memory segment of a parameter server")
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        name, half = str(place["name"]), int(place["half"])
+        if not name.startswith(_NAME) or half < 0:
+            raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
+        handle = shared_files.find(int(place["process"]), int(place["file"]), name, 2 * half)
         try:
-            if not os.readlink(f"/proc/self/fd/{handle}").startswith(f"/memfd:{_NAME}"):
-                raise PermissionError(f"{path} is no shared memory segment of a parameter server")
-            if os.fstat(handle).st_size < 2 * half:
-                raise PermissionError(f"{path} is smaller than 2 x {half} bytes")
-            segment = cls(handle, half)
-        except OSError:
+            segment = cls(handle, half, name)
+        except BaseException:
             os.close(handle)
             raise
-        segment.forget_path()
+        segment.forget_place()
         return segment
 
     def request(self, nbytes: int) -> torch.Tensor:
@@ -92,7 +99,7 @@ class Segment:
         """The bytes that come back."""
         return self._bytes[self.half : self.half + nbytes]
 
-    def forget_path(self) -> None:
+    def forget_place(self) -> None:
         """Both ends have mapped it, and nobody else shall."""
         if self._handle >= 0:
             os.close(self._handle)
@@ -100,5 +107,5 @@ class Segment:
 
     def close(self) -> None:
         """Gives the memory back once no tensor refers to it."""
-        self.forget_path()
+        self.forget_place()
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -73,7 +73,7 @@ class ServerState:
         method = meta.get("method")
         if method == "segment":
             client.drop_segment()
-            client.segment = Segment.attach(str(meta["path"]), int(meta["half"]))
+            client.segment = Segment.attach(meta)
             return {}
         if method == "leave":  # it stays, and sends by ZeroMQ from now on
             if client.visitor is not None:

@@ -107,6 +107,8 @@ class ParameterServer(ServerState):
                 visits.append((entry, event))
         for entry, event in visits:
             self._visit(entry, event, len(visits) > 1)
+        if self._door is not None:
+            self._door.send_strangers_away()
         self._write_together()
         if self.jobs.busy:
             self.jobs.tick()
@@ -276,15 +278,17 @@ class ParameterServer(ServerState):
         """Where a client finds a plain socket, and the token that it has to show there."""
         if asked.get("tcp") and not env.parameter_server_tcp(self._context.keys is not None):
             raise PermissionError(f"{self._name} lets no tensors come by plain TCP (TFSTYLE_PS_TCP)")
-        answer: dict[str, Any] = {"token": self._tokens.give(client)}
-        if asked.get("tcp"):
-            if self._port is None:
-                self._port = StreamPort(self._host, self._name, self._tokens, self)
-                self._poller.register(self._port.number, zmq_link.POLLIN)
-            return answer | {"port": self._port.port}
-        if self._door is None:
-            self._door = Door(self._poller, zmq_link.POLLIN, self._tokens, self._name)
-        return answer | {"name": self._door.name}
+        try:
+            if asked.get("tcp"):
+                if self._port is None:
+                    self._port = StreamPort(self._host, self._name, self._tokens, self)
+                    self._poller.register(self._port.number, zmq_link.POLLIN)
+                return {"token": self._tokens.give(client), "port": self._port.port}
+            if self._door is None:
+                self._door = Door(self._poller, zmq_link.POLLIN, self._tokens, self._name)
+        except OSError as error:  # e.g. no file left: the client goes on by ZeroMQ
+            raise PermissionError(f"{self._name} can open no socket for it: {error}") from error
+        return {"token": self._tokens.give(client), "name": self._door.name}
 
     def _hello(self, client: Client, meta: dict[str, Any]) -> dict[str, Any]:
         role, session = str(meta.get("role")), str(meta.get("session"))

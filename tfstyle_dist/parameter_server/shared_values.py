@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from tfstyle_dist.comm import shared_files
 from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.board import BUFFERS, COLUMNS, Board
 from tfstyle_dist.parameter_server.shared_homes import FREE, ManyPlaces, OnePlace
@@ -34,15 +36,15 @@ class SharedVariables:
 
     def __init__(self) -> None:
         self._files: list[int] = []
+        self._owner = uuid.uuid4().hex
         self._board: Board | None = None
         self._known: dict[int, list[int]] = {}  # variable: slot, place of its marks or -1, first file, offset, bytes
         self._leased = self._groups = 0
         self._columns: set[int] = set()
 
     def _file(self, nbytes: int) -> mmap.mmap:
-        handle = os.memfd_create(board.NAME, os.MFD_CLOEXEC)
+        handle = shared_files.create(board.file_name(self._owner, len(self._files)), nbytes)
         try:
-            os.ftruncate(handle, nbytes)
             memory = mmap.mmap(handle, nbytes)
         except BaseException:
             os.close(handle)
@@ -83,7 +85,8 @@ class SharedVariables:
             column: where the client may put marks; -1: it copies.
 
         Returns:
-            What ``ValuesReader`` needs: process, files with their sizes, and of each variable its places.
+            What ``ValuesReader`` needs: process, the part of its files' names that was drawn, files with their sizes,
+            and of each variable its places.
         """
         new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
         new = new[: max(board.MOST_VARIABLES - len(self._known), 0)]
@@ -93,7 +96,8 @@ class SharedVariables:
         sizes = [os.fstat(handle).st_size for handle in self._files]
         known = [[number, *place] for number, place in self._known.items() if number in variables]
         return {
-            "process": os.getpid(), "files": list(self._files), "bytes": sizes, "variables": known, "column": column,
+            "process": os.getpid(), "owner": self._owner, "files": list(self._files), "bytes": sizes,
+            "variables": known, "column": column,
         }  # fmt: skip
 
     def _share(self, new: list[Any]) -> None:

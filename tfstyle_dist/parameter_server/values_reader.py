@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tfstyle_dist.comm import shared_files
 from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.board import COLUMNS, LEASABLE, TRIES, WRITING, Board
 
@@ -91,9 +92,10 @@ class ValuesReader:
             OSError: as the constructor.
         """
         self._process, self._column = int(description["process"]), int(description.get("column", -1))
+        self._owner = str(description["owner"])
         self._files, self._sizes = list(description["files"]), list(description["bytes"])
-        for number, size in zip(self._files, self._sizes, strict=True):
-            self._check(number, size)
+        for file in range(len(self._files)):
+            os.close(self._open(file))
         if not self._files:
             return
         page = Board(self._map(0, private=False))
@@ -103,22 +105,15 @@ class ValuesReader:
                 rows = page.marks(marks) if marks >= 0 else None
                 self._places[variable] = _Place(slot, rows, first, offset, nbytes)
 
-    def _path(self, number: int) -> str:
-        return f"/proc/{self._process}/fd/{int(number)}"
-
-    def _check(self, number: int, size: int) -> None:
-        if not os.readlink(self._path(number)).startswith(f"/memfd:{board.NAME}"):
-            raise PermissionError("the server's list of variables names another file")
-        if os.stat(self._path(number)).st_size < size:
-            raise PermissionError("a file of the server is smaller than it says")
+    def _open(self, file: int) -> int:
+        name = board.file_name(self._owner, file)
+        return shared_files.find(self._process, self._files[file], name, self._sizes[file])
 
     def _map(self, file: int, private: bool) -> memoryview:
         found = self._mapped.get((file, private))
         if found is None:
-            handle = os.open(self._path(self._files[file]), os.O_RDWR | os.O_CLOEXEC)
+            handle = self._open(file)
             try:
-                if not os.readlink(f"/proc/self/fd/{handle}").startswith(f"/memfd:{board.NAME}"):
-                    raise PermissionError("the server's list of variables names another file")
                 kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
                 found = memoryview(mmap.mmap(handle, self._sizes[file], kind)).cast("B")
             finally:

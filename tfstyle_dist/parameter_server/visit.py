@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.frames import JOINED, Frames, tune
@@ -38,16 +39,14 @@ class Visit:
 
     def __init__(self, place: str | tuple[str, int], token: str, limit: timedelta | None) -> None:
         if isinstance(place, str):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._piece = _PIECE
+            self._socket = unix_sockets.connect(place, _CONNECT_SECONDS)
         else:
             self._piece = _PIECE_BEFORE_TENSORS
             self._socket = socket.create_connection(place, _CONNECT_SECONDS)
-            self._socket.settimeout(None)
             tune(self._socket)
         try:
-            if isinstance(place, str):
-                self._socket.connect("\0" + place)
+            self._socket.settimeout(None)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 1, 0))
             token_bytes = bytes.fromhex(token)

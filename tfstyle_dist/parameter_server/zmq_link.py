@@ -29,6 +29,7 @@ MOST_FAILURES = 8
 """So many failed exchanges of keys in a row mean that the keys differ."""
 _HEARTBEAT_MS, _LOST_MS = 500, 2000
 _FILES = 1 << 16
+_ZAP_DOMAIN = "tfstyle"
 
 
 def __getattr__(name: str) -> Any:
@@ -162,6 +163,8 @@ class Context:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self.keys is not None:
             self._authenticate(self.keys.public)
+            # Without a domain that is enforced, ZeroMQ admits everybody while nobody answers for the allow-list.
+            socket.zap_domain, socket.zap_enforce_domain = _ZAP_DOMAIN.encode(), 1
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self.keys.public, self.keys.secret
         try:
@@ -196,7 +199,7 @@ class Context:
         if self._authenticator is None:
             self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("*", _AllowList(public))
+            self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _AllowList(public))
 
     def close(self) -> None:
         """Closes all its sockets."""
