@@ -29,6 +29,8 @@ LAYERS = {
     "coordinator": 5,
     "train": 5,
     "nn": 5,
+    "config": 5,
+    "functions": 5,
     "model_parallel": 5,
     "testing": 6,
     "integrations": 6,
@@ -43,7 +45,7 @@ WITHIN_LAYER = {
     ("parameter_server", "variables"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
-REEXPORTS = {"", "tpu", "experimental"}
+REEXPORTS = {"", "compat", "data", "distribute", "experimental", "tpu"}
 
 # Writes files with torch.distributed.checkpoint, and does not communicate.
 CHECKPOINT_STORAGE = f"{PACKAGE}.train.checkpoint.dcp"
@@ -82,7 +84,7 @@ def imported_part(imported: Import) -> str:
 
 def may_import(importer: str, imported: str) -> bool:
     if imported in REEXPORTS:
-        return importer in ("", imported)
+        return importer in REEXPORTS
     if importer in REEXPORTS or importer == imported:
         return True
     return LAYERS[importer] > LAYERS[imported] or (importer, imported) in WITHIN_LAYER

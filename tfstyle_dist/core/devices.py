@@ -75,7 +75,7 @@ def parse(name: str | torch.device | ReplicaDevice) -> ReplicaDevice:
 def check_present(device: ReplicaDevice) -> None:
     """Raises ValueError when this machine has no such device."""
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = num_gpus()
         if device.index >= count:
             raise ValueError(
                 f"Device {device} was asked for, but this process sees {count} CUDA device(s). Use 'cpu:0', or check "
@@ -112,7 +112,20 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     return devices
 
 
+def num_gpus() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+_divided: dict[int, int] = {}
+
+
+def divide_gpu(index: int, parts: int) -> None:
+    """Makes several logical devices of one GPU."""
+    _divided[index] = parts
+
+
 def find_local_devices() -> tuple[ReplicaDevice, ...]:
-    """All GPUs of this process, else the one CPU."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return tuple(ReplicaDevice("cuda", i) for i in range(count)) or (ReplicaDevice("cpu", 0),)
+    """All logical GPUs of this process, else the one CPU."""
+    found = [ReplicaDevice("cuda", i, slot) for i in range(num_gpus()) for slot in range(_divided.get(i, 1))]
+    return tuple(found) or (ReplicaDevice("cpu", 0),)
