@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.input.layouts import memory_of
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.split import map_leaves
 
@@ -86,5 +87,6 @@ def _cuda_leaves(batch: Any) -> list[torch.Tensor]:
 
 def _record(stream: torch.cuda.Stream, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-        leaf.record_stream(stream)
+        for memory in memory_of(leaf):
+            memory.record_stream(stream)
     return leaf
