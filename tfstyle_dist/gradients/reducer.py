@@ -155,11 +155,9 @@ class GradientReducer(abc.ABC):
                 slots[replica].dirty = False
                 continue
             raise RuntimeError(
-                f"optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and "
-                f"never reduced "
-                f"(parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() of "
-                f"the step "
-                "outside accumulate()."
+                "optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never "
+                f"reduced (parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() "
+                "of the step outside accumulate()."
             )
 
     def forget_dead(self) -> None:

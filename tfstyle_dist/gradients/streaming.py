@@ -64,9 +64,8 @@ class StreamingReducer(PassReducer):
             return
         if lane.pending is not None:
             raise RuntimeError(
-                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time "
-                f"after it was "
-                "sent. Use torch.utils.checkpoint with use_reentrant=False."
+                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time after "
+                "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         self._look()
         with self.worker.clocks[0].counting(COMMUNICATION):

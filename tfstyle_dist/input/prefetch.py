@@ -60,9 +60,8 @@ class DevicePrefetcher:
         parts, events = [], []
         for part, device in zip(step.parts, self._devices, strict=True):
             stream = self._streams[device]
-            for other in {
-                leaf.device for leaf in _cuda_leaves(part)
-            }:  # made on a GPU: by work that may not be done yet
+            # What was made on a GPU comes from work that may not be done yet.
+            for other in {leaf.device for leaf in _cuda_leaves(part)}:
                 stream.wait_stream(torch.cuda.current_stream(other))
             with torch.cuda.stream(stream):
                 parts.append(to_device(part, device))
