@@ -105,7 +105,7 @@ class StreamingReducer(PassReducer):
         self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
     def _fill(self, lane: Lane, place: int, slot: Slot) -> None:
-        part = self.contribution(slot)
+        part = self.worker_part(slot)
         if part is None:
             lane.views[place].zero_()
         else:

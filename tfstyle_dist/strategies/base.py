@@ -101,12 +101,14 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
 
     def make_reducer(self) -> GradientReducer:
         """What makes the gradients of plain optimizers the same on all replicas."""
-        return self._reducer_class()(
+        reducer = self._reducer_class()(
             self.worker,
             self.parameter_store,
             self.communication_options.bytes_per_pack,
             self.cross_device_ops.aggregation_method,
         )
+        reducer.own_sum = self.cross_device_ops.own_sum
+        return reducer
 
     def make_update_runner(self) -> UpdateRunner:
         """Who runs the step of plain optimizers."""

@@ -144,7 +144,8 @@ def reduce_columns(
     """
     worker, ops = strategy.worker, strategy.cross_device_ops
     with torch.no_grad():
-        sums = [ops.sum_values(widened(worker, column)) for column in columns]
+        sum_values = ops.own_sum or ops.sum_values
+        sums = [sum_values(widened(worker, column)) for column in columns]
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
         method = ops.aggregation_method
