@@ -16,7 +16,11 @@ from tfstyle_dist.core.lazy import loader
 if TYPE_CHECKING:
     from tfstyle_dist import (
         cluster_resolver as cluster_resolver,
+        compat as compat,
+        config as config,
         coordinator as coordinator,
+        data as data,
+        distribute as distribute,
         experimental as experimental,
         model_parallel as model_parallel,
         nn as nn,
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
         NcclAllReduce as NcclAllReduce,
         ReductionToOneDevice as ReductionToOneDevice,
     )
+    from tfstyle_dist.functions import function as function, print as print
     from tfstyle_dist.input import (
         AutoShardPolicy as AutoShardPolicy,
         DistributedDataset as DistributedDataset,
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
         has_strategy as has_strategy,
         in_cross_replica_context as in_cross_replica_context,
     )
+    from tfstyle_dist.train import UnconnectedGradients as UnconnectedGradients
     from tfstyle_dist.values import DistributedValues as DistributedValues, IndexedSlices as IndexedSlices
     from tfstyle_dist.variables import Variable as Variable
 
@@ -91,26 +97,33 @@ _HOMES = {
     "Strategy": "strategies",
     "StrategyExtended": "strategies",
     "TPUStrategy": "strategies",
+    "UnconnectedGradients": "train",
     "Variable": "variables",
     "VariableAggregation": "core.enums",
     "VariableSynchronization": "core.enums",
     "cluster_resolver": "cluster_resolver",
+    "compat": "compat",
+    "config": "config",
     "coordinator": "coordinator",
+    "data": "data",
+    "distribute": "distribute",
     "errors": "core.errors",
     "experimental": "experimental",
     "experimental_set_strategy": "strategies",
+    "function": "functions",
     "get_replica_context": "strategies",
     "get_strategy": "strategies",
     "has_strategy": "strategies",
     "in_cross_replica_context": "strategies",
     "model_parallel": "model_parallel",
     "nn": "nn",
+    "print": "functions",
     "tpu": "tpu",
     "train": "train",
 }
 """Where each public name is defined: a module of the package; one of the same name is what is public."""
 
-__all__ = list(_HOMES)
+__all__ = [name for name in _HOMES if name != "print"]  # an import of * leaves Python's print what it is
 
 
 __getattr__ = loader(__name__, _HOMES)  # torch is not imported by tools that only look at the package
@@ -118,4 +131,4 @@ __getattr__ = loader(__name__, _HOMES)  # torch is not imported by tools that on
 
 def __dir__() -> list[str]:
     """The public names."""
-    return [*__all__, "__version__"]
+    return [*_HOMES, "__version__"]

@@ -1,6 +1,7 @@
 """What of TensorFlow's public surface this package has: one entry per symbol and public member.
 
-The surface is ``tests/data/tf_api_surface.json``. An entry is one of
+The surface is ``tests/data/tf_api_surface.json`` (with ``tf.compat.v1.distribute``) and ``tf_v1_optimizers.json``.
+What is left out is listed in docs/status.md, with its reason. An entry is one of
 
 * ``IN``: the package has it, under ``port_path`` and with TensorFlow's parameter names;
 * ``planned("area")``: the package does not have it yet, and says so in docs/status.md;
@@ -26,14 +27,17 @@ def not_applicable(reason: str) -> str:
     return f"n/a:{reason}"
 
 
-PARAMETER_SERVER = planned("parameter server")
-
 GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
 ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
 WRAPS_TORCH = not_applicable("the base class wraps a torch.optim.Optimizer")
 
 REMOTE_TPU = not_applicable("programs run on the TPU hosts themselves; there is no remote TPU runtime to ask")
+V1_ONLY = not_applicable(
+    "TensorFlow 1 only: strategy.run calls a function on each replica, a variable is read as it is"
+)
+ONE_PLACE = not_applicable("a checkpoint is written as a whole, by torch.distributed.checkpoint")
+V2_ONLY = ("all_gather", "gather", "experimental_distribute_values_from_function")
 PROTO = not_applicable("PyTorch has no protocol buffers")
 
 RESOLVER: Final = {
@@ -138,6 +142,32 @@ VARIABLE: Final = {
     "value": IN,
 }
 
+REPLICA_CONTEXT: Final = {
+    "__enter__": not_applicable("strategy.run enters it"),
+    "__exit__": not_applicable("strategy.run leaves it"),
+    "__init__": IN,
+    "all_gather": IN,
+    "all_reduce": IN,
+    "devices": IN,
+    "merge_call": IN,
+    "num_replicas_in_sync": IN,
+    "replica_id_in_sync_group": IN,
+    "strategy": IN,
+}
+
+EXTENDED: Final = {
+    "__init__": SUBCLASSING,
+    "batch_reduce_to": IN,
+    "colocate_vars_with": IN,
+    "experimental_require_static_shapes": IN,
+    "parameter_devices": IN,
+    "reduce_to": IN,
+    "update": IN,
+    "value_container": IN,
+    "variable_created_in_scope": IN,
+    "worker_devices": IN,
+}
+
 SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.AggregationMethod": IN,
     "tf.Variable": VARIABLE,
@@ -185,18 +215,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.ParameterServerStrategy": STRATEGY,
     "tf.distribute.ReduceOp": IN,
     "tf.distribute.ReductionToOneDevice": CROSS_DEVICE_OPS,
-    "tf.distribute.ReplicaContext": {
-        "__enter__": not_applicable("strategy.run enters it"),
-        "__exit__": not_applicable("strategy.run leaves it"),
-        "__init__": IN,
-        "all_gather": IN,
-        "all_reduce": IN,
-        "devices": IN,
-        "merge_call": IN,
-        "num_replicas_in_sync": IN,
-        "replica_id_in_sync_group": IN,
-        "strategy": IN,
-    },
+    "tf.distribute.ReplicaContext": REPLICA_CONTEXT,
     "tf.distribute.RunOptions": {
         "__init__": IN,
         "experimental_bucketizing_dynamic_shape": IN,
@@ -212,18 +231,7 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
         "target": IN,
     },
     "tf.distribute.Strategy": {**STRATEGY, "__init__": SUBCLASSING},
-    "tf.distribute.StrategyExtended": {
-        "__init__": SUBCLASSING,
-        "batch_reduce_to": IN,
-        "colocate_vars_with": IN,
-        "experimental_require_static_shapes": IN,
-        "parameter_devices": IN,
-        "reduce_to": IN,
-        "update": IN,
-        "value_container": IN,
-        "variable_created_in_scope": IN,
-        "worker_devices": IN,
-    },
+    "tf.distribute.StrategyExtended": EXTENDED,
     "tf.distribute.TPUStrategy": {
         **STRATEGY,
         "experimental_assign_to_logical_device": IN,
@@ -324,6 +332,112 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     },
 }
 
+_SAME_IN_V1: Final = (
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputReplicationMode",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "RunOptions",
+    "Server",
+    "cluster_resolver.ClusterResolver",
+    "cluster_resolver.GCEClusterResolver",
+    "cluster_resolver.KubernetesClusterResolver",
+    "cluster_resolver.KubernetesExecutableLocation",
+    "cluster_resolver.SimpleClusterResolver",
+    "cluster_resolver.SlurmClusterResolver",
+    "cluster_resolver.TFConfigClusterResolver",
+    "cluster_resolver.TPUClusterResolver",
+    "cluster_resolver.UnionResolver",
+    "experimental.CollectiveCommunication",
+    "experimental.CollectiveHints",
+    "experimental.CommunicationImplementation",
+    "experimental.CommunicationOptions",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+)
+_V1_STRATEGY: Final = {
+    **{name: entry for name, entry in STRATEGY.items() if name not in V2_ONLY},
+    "experimental_make_numpy_dataset": IN,
+}
+
+SYMBOLS |= {
+    "tf.compat.v1.AggregationMethod": IN,
+    "tf.compat.v1.VariableAggregation": IN,
+    "tf.compat.v1.VariableSynchronization": IN,
+    "tf.compat.v1.fixed_size_partitioner": IN,
+    "tf.compat.v1.gradients": IN,
+    "tf.compat.v1.min_max_variable_partitioner": IN,
+    "tf.compat.v1.variable_axis_size_partitioner": IN,
+    "tf.config.LogicalDeviceConfiguration": {
+        "__init__": IN,
+        "experimental_device_ordinal": IN,
+        "experimental_priority": IN,
+        "memory_limit": IN,
+    },
+    "tf.config.experimental_connect_to_cluster": IN,
+    "tf.config.list_logical_devices": IN,
+    "tf.config.set_logical_device_configuration": IN,
+    "tf.data.experimental.DistributeOptions": {
+        "__eq__": IN,
+        "__init__": IN,
+        "__ne__": IN,
+        "auto_shard_policy": IN,
+        "num_devices": IN,
+    },
+    "tf.train.CheckpointOptions": {
+        "enable_async": IN,
+        "experimental_enable_async_checkpoint": IN,
+        "experimental_io_device": ONE_PLACE,
+        "experimental_sharding_callback": ONE_PLACE,
+        "experimental_skip_slot_variables": ONE_PLACE,
+        "experimental_write_callbacks": ONE_PLACE,
+    },
+    "tf.compat.v1.distribute.MirroredStrategy": _V1_STRATEGY,
+    "tf.compat.v1.distribute.OneDeviceStrategy": _V1_STRATEGY,
+    "tf.compat.v1.distribute.Strategy": {**_V1_STRATEGY, "__init__": SUBCLASSING},
+    "tf.compat.v1.distribute.ReplicaContext": {
+        name: entry for name, entry in REPLICA_CONTEXT.items() if name not in V2_ONLY
+    },
+    "tf.compat.v1.distribute.StrategyExtended": {
+        **EXTENDED,
+        **dict.fromkeys(("broadcast_to", "non_slot_devices", "update_non_slot"), IN),
+        "call_for_each_replica": V1_ONLY,
+        "experimental_between_graph": GRAPH,
+        "experimental_make_numpy_dataset": V1_ONLY,
+        "experimental_run_steps_on_iterator": V1_ONLY,
+        "experimental_should_init": GRAPH,
+        "read_var": V1_ONLY,
+        "should_checkpoint": GRAPH,
+        "should_save_summary": GRAPH,
+    },
+    "tf.compat.v1.distribute.get_loss_reduction": IN,
+    "tf.compat.v1.distribute.experimental.CentralStorageStrategy": _V1_STRATEGY,
+    "tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy": _V1_STRATEGY,
+    "tf.compat.v1.distribute.experimental.ParameterServerStrategy": _V1_STRATEGY,
+    "tf.compat.v1.distribute.experimental.TPUStrategy": {**_V1_STRATEGY, "steps_per_run": GRAPH},
+}
+SYMBOLS |= {f"tf.compat.v1.distribute.{name}": SYMBOLS[f"tf.distribute.{name}"] for name in _SAME_IN_V1}
+
+# Parameters that TensorFlow 1 lets one leave out, and TensorFlow 2 does not.
+REQUIRED: Final[dict[str, set[str]]] = {
+    f"tf.compat.v1.distribute.{name}.reduce": {"axis"}
+    for name in (
+        "MirroredStrategy",
+        "OneDeviceStrategy",
+        "Strategy",
+        "experimental.CentralStorageStrategy",
+        "experimental.MultiWorkerMirroredStrategy",
+        "experimental.ParameterServerStrategy",
+        "experimental.TPUStrategy",
+    )
+}
+
 # Parameters that are left out of what the package has. A * in a key stands for any text.
 LEFT_OUT: Final[dict[str, dict[str, str]]] = {
     "tf.Variable.__init__": {
@@ -335,19 +449,15 @@ LEFT_OUT: Final[dict[str, dict[str, str]]] = {
         "experimental_enable_variable_lifting": GRAPH,
     },
     "tf.gradients": {"gate_gradients": GRAPH},
+    "tf.compat.v1.distribute.experimental.TPUStrategy.__init__": {"steps_per_run": GRAPH},
+    "tf.compat.v1.gradients": {"colocate_gradients_with_ops": GRAPH, "gate_gradients": GRAPH},
 }
 
-# Where the package keeps what TensorFlow has elsewhere; the first prefix that fits counts.
-PREFIXES: Final = {
-    "tf.distribute.": "tfstyle_dist.",
-    "tf.nn.": "tfstyle_dist.nn.",
-    "tf.compat.v1.train.": "tfstyle_dist.train.",
-    "tf.train.ClusterSpec": "tfstyle_dist.cluster_resolver.ClusterSpec",
-    "tf.train.": "tfstyle_dist.train.",
-    "tf.data.experimental.": "tfstyle_dist.",
-    "tf.gradients": "tfstyle_dist.train.gradients",
-    "tf.": "tfstyle_dist.",
-}
+NO_DEFAULT = not_applicable("TensorFlow 2 has no default for it")
+FOLDER = not_applicable("a folder of the package has this name: use train.gradients or compat.v1.gradients")
+
+# Where the package has what TensorFlow has; the first prefix that fits counts.
+PREFIXES: Final = {"tf.gradients": "tfstyle_dist.train.gradients", "tf.": "tfstyle_dist."}
 
 
 def port_path(symbol: str) -> str:

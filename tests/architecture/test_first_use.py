@@ -26,6 +26,12 @@ PROGRAMS = [
     "tfd.cluster_resolver.SimpleClusterResolver(tfd.cluster_resolver.ClusterSpec({'worker': ['a:1']}))",
     "tfd.InputContext(2, 1, 2); tfd.InputOptions(); tfd.AutoShardPolicy.DATA",
     "issubclass(tfd.errors.UnavailableError, Exception)",
+    "tfd.distribute.MirroredStrategy(['cpu:0']); tfd.compat.v1.train.AdamOptimizer(0.1)",
+    "tfd.compat.v1.distribute.get_loss_reduction(); tfd.data.experimental.DistributeOptions()",
+    "tfd.config.experimental.list_physical_devices('GPU'); tfd.tpu.experimental.initialize_tpu_system",
+    "tfd.print(tfd.function(lambda: torch.ones(2))())",
+    "from tfstyle_dist.distribute import experimental; experimental.CentralStorageStrategy",
+    "import tfstyle_dist.compat.v1 as tf; tf.print(tf.Variable(1.0))",
     "tfd.MirroredStrategy(['cpu:0', 'cpu:1']).run(lambda: tfd.get_replica_context())",
 ]
 DRIVER = """

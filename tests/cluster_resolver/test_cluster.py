@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from tfstyle_dist import MultiWorkerMirroredStrategy
 from tfstyle_dist.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
@@ -86,6 +88,31 @@ def test_bad_tf_config_shows_an_example(monkeypatch: pytest.MonkeyPatch) -> None
         _ = TFConfigClusterResolver().task_type
 
 
+@pytest.mark.parametrize("text", ["null", "1", "2.5", "true", '"{\\"cluster\\": {}}"'])
+def test_tf_config_that_holds_no_object_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    resolver = TFConfigClusterResolver()
+    for read in (resolver.cluster_spec, resolver.master, lambda: resolver.task_type, lambda: resolver.task_id):
+        with pytest.raises(TypeError, match=r"(?s)must hold a JSON object, got .*write e\.g\."):
+            read()
+    with pytest.raises(TypeError, match="must hold a JSON object"):
+        MultiWorkerMirroredStrategy()
+    assert TFConfigClusterResolver("worker", 0).task_id == 0  # what is given is not looked up
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"word"', "{}"])
+def test_a_list_or_a_word_is_an_empty_cluster_as_in_tensorflow(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    assert not TFConfigClusterResolver().cluster_spec()
+
+
+def test_union_takes_a_task_id_of_0_as_not_given() -> None:
+    parts = [simple({"worker": [f"{host}:1"]}, None, None) for host in "abc"]
+    assert UnionResolver(*parts, task_type="worker", task_id=0).task_id is None
+    assert UnionResolver(*parts, task_type="worker", task_id=2).task_id == 2
+    assert UnionResolver(simple({}, "worker", 0), task_id=0).task_id == 0
+
+
 def test_union_merges_by_index_and_refuses_conflicts() -> None:
     sparse = simple({"worker": {1: "b:1", 3: "d:1"}}, None, None)
     merged = UnionResolver(simple({"worker": ["a:1"]}, None, None), sparse).cluster_spec()
@@ -118,6 +145,15 @@ def test_slurm_keeps_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None
     assert resolver.master() == "grpc://n10:8888"
     with pytest.raises(RuntimeError, match="more GPUs per node"):
         SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("gpus_per_node", {"gpus_per_node": "2"}),
+        ("gpus_per_node", {"gpus_per_node": 2.5, "gpus_per_task": 1}),
+        ("gpus_per_task", {"gpus_per_node": 2, "gpus_per_task": 0.5}),
+        ("gpus_per_task", {"gpus_per_node": 2, "gpus_per_task": [0]}),
+    ]
+    for name, options in wrong:
+        with pytest.raises(TypeError, match=f"`{name}` must be a whole number of GPUs"):
+            SlurmClusterResolver(**options)
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,13 @@ import keras_rules
 import multi_worker
 import tf_data
 
-_DTYPES = {
-    "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "int8": torch.int8, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
-}  # fmt: skip
-_NAMES = {v: k for k, v in _DTYPES.items()}
+
+def _dtype(name):
+    """The torch dtype of a name of TensorFlow's; torch has the same names."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
 
 
 class _Absent:
@@ -94,13 +96,13 @@ class Facade:
     # ---- tensors and variables ----
 
     def dtype(self, name):
-        return str if name == "string" else _DTYPES[name]
+        return str if name == "string" else _dtype(name)
 
     def dtype_name(self, t):
-        return _NAMES[t.dtype]
+        return str(t.dtype).removeprefix("torch.")
 
     def constant(self, value, dtype="float32"):
-        return torch.tensor(value, dtype=_DTYPES[dtype])
+        return torch.tensor(value, dtype=_dtype(dtype))
 
     def Variable(
         self,
@@ -113,11 +115,11 @@ class Facade:
     ):
         if callable(init) and not isinstance(init, torch.Tensor):
             function = init
-            value = lambda: torch.tensor(function(), dtype=_DTYPES[dtype])  # noqa: E731
+            value = lambda: torch.tensor(function(), dtype=_dtype(dtype))  # noqa: E731
         elif isinstance(init, torch.Tensor):
             value = init
         else:
-            value = torch.tensor(init, dtype=_DTYPES[dtype])
+            value = torch.tensor(init, dtype=_dtype(dtype))
         return td.Variable(
             value, trainable=trainable, name=name, synchronization=synchronization, aggregation=aggregation
         )
@@ -179,10 +181,10 @@ class Facade:
         return loss.detach(), td.train.gradients(loss, list(variables))
 
     def gradients(self, build, inputs, dtype="float32", grad_ys=None, **kw):
-        tensors = [torch.tensor(i, dtype=_DTYPES[dtype], requires_grad=True) for i in inputs]
+        tensors = [torch.tensor(i, dtype=_dtype(dtype), requires_grad=True) for i in inputs]
         ys, xs = build(tensors)
         if grad_ys is not None:
-            grad_ys = [None if g is None else torch.tensor(g, dtype=_DTYPES[dtype]) for g in grad_ys]
+            grad_ys = [None if g is None else torch.tensor(g, dtype=_dtype(dtype)) for g in grad_ys]
         found = td.train.gradients(ys, xs, grad_ys=grad_ys, **kw)
         return [None if g is None else g.tolist() for g in found]
 
@@ -205,7 +207,7 @@ class Facade:
     # ---- datasets ----
 
     def dataset_from_list(self, data, dtype="float32"):
-        return tf_data.Dataset(tf_data.Slices(data, _DTYPES[dtype]))
+        return tf_data.Dataset(tf_data.Slices(data, _dtype(dtype)))
 
     def dataset_range(self, n):
         return tf_data.Dataset(tf_data.Slices(list(range(n)), torch.int64))

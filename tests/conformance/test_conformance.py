@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from facade import make
 from results import differences, golden, record
 from waiting import CATEGORIES, DEVIATIONS, WAITING
 
@@ -53,6 +55,19 @@ def test_every_waiting_program_exists_and_is_explained() -> None:
     deviating = [place.partition("/")[0] for place in DEVIATIONS]
     unexplained = [case for case in (*WAITS_FOR, *deviating) if f"`{case}`" not in text]
     assert not unexplained, "name these, with the reason, in docs/status.md"
+
+
+def test_the_facade_knows_every_dtype_of_torch() -> None:
+    facade = make()
+    names = {str(found).removeprefix("torch.") for found in vars(torch).values() if isinstance(found, torch.dtype)}
+    assert {"int16", "uint8", "complex64", "complex128", "float16", "bfloat16", "bool"} <= names
+    for name in names:
+        assert str(facade.dtype(name)) == f"torch.{name}"
+    for name in ("int16", "complex64"):
+        assert facade.dtype_name(facade.Variable([1, 2], dtype=name)) == name
+        assert facade.dtype_name(facade.constant([1, 2], name)) == name
+    with pytest.raises(ValueError, match="torch has no dtype 'nn'"):
+        facade.dtype("nn")
 
 
 def test_a_wrong_result_is_noticed() -> None:

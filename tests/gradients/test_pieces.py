@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +86,28 @@ def test_only_what_was_used_is_sent(strategy: td.Strategy, monkeypatch: pytest.M
     assert sent == [-(8 + 24 + 24 + 6)]
     for number in (1, 2):
         torch.testing.assert_close(nets[number].weight.grad, torch.full_like(nets[number].weight, number / 2))
+
+
+@pytest.mark.distributed(workers=2)
+def test_complex_gradients_keep_no_memory(strategy: td.Strategy) -> None:
+    """They are not summed in shared memory but in a buffer, which is gone after each step."""
+    with strategy.scope():
+        layers = nn.ModuleList([nn.Linear(250, 1000, bias=False, dtype=torch.complex64) for _ in range(2)])
+    nbytes = 2 * 250 * 1000 * 8
+
+    def step() -> None:
+        layers.zero_grad()
+        total: Any = sum((layer.weight * (1.0 + replica())).sum() for layer in layers)
+        total.real.backward()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    for _ in range(5):
+        strategy.run(step)
+    before = resident()
+    for _ in range(40):
+        strategy.run(step)
+    assert resident() - before < 10 * nbytes
+    for layer in layers:
+        torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, 1.5))

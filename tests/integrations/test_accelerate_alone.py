@@ -163,6 +163,22 @@ def test_without_other_processes_there_is_one_replica() -> None:
         assert from_accelerator(accelerator) is accelerator.strategy
 
 
+def test_a_device_that_the_environment_names_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+    accelerator = StrategyAccelerator()
+    assert str(accelerator.device) == "cpu:64"
+    assert accelerator.strategy.extended.worker_devices == ("cpu:64",)
+    assert accelerator.strategy.worker.torch_device(0) == torch.device("cpu")
+
+
+def test_a_strategy_made_before_the_accelerator_takes_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:3")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    accelerator = StrategyAccelerator()
+    assert isinstance(accelerator.strategy, tfd.MultiWorkerMirroredStrategy)
+    assert accelerator.strategy.extended.worker_devices == (str(accelerator.device),) == ("cpu:3",)
+
+
 def test_the_mixin_needs_no_transformers() -> None:
     class Base:
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tfstyle_dist.testing.runner import run_script
 
-# What articles about tf.distribute show; only the imports are this package's.
+# What articles about tf.distribute show; only the import is this package's.
 COMPARISON = """
 # Example: Comparing setup methods
 strategy_sync = tf.distribute.MirroredStrategy()
@@ -23,7 +23,7 @@ with strategy_async.scope():
 """
 
 BEGIN = """
-import os, sys, types, warnings
+import os, sys, warnings
 
 os.environ["KERAS_BACKEND"] = "torch"
 import torch
@@ -40,7 +40,7 @@ import numpy as np
 import tfstyle_dist.integrations.keras as tfk
 from sklearn.datasets import load_digits
 
-tf = types.SimpleNamespace(distribute=tfd)
+import tfstyle_dist as tf
 keras.utils.set_random_seed(0)
 data = load_digits()
 order = np.random.default_rng(0).permutation(1797)

@@ -66,14 +66,15 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: mapping from job to its number of tasks; default: all tasks are workers. Ranks are dealt to the jobs in
             alphabetical order.
         port_base: the first port on each node.
-        gpus_per_node: GPUs of each node; default: those that this process sees.
-        gpus_per_task: GPUs of each task; default: ``gpus_per_node`` shared out evenly.
+        gpus_per_node: GPUs of each node, a whole number; default: those that this process sees.
+        gpus_per_task: GPUs of each task, a whole number; default: ``gpus_per_node`` shared out evenly.
         tasks_per_node: number of tasks on each node, or a mapping from host name; default: what SLURM says.
         auto_set_gpu: ``cluster_spec`` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs.
         rpc_layer: prefix of the addresses that ``master`` returns.
 
     Raises:
         RuntimeError: not in a SLURM step, the tasks of ``jobs`` are not those of the step, or too many GPUs.
+        TypeError: a number of GPUs is no whole number.
 
     Example:
         >>> resolver = SlurmClusterResolver({"worker": 4})  # under srun --ntasks=4
@@ -95,6 +96,9 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_per_node = _tasks_per_node(tasks_per_node)
         most, assigned = max(self._tasks_per_node.values()), sum(self._tasks_per_node.values())
+        for name, gpus in (("gpus_per_node", gpus_per_node), ("gpus_per_task", gpus_per_task)):
+            if gpus is not None and not isinstance(gpus, int):
+                raise TypeError(f"`{name}` must be a whole number of GPUs, got {gpus!r}; leave it out to find it.")
         if gpus_per_node is None:
             gpus_per_node = super().num_accelerators().get("GPU", 0)
         if gpus_per_task is None:

@@ -9,14 +9,16 @@ from tfstyle_dist.cluster_resolver.base import ClusterResolver, format_master_ur
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
 from tfstyle_dist.core import env
 
+KEYS = ("cluster", "task", "rpc_layer", "session_master")
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
 def load_tf_config() -> dict[str, Any]:
-    """What ``TF_CONFIG`` holds; ``{}`` when it is not set or holds no object.
+    """What ``TF_CONFIG`` holds; ``{}`` when it is not set or, as in TensorFlow, holds a list or a word.
 
     Raises:
         json.JSONDecodeError: it is not JSON.
+        TypeError: it is null, a number, true or false, or an object that was made into a string twice.
     """
     text = env.tf_config()
     if text is None:
@@ -29,7 +31,14 @@ def load_tf_config() -> dict[str, Any]:
             text,
             error.pos,
         ) from None
-    return config if isinstance(config, dict) else {}
+    if isinstance(config, dict):
+        return config
+    if isinstance(config, list) or (isinstance(config, str) and not any(key in config for key in KEYS)):
+        return {}
+    raise TypeError(
+        f"TF_CONFIG must hold a JSON object, got {text[:200]!r}, which is {type(config).__name__} in Python; write "
+        f"e.g. {EXAMPLE}, or unset it. json.dumps makes the text from a dictionary, called once."
+    )
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -46,6 +55,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Raises:
         json.JSONDecodeError: (by an access, not here) the variable is not JSON.
+        TypeError: (likewise) it is null, a number, true or false.
 
     Example:
         >>> TFConfigClusterResolver(task_type="worker", task_id=0).task_type
@@ -126,7 +136,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
         Raises:
             json.JSONDecodeError: the variable is not JSON.
-            TypeError: its cluster does not map jobs to addresses.
+            TypeError: it holds no object, or its cluster does not map jobs to addresses.
         """
         return ClusterSpec(load_tf_config().get("cluster", {}))
 

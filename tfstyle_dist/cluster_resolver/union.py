@@ -13,10 +13,12 @@ class UnionResolver(ClusterResolver):
 
     Jobs are merged in order. Where all resolvers give a job as a list, the lists are joined; where one leaves indices
     out, the tasks are merged by index. The process's own task is that of the first resolver unless it is given here.
+    A ``task_id`` of 0 counts as not given, as in TensorFlow: give it to the first resolver.
 
     Args:
         *args: the resolvers, at least one.
-        **kwargs: ``rpc_layer``, ``task_type`` and ``task_id``, which replace those of the first resolver.
+        **kwargs: ``rpc_layer``, ``task_type`` and ``task_id``, which replace those of the first resolver; a number
+            above 0.
 
     Raises:
         TypeError: an argument is no ``ClusterResolver``.
@@ -81,8 +83,8 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The index given, else the first resolver's."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
+        """The index given, if it is not 0; else the first resolver's."""
+        return self._task_id or self._resolvers[0].task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:

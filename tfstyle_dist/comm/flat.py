@@ -22,8 +22,11 @@ class Flat(Protocol):
     def dtype(self) -> torch.dtype:
         """Element type in which the values travel."""
 
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copies elements ``start`` to ``stop`` to the beginning of ``out``."""
+    def read(self, start: int, stop: int, out: torch.Tensor, lasting: bool = False) -> None:
+        """Copies elements ``start`` to ``stop`` to the beginning of ``out``.
+
+        ``lasting`` says that ``out`` is memory of the group, which comes back and may be remembered.
+        """
 
     def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
         """Replaces elements ``start`` to ``stop`` by the sum of what is at the beginning of ``parts``.
@@ -47,7 +50,7 @@ class BufferView:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer, self.dtype, self.numel = buffer, buffer.dtype, buffer.numel()
 
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, start: int, stop: int, out: torch.Tensor, lasting: bool = False) -> None:
         """See ``Flat``."""
         out[: stop - start].copy_(self.buffer[start:stop])
 

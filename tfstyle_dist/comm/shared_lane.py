@@ -250,7 +250,7 @@ class SharedLane:
         for start in range(0, max(flat.numel, 1), step):
             stop = min(start + step, flat.numel)
             turn = self._meeting % 2
-            flat.read(start, stop, slots[turn][self.rank])
+            flat.read(start, stop, slots[turn][self.rank], lasting=True)
             if not self._meet(digest):
                 return False
             flat.write(start, stop, slots[turn][: self.size], add, self.rank)
@@ -279,7 +279,7 @@ class SharedLane:
         for stage in range(len(bounds) + 2):
             if stage < len(bounds):
                 turns.append(self._meeting % 2)
-                flat.read(*bounds[stage], slots[turns[-1]][self.rank])
+                flat.read(*bounds[stage], slots[turns[-1]][self.rank], lasting=True)
             if 0 <= stage - 1 < len(bounds):
                 start, stop = bounds[stage - 1]
                 parts = slots[turns[stage - 1]]

@@ -122,12 +122,21 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     return devices
 
 
+_divided: dict[int, int] = {}
+
+
+def divide_gpu(index: int, parts: int) -> None:
+    """Makes several logical devices of one GPU."""
+    _divided[index] = parts
+
+
 def find_local_devices() -> tuple[ReplicaDevice, ...]:
     """All GPUs, or devices of another kind of accelerator, of this process; else the one CPU."""
     for kind in ACCELERATORS:
-        count = count_devices(kind)
-        if count:
-            return tuple(ReplicaDevice(kind, index) for index in range(count))
+        parts = _divided if kind == "cuda" else {}
+        found = [ReplicaDevice(kind, i, slot) for i in range(count_devices(kind)) for slot in range(parts.get(i, 1))]
+        if found:
+            return tuple(found)
     return (ReplicaDevice("cpu", 0),)
 
 

@@ -106,6 +106,11 @@ def accelerate_modes() -> list[str]:
     return [name for name in names if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")]
 
 
+def accelerate_device() -> str | None:
+    """``ACCELERATE_TORCH_DEVICE``: the device that accelerate uses, whatever else there is."""
+    return os.environ.get("ACCELERATE_TORCH_DEVICE") or None
+
+
 def accelerate_started_one_of_several() -> bool:
     """Whether ``accelerate launch`` was asked for several processes but started this one alone.
 

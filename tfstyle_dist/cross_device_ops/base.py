@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import local_sum, true_device
+from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, true_device
 from tfstyle_dist.values import DistributedValues, Mirrored
 
 Pair = tuple[Any, Any]
@@ -19,7 +19,8 @@ Pair = tuple[Any, Any]
 class CrossDeviceOps:
     """Base of the ways to combine per-replica values (``tf.distribute.CrossDeviceOps``).
 
-    Give an instance to ``MirroredStrategy(cross_device_ops=...)``. A subclass overrides ``sum_values``.
+    Give an instance to ``MirroredStrategy(cross_device_ops=...)``. A subclass overrides ``sum_values``: all that the
+    strategy sums is then summed so in each process, gradients and variables too, before the processes' sums are added.
 
     Example:
         >>> op = ReductionToOneDevice()
@@ -32,6 +33,21 @@ class CrossDeviceOps:
     def sum_values(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of one tensor per replica, as a new tensor on the first one's device."""
         return local_sum(values, self.aggregation_method)
+
+    @property
+    def own_sum(self) -> OwnSum | None:
+        """``sum_values``, checked, if a user defined it; ``None`` if the package sums, in whichever way is fastest."""
+        return None if type(self).sum_values is CrossDeviceOps.sum_values else self._checked_sum
+
+    def _checked_sum(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        total: Any = self.sum_values([v.detach() for v in values])
+        if not isinstance(total, torch.Tensor) or total.shape != values[0].shape:
+            got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+            raise TypeError(
+                f"The sum that {type(self).__name__} makes must be a tensor of the shape of each value, "
+                f"{tuple(values[0].shape)}, got {got}; return e.g. torch.stack(list(values)).sum(0)."
+            )
+        return total
 
     def reduce(
         self,

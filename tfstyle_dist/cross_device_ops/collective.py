@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.worker import Worker
 
 _HALF = (torch.float16, torch.bfloat16)
+OwnSum = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""A sum that a user defined."""
 
 
 def true_device(tensor: torch.Tensor) -> torch.device:
@@ -65,6 +67,30 @@ def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DE
     if moved[0].dtype is torch.bool:
         moved = [v.to(torch.int64) for v in moved]
     return aggregate(moved, method)
+
+
+def sum_parts(
+    parts: Sequence[torch.Tensor],
+    method: int,
+    own_sum: OwnSum | None,
+    out: torch.Tensor | None = None,
+    divisor: int | None = None,
+) -> torch.Tensor:
+    """The sum of what this process contributes: as the user's cross-device operation makes it, else by ``aggregate``.
+
+    Args:
+        parts: tensors of one shape and dtype, at least one.
+        method: an ``AggregationMethod``.
+        own_sum: ``CrossDeviceOps.own_sum``.
+        out: where the result goes; it may be one of the parts.
+        divisor: by what the sum is divided.
+    """
+    if own_sum is None:
+        return aggregate(parts, method, out=out, divisor=divisor)
+    total = own_sum(parts)
+    if divisor is not None:
+        total = total / divisor
+    return total if out is None else out.copy_(total)
 
 
 def reduce_over_workers(

@@ -9,6 +9,7 @@ import torch
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.cross_device_ops.base import CrossDeviceOps
+from tfstyle_dist.cross_device_ops.collective import OwnSum
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -37,6 +38,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.aggregation_method = AggregationMethod.validate(aggregation_method)
         self.reduce_to_device = None if reduce_to_device is None else devices.parse(reduce_to_device)
         self.accumulation_fn = accumulation_fn
+
+    @property
+    def own_sum(self) -> OwnSum | None:
+        """See ``CrossDeviceOps``."""
+        overridden = type(self).sum_values is not ReductionToOneDevice.sum_values
+        return self._checked_sum if overridden or self.accumulation_fn is not None else None
 
     def sum_values(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """See ``CrossDeviceOps``."""

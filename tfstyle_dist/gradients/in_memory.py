@@ -95,7 +95,7 @@ class InMemoryReducer(StreamingReducer):
 
     def _reduce_part(self, slots: list[Slot], bucket: Bucket, pieces: GradientPieces, keep: bool) -> None:
         name = f"gradients[{bucket.index}]"
-        grads = _plain_gradients(slots) if keep else None
+        grads = _plain_gradients(slots) if keep and self.own_sum is None else None
         if grads is not None:
             pieces.grads = grads
             self.worker.group.all_reduce_flat(pieces, name, self.method)

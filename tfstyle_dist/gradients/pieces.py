@@ -17,7 +17,7 @@ class _Chunk:
     Attributes:
         pieces: for each tensor in it its number, the first and last element (``None``: all of it), and where it begins.
         numel: length of the range.
-        views: the pieces as views of a memory, by its address.
+        views: the pieces as views of a memory that lasts, by its address.
     """
 
     pieces: list[tuple[int, int | None, int, int]]
@@ -44,11 +44,12 @@ class GradientPieces:
         self._scratch = torch.empty(0, dtype=dtype)
         self.grads: Sequence[torch.Tensor] = ()
 
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, start: int, stop: int, out: torch.Tensor, lasting: bool = False) -> None:
         """See ``Flat``."""
         chunk = self._chunk(start, stop)
         if chunk.pieces:
-            torch._foreach_copy_(self._views(chunk, out), self._sources(chunk))
+            views = self._lasting_views(chunk, out) if lasting else self._views(chunk, out)
+            torch._foreach_copy_(views, self._sources(chunk))
 
     def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
         """See ``Flat``."""
@@ -65,7 +66,7 @@ class GradientPieces:
             for known in self._chunks.values():
                 known.views.clear()
         self._total([p[: chunk.numel] for p in parts], add, self._scratch[: chunk.numel])
-        torch._foreach_copy_(targets, self._views(chunk, self._scratch))
+        torch._foreach_copy_(targets, self._lasting_views(chunk, self._scratch))
 
     def in_place(self) -> tuple[Sequence[torch.Tensor], int | None] | None:
         """See ``Flat``."""
@@ -98,14 +99,19 @@ class GradientPieces:
             grads[number] if low is None else grads[number].view(-1)[low:high] for number, low, high, _ in chunk.pieces
         ]
 
-    def _views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
+    def _lasting_views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
+        """As ``_views``; they are kept, and keep the memory."""
         views = chunk.views.get(memory.data_ptr())
         if views is None:
-            views = []
-            for number, low, high, place in chunk.pieces:
-                shape = self._shapes[number]
-                size = shape.numel() if low is None else high - low
-                view = memory[place : place + size]
-                views.append(view.view(shape) if low is None else view)
-            chunk.views[memory.data_ptr()] = views
+            views = chunk.views[memory.data_ptr()] = self._views(chunk, memory)
+        return views
+
+    def _views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces as they lie in a memory that holds the range from its beginning."""
+        views = []
+        for number, low, high, place in chunk.pieces:
+            shape = self._shapes[number]
+            size = shape.numel() if low is None else high - low
+            view = memory[place : place + size]
+            views.append(view.view(shape) if low is None else view)
         return views

@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
 from tfstyle_dist.gradients.plan import ReductionPlan
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
@@ -46,7 +46,12 @@ class GradientReducer(abc.ABC):
         store: the parameters.
         bytes_per_pack: size of a bucket; 0 chooses.
         method: an ``AggregationMethod``.
+
+    Attributes:
+        own_sum: what sums in this process in the place of ``method``, if the user defined it.
     """
+
+    own_sum: OwnSum | None = None
 
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
@@ -155,11 +160,9 @@ class GradientReducer(abc.ABC):
                 slots[replica].dirty = False
                 continue
             raise RuntimeError(
-                f"optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and "
-                f"never reduced "
-                f"(parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() of "
-                f"the step "
-                "outside accumulate()."
+                "optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never "
+                f"reduced (parameter {record.describe()!r}): the replicas would drift apart. Run the last backward() "
+                "of the step outside accumulate()."
             )
 
     def forget_dead(self) -> None:
@@ -194,6 +197,11 @@ class GradientReducer(abc.ABC):
             return None
         return grad if slot.before is None else grad - slot.before
 
+    def worker_part(self, slot: Slot) -> torch.Tensor | None:
+        """What a worker of one replica adds to the sum: the copy's contribution, as the user sums it."""
+        part = self.contribution(slot)
+        return part if part is None or self.own_sum is None else self.own_sum([part])
+
     def old_part(self, slot: Slot) -> torch.Tensor | None:
         """What was reduced in earlier passes and is to be added to the sum of the new parts; ``None`` for MEAN."""
         if self.divisor(slot.record) is not None:
@@ -220,7 +228,7 @@ class GradientReducer(abc.ABC):
             slot: whose gradient; it may have none.
             empty: a sparse gradient without rows.
         """
-        part = self.contribution(slot)
+        part = self.worker_part(slot)
         if part is None:
             part = empty
         elif not part.is_sparse:

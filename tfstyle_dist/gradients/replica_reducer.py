@@ -11,11 +11,11 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers
+from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
 from tfstyle_dist.gradients.between_devices import sum_over_devices
 from tfstyle_dist.gradients.plan import HALF, Bucket
 from tfstyle_dist.gradients.reducer import GradientReducer, Slot
-from tfstyle_dist.ops import aggregate, aggregate_list
+from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
@@ -157,9 +157,9 @@ class ReplicaReducer(GradientReducer):
     # ---- sums over the local replicas -----------------------------------------------------------------------------
 
     def _is_plain(self, column: Sequence[_New]) -> bool:
-        """Whether every replica has a dense gradient that is averaged."""
+        """Whether every replica has a dense gradient that is averaged as the package does it."""
         record, grad, _ = column[0]
-        if record.policy is None or record.policy.scale is not ReduceOp.MEAN:
+        if self.own_sum is not None or record.policy is None or record.policy.scale is not ReduceOp.MEAN:
             return False
         dtype = grad.dtype
         return all(g.layout is torch.strided and g.dtype is dtype for _, g, _ in column)
@@ -214,7 +214,7 @@ class ReplicaReducer(GradientReducer):
             and parts[0].data_ptr() == first.data_ptr()
         ):
             out = first if all(not p.is_sparse for p in parts) else None
-        self._store(record, aggregate(parts, self.method, out=out, divisor=divisor))
+        self._store(record, sum_parts(parts, self.method, self.own_sum, out, divisor))
 
     def _store(self, record: Record, total: torch.Tensor) -> None:
         """Gives every replica its own copy of the result."""
@@ -259,7 +259,7 @@ class ReplicaReducer(GradientReducer):
             parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
-                aggregate(parts, self.method, out=view)
+                sum_parts(parts, self.method, self.own_sum, view)
             if any(s.ready or s.dirty for s in self.slots[id(record)]):
                 buffer[bucket.numel + place] = 1.0
         return buffer
@@ -267,7 +267,7 @@ class ReplicaReducer(GradientReducer):
     def _sparse_over_workers(self, record: Record) -> None:
         first = record.components[0]
         parts = [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
-        local = aggregate(parts, self.method) if parts else no_rows(first.detach())
+        local = sum_parts(parts, self.method, self.own_sum) if parts else no_rows(first.detach())
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
         if total._nnz() > 0:

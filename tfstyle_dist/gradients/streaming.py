@@ -65,9 +65,8 @@ class StreamingReducer(PassReducer):
             return
         if lane.pending is not None:
             raise RuntimeError(
-                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time "
-                f"after it was "
-                "sent. Use torch.utils.checkpoint with use_reentrant=False."
+                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time after "
+                "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         self._look()
         with self.worker.clocks[0].counting(COMMUNICATION):
@@ -107,7 +106,7 @@ class StreamingReducer(PassReducer):
         self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
     def _fill(self, lane: Lane, place: int, slot: Slot) -> None:
-        part = self.contribution(slot)
+        part = self.worker_part(slot)
         if part is None:
             lane.views[place].zero_()
         else:

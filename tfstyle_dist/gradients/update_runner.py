@@ -247,26 +247,22 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if owner.records and owner.foreign and owner.strategies[0].num_replicas_in_sync > 1:
         raise RuntimeError(
             f"{type(optimizer).__name__} mixes parameters of {owner.strategies[0]!r} with {len(owner.foreign)} "
-            f"that belong to "
-            f"no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to replica. Build "
-            f"the whole model "
-            "inside strategy.scope(), or call strategy.experimental_adopt(module); deepcopy, to_empty, peft and "
-            "load_state_dict(assign=True) make new parameters that must be adopted again."
+            f"that belong to no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to "
+            "replica. Build the whole model inside strategy.scope(), or call strategy.experimental_adopt(module); "
+            "deepcopy, to_empty, peft and load_state_dict(assign=True) make new parameters that must be adopted again."
         )
     if len(owner.strategies) > 1:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds parameters of several strategies ({owner.strategies}). Use one "
-            f"optimizer for each."
+            "optimizer for each."
         )
     if not owner.records:
         if in_run and owner.key:
             assert frame is not None
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its "
-                f"parameters "
-                "belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
-                "strategy.scope(), or "
-                "call strategy.experimental_adopt(module) before building the optimizer."
+                "parameters belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
+                "strategy.scope(), or call strategy.experimental_adopt(module) before building the optimizer."
             )
         return None
     if in_run and frame is not None and owner.strategies[0] is not frame.strategy:

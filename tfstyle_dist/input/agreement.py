@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.input.split import describe, from_description, map_leaves
+from tfstyle_dist.input.split import describe, from_description, leading_size, map_leaves
 from tfstyle_dist.runtime.worker import Worker
 
 
@@ -83,11 +83,11 @@ def fingerprint(batch: Any) -> int:
     """A small number that tells batches apart: of the first leaf's size and first example."""
     leaves: list[Any] = []
     map_leaves(leaves.append, batch)
-    if not leaves or len(leaves[0]) == 0:
+    if not leaves or (size := leading_size(leaves[0])) == 0:
         return 1
     first = leaves[0][0]
     if isinstance(first, torch.Tensor):
-        data = first.detach().cpu().contiguous().reshape(-1)[:64].to(torch.float64).numpy().tobytes()
+        data = first.detach().to_dense().cpu().contiguous().reshape(-1)[:64].to(torch.float64).numpy().tobytes()
     else:
         data = first.tobytes() if isinstance(first, np.ndarray | np.generic) else str(first).encode()
-    return int.from_bytes(hashlib.blake2b(data + str(len(leaves[0])).encode(), digest_size=5).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(data + str(size).encode(), digest_size=5).digest(), "big")

@@ -24,6 +24,8 @@ from tfstyle_dist.input.split import group, spec_of
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 
+_UNKNOWN_CARDINALITY = -2
+
 
 class DistributedDataset:
     """A dataset divided among the replicas (``tf.distribute.DistributedDataset``).
@@ -71,6 +73,17 @@ class DistributedDataset:
                 "batches."
             )
         return steps
+
+    @property
+    def cardinality(self) -> int:
+        """How many batches the dataset has: that which was given, or the first one that ``dataset_fn`` made here.
+
+        -2, TensorFlow's ``UNKNOWN_CARDINALITY``, where this is not known without reading.
+
+        Source: ``DistributedDataset.cardinality`` of TensorFlow.
+        """
+        number = self.pipeline.num_batches()
+        return _UNKNOWN_CARDINALITY if number is None else number
 
     @property
     def element_spec(self) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from tfstyle_dist.input.layouts import is_dense
 from tfstyle_dist.input.split import map_leaves
 
 MOST_BYTES = 256 * 1024
@@ -43,7 +44,7 @@ def _fits(leaf: Any) -> bool:
     return (
         type(leaf) is torch.Tensor
         and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
+        and is_dense(leaf)
         and not leaf.requires_grad
         and not leaf.is_quantized
         and 0 < leaf.nbytes <= MOST_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tfstyle_dist.core.enums import InputReplicationMode
 
@@ -91,6 +91,26 @@ class InputContext:
         )
 
     __repr__ = __str__
+
+
+@dataclass
+class DistributeOptions:
+    """How a dataset is divided (``tf.data.experimental.DistributeOptions``); to be filled in.
+
+    ``Strategy.experimental_distribute_dataset`` takes it as ``auto_shard_policy``.
+
+    Attributes:
+        auto_shard_policy: how the workers divide the dataset.
+        num_devices: accepted for TF's signature.
+
+    Example:
+        >>> options = DistributeOptions()
+        >>> options.auto_shard_policy = AutoShardPolicy.DATA
+        >>> strategy.experimental_distribute_dataset(loader, auto_shard_policy=options)
+    """
+
+    auto_shard_policy: AutoShardPolicy = field(default=AutoShardPolicy.AUTO, init=False)
+    num_devices: int | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class Pipeline(abc.ABC):
     def steps_per_epoch(self) -> int | None:
         """Steps of a whole epoch on this worker; ``None`` when it is not known without reading."""
 
+    def num_batches(self) -> int | None:
+        """Batches of the dataset that was given; ``None`` when it is not known without reading."""
+        return self.steps_per_epoch()
+
     def facts(self) -> dict[str, Any]:
         """What must be the same on all workers and in a saved position."""
         return {}
@@ -170,6 +174,10 @@ class DealtPipeline(Pipeline):
         if len(known) < len(self._lengths):
             return None
         return max(known) if len(known) > 1 else -(-known[0] // self.layout.replicas)
+
+    def num_batches(self) -> int | None:
+        """See ``Pipeline``: a batch is for one replica."""
+        return self._lengths[0]
 
     def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
         """See ``Pipeline``: elements before ``position`` are read and dropped."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.devices import accelerator, is_accelerator
+from tfstyle_dist.input.layouts import memory_of
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.split import map_leaves
 
@@ -60,7 +61,8 @@ class DevicePrefetcher:
         parts, events = [], []
         for part, device in zip(step.parts, self._devices, strict=True):
             stream, module = self._streams[device], accelerator(device.type)
-            for other in {leaf.device for leaf in _device_leaves(part)}:  # made there, by work that may not be done yet
+            # What was made on a device comes from work that may not be done yet.
+            for other in {leaf.device for leaf in _device_leaves(part)}:
                 stream.wait_stream(accelerator(other.type).current_stream(other))
             with module.stream(stream):
                 parts.append(to_device(part, device))
@@ -89,5 +91,6 @@ def _is_on_device(leaf: Any) -> bool:
 
 def _record(stream: Any, leaf: Any) -> Any:
     if _is_on_device(leaf):
-        leaf.record_stream(stream)
+        for memory in memory_of(leaf):
+            memory.record_stream(stream)
     return leaf

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.input import layouts
 from tfstyle_dist.values import PerReplica
 
 
@@ -19,7 +20,7 @@ class TensorSpec:
     """What one leaf of a batch looks like.
 
     Attributes:
-        shape: sizes of its dimensions, ``None`` for the batch.
+        shape: sizes of its dimensions, ``None`` for the batch and where the entries of a nested tensor differ.
         dtype: its torch or numpy dtype, or ``str`` for a list of texts.
     """
 
@@ -57,7 +58,8 @@ def leading_size(batch: Any) -> int:
     """The number of examples: the common first dimension of all leaves.
 
     Args:
-        batch: tensors of shape ``[batch, ...]``, arrays, lists of texts, or a nest of them.
+        batch: tensors of shape ``[batch, ...]`` (sparse COO and nested ones too), arrays, lists of texts, or a nest of
+            them.
 
     Raises:
         IndexError: a leaf without a first dimension: the data are not batched.
@@ -84,6 +86,9 @@ def _leaf_size(leaf: Any) -> int:
                 "several replicas. Batch it to the global batch size, e.g. DataLoader(dataset, batch_size=64) or "
                 "global_batch_size=64."
             )
+        if isinstance(leaf, torch.Tensor):
+            layouts.check_divisible(leaf)
+            return leaf.size(0)
         return int(leaf.shape[0])
     if isinstance(leaf, list | tuple):
         return len(leaf)
@@ -106,7 +111,9 @@ def slice_batch(batch: Any, piece: range) -> Any:
         piece: consecutive examples; an empty range keeps structure, dtype and trailing shape.
     """
     start, stop = piece.start, max(piece.start, piece.stop)
-    return map_leaves(lambda leaf: leaf[start:stop], batch)
+    return map_leaves(
+        lambda leaf: layouts.cut(leaf, start, stop) if isinstance(leaf, torch.Tensor) else leaf[start:stop], batch
+    )
 
 
 def empty_like(batch: Any) -> Any:
@@ -153,7 +160,8 @@ def spec_of(batch: Any) -> Any:
 
     def leaf(value: Any) -> TensorSpec:
         if isinstance(value, torch.Tensor | np.ndarray):
-            return TensorSpec((None, *value.shape[1:]) if value.ndim else (), value.dtype)
+            shape = layouts.sizes(value) if isinstance(value, torch.Tensor) else value.shape
+            return TensorSpec((None, *shape[1:]) if value.ndim else (), value.dtype)
         if isinstance(value, list | tuple):
             return TensorSpec((None,), type(value[0]))
         return TensorSpec((), type(value))
@@ -167,6 +175,8 @@ def describe(batch: Any) -> Any:
     Raises:
         TypeError: a leaf that is no tensor, array or list of texts.
     """
+    if isinstance(batch, torch.Tensor) and not layouts.is_dense(batch):
+        return layouts.describe(batch)
     if isinstance(batch, torch.Tensor):
         return ["tensor", str(batch.dtype).removeprefix("torch."), list(batch.shape[1:])]
     if isinstance(batch, np.ndarray):
@@ -185,6 +195,8 @@ def from_description(text: Any) -> Any:
     kind, *rest = text
     if kind == "tensor":
         return torch.empty((0, *rest[1]), dtype=getattr(torch, rest[0]))
+    if kind in ("sparse", "nested", "jagged"):
+        return layouts.from_description(kind, getattr(torch, rest[0]), rest[1:])
     if kind == "array":
         return np.empty((0, *rest[1]), dtype=rest[0])
     if kind == "texts":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,6 +122,46 @@ class MaxSizePartitioner(Partitioner):
         shards = max(1, math.ceil(rows / rows_per_shard))
         result[axis] = min(shards, self._max_shards) if self._max_shards is not None else shards
         return result
+
+
+def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Callable[..., list[int]]:
+    """A fixed number of shards along ``axis``; see ``FixedShardsPartitioner``.
+
+    Example:
+        >>> fixed_size_partitioner(2, axis=1)([10, 3], torch.float32)
+        [1, 2]
+
+    Source: ``tf.compat.v1.fixed_size_partitioner``.
+    """
+    return partial(FixedShardsPartitioner(num_shards), axis=axis)
+
+
+def min_max_variable_partitioner(
+    max_partitions: int = 1, axis: int = 0, min_slice_size: int = 256 << 10, bytes_per_string_element: int = 16
+) -> Callable[..., list[int]]:
+    """Shards of at least about ``min_slice_size`` bytes along ``axis``; see ``MinSizePartitioner``.
+
+    Example:
+        >>> min_max_variable_partitioner(2, min_slice_size=16)([10, 3], torch.float32)
+        [2, 1]
+
+    Source: ``tf.compat.v1.min_max_variable_partitioner``.
+    """
+    return partial(MinSizePartitioner(min_slice_size, max_partitions, bytes_per_string_element), axis=axis)
+
+
+def variable_axis_size_partitioner(
+    max_shard_bytes: int, axis: int = 0, bytes_per_string_element: int = 16, max_shards: int | None = None
+) -> Callable[..., list[int]]:
+    """Shards of at most ``max_shard_bytes`` along ``axis``; see ``MaxSizePartitioner``.
+
+    Example:
+        >>> variable_axis_size_partitioner(16)([10], torch.float32)
+        [3]
+
+    Source: ``tf.compat.v1.variable_axis_size_partitioner``.
+    """
+    return partial(MaxSizePartitioner(max_shard_bytes, max_shards, bytes_per_string_element), axis=axis)
 
 
 def split_rows(rows: int, shards: int) -> list[int]:

@@ -114,6 +114,11 @@ class ShardedVariable(ServerVariable):
         return self._tfstyle_parts
 
     @property
+    def is_sharded_variable(self) -> bool:
+        """Always true: what tells it from other variables, as in TensorFlow."""
+        return True
+
+    @property
     def server_index(self) -> int:
         """Not defined: see ``variables``."""
         raise ValueError(f"Variable {self.name!r} lives on several servers; look at its .variables.")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         DeviceAssignment as DeviceAssignment,
         ExperimentalTPUStrategy as ExperimentalTPUStrategy,
         TPUStrategy as TPUStrategy,
+        initialize_tpu_system as initialize_tpu_system,
     )
 
 _HOMES = {
@@ -50,6 +51,7 @@ _HOMES = {
     "get_strategy": "contexts",
     "has_strategy": "contexts",
     "in_cross_replica_context": "contexts",
+    "initialize_tpu_system": "tpu",
 }
 
 __all__ = list(_HOMES)

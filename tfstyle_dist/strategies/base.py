@@ -63,9 +63,12 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         monitor: counts where the time of the steps goes; see ``report``.
         parameter_store: the parameters, buffers and variables it owns.
         first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
+        distributes: whether it is made for several replicas, though it may have one; else values stay as they are, and
+            anything can be updated.
     """
 
     first_replica_is_global = True
+    distributes = True
 
     def __init__(
         self,
@@ -99,12 +102,14 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
 
     def make_reducer(self) -> GradientReducer:
         """What makes the gradients of plain optimizers the same on all replicas."""
-        return self._reducer_class()(
+        reducer = self._reducer_class()(
             self.worker,
             self.parameter_store,
             self.communication_options.bytes_per_pack,
             self.cross_device_ops.aggregation_method,
         )
+        reducer.own_sum = self.cross_device_ops.own_sum
+        return reducer
 
     def make_update_runner(self) -> UpdateRunner:
         """Who runs the step of plain optimizers."""
@@ -257,14 +262,22 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
             value_fn: called once for each local replica, in order, with a ``ValueContext``.
 
         Returns:
-            A nest of ``PerReplica``; the bare value when there is one replica in all.
+            A nest of ``PerReplica``, also for one replica; the bare value under ``OneDeviceStrategy`` and the default
+            strategy.
+
+        Example:
+            >>> strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+            PerReplica:{
+              0: 0,
+              1: 1
+            }
         """
         count = self.worker.num_local_replicas
         nests = []
         for replica in range(count):
             context = ValueContext(self.worker.replica_id(replica), self.num_replicas_in_sync)
             nests.append(value_fn(context))
-        if self.num_replicas_in_sync == 1:
+        if not self.distributes:
             return nests[0]
         leaves, spec = nest.assert_same_structure(nests, "values")
         return nest.unflatten([PerReplica(entries) for entries in zip(*leaves, strict=True)], spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
-from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import ParameterStore, Record
 from tfstyle_dist.variables.record import raw
@@ -16,13 +16,14 @@ def synchronize(worker: Worker, store: ParameterStore) -> None:
     if worker.num_replicas == 1:
         return
     store.settle()
+    ops = store.strategy.cross_device_ops
     groups: dict[tuple[torch.dtype, VariableAggregation], list[Record]] = {}
     for record in store.alive_everywhere(list(store.records("buffer"))):
         groups.setdefault((record.components[0].dtype, record.aggregation), []).append(record)
     with torch.no_grad(), raw():
         for (dtype, aggregation), records in groups.items():
             if aggregation is VariableAggregation.MEAN:
-                flat = torch.cat([local_sum([c.detach() for c in r.components]).reshape(-1) for r in records])
+                flat = torch.cat([ops.sum_values([c.detach() for c in r.components]).reshape(-1) for r in records])
                 flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")
             else:
                 flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])

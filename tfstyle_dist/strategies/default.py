@@ -31,6 +31,8 @@ class _Scope:
 class DefaultStrategy(Strategy):
     """``tf.distribute.get_strategy()`` outside every scope."""
 
+    distributes = False
+
     def __init__(self) -> None:
         super().__init__(StrategyExtended(Worker((), SingleGroup(), None)))
         self.replica_context = ReplicaContext(self, 0)

@@ -142,9 +142,13 @@ class StrategyExtended:
             group: regroup the results into one value; else a tuple with one result per copy.
 
         Raises:
-            InvalidArgumentError: ``var`` is no variable of this strategy.
+            InvalidArgumentError: ``var`` is no variable of this strategy; ``OneDeviceStrategy`` and the default one
+                pass on anything.
+
+        Example:
+            >>> strategy.extended.update(variable, lambda copy, x: copy.assign_add(x), args=(1.0,))
         """
-        if self.strategy.num_replicas_in_sync == 1 and not isinstance(var, DistributedValues):
+        if not self.strategy.distributes or self._stays_itself(var):
             with entered(Frame(self.strategy, component=0)):
                 result = fn(var, *select_replica(0, tuple(args)), **select_replica(0, kwargs or {}))
             return result if group else (result,)
@@ -211,6 +215,15 @@ class StrategyExtended:
                 "`colocate_with_variable` belongs to another strategy or to none."
             )
         yield
+
+    def _stays_itself(self, var: Any) -> bool:
+        """Whether ``var`` is a variable or parameter that the one replica there is uses as it is, without copies."""
+        if self.strategy.num_replicas_in_sync > 1 or isinstance(var, DistributedValues):
+            return False
+        if not isinstance(var, torch.nn.Parameter):
+            return False
+        record = find_record(var)  # one replica that needs nothing adopts no parameter: it has no record
+        return record is None or record.store is self.strategy.parameter_store
 
     def _own(self, var: Any, what: str) -> Record:
         record = find_record(var) if isinstance(var, Variable | torch.nn.Parameter) else None

@@ -7,9 +7,11 @@ from typing import Any, cast
 
 from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.input import (
+    ArrayDataset,
     AutoShardPolicy,
     DistributedDataset,
     DistributedIterator,
+    DistributeOptions,
     InputContext,
     InputOptions,
     Request,
@@ -37,7 +39,7 @@ class InputMethods:
         shuffle: bool = False,
         seed: int | None = None,
         drop_remainder: bool = False,
-        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+        auto_shard_policy: AutoShardPolicy | DistributeOptions = AutoShardPolicy.AUTO,
         **loader_options: Any,
     ) -> DistributedDataset:
         """Divides a dataset of global batches among the replicas; on all workers alike.
@@ -53,7 +55,7 @@ class InputMethods:
             shuffle: shuffles a map-style dataset anew in each epoch.
             seed: of the order; default: drawn from torch's random numbers on worker 0.
             drop_remainder: leaves out a last batch that is smaller.
-            auto_shard_policy: how the workers divide the dataset.
+            auto_shard_policy: how the workers divide the dataset; a policy, or the ``DistributeOptions`` that hold it.
             **loader_options: ``num_workers``, ``collate_fn``, ``pin_memory``, ... of ``DataLoader``.
 
         Returns:
@@ -73,6 +75,8 @@ class InputMethods:
             >>> for batch in strategy.experimental_distribute_dataset(loader):
             ...     strategy.run(step, args=(batch,))
         """
+        if isinstance(auto_shard_policy, DistributeOptions):
+            auto_shard_policy = auto_shard_policy.auto_shard_policy
         request = Request(
             self.worker, auto_shard_policy, global_batch_size, shuffle, seed, drop_remainder, dict(loader_options)
         )
@@ -85,8 +89,7 @@ class InputMethods:
 
         Args:
             dataset_fn: called once for each input pipeline of this worker with its ``InputContext``; returns an
-            iterable
-                of per-replica batches (a ``DataLoader``, an ``IterableDataset``, a list).
+                iterable of per-replica batches (a ``DataLoader``, an ``IterableDataset``, a list).
             options: how batches reach the replicas, and whether there is one pipeline for each replica.
 
         Returns:
@@ -110,6 +113,24 @@ class InputMethods:
     ) -> DistributedDataset:
         """The older name of ``distribute_datasets_from_function``."""
         return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> ArrayDataset:
+        """A dataset of the samples of arrays that every worker holds.
+
+        Args:
+            numpy_input: a nest of arrays of one length.
+            session: accepted for TF's signature.
+
+        Raises:
+            ValueError: arrays of different lengths.
+
+        Example:
+            >>> dataset = strategy.experimental_make_numpy_dataset((images, labels))
+            >>> strategy.experimental_distribute_dataset(dataset, global_batch_size=64)
+
+        Source: ``tf.compat.v1.distribute.Strategy.experimental_make_numpy_dataset``.
+        """
+        return ArrayDataset(numpy_input)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
         """The older form of ``iter(experimental_distribute_dataset(dataset))``."""

@@ -30,6 +30,8 @@ class OneDeviceStrategy(Strategy):
         2
     """
 
+    distributes = False
+
     def __init__(self, device: str | torch.device) -> None:
         place = device_names.parse(device)
         device_names.check_present(place)

@@ -29,10 +29,17 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
 
     Raises:
         ValueError: the leaf is no tensor.
+        InvalidArgumentError: its layout is neither dense nor sparse COO.
     """
     if isinstance(leaf, Replicated):
         return leaf._tfstyle_value()
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
+            raise InvalidArgumentError(
+                f"{what}: a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'} cannot be "
+                "combined over replicas: make it dense, e.g. with to_dense() or torch.nested.to_padded_tensor, or "
+                "sparse COO."
+            )
         return leaf
     raise ValueError(
         f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and "
@@ -137,7 +144,8 @@ def reduce_columns(
     """
     worker, ops = strategy.worker, strategy.cross_device_ops
     with torch.no_grad():
-        sums = [ops.sum_values(widened(worker, column)) for column in columns]
+        sum_values = ops.own_sum or ops.sum_values
+        sums = [sum_values(widened(worker, column)) for column in columns]
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
         method = ops.aggregation_method

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.cluster_resolver import ClusterResolver
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.bootstrap import effective_timeout
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.comm.xla_adapter import XlaAdapter
+from tfstyle_dist.comm.xla_adapter import XlaAdapter, require_torch_xla
 from tfstyle_dist.comm.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
@@ -55,6 +56,32 @@ class DeviceAssignment:
 
     num_replicas: int
     num_cores_per_replica: int = 1
+
+
+def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
+    """Checks that there is what ``TPUStrategy`` needs; torch_xla initialises the devices when they are first used.
+
+    Nothing is returned: torch_xla knows the topology itself.
+
+    Args:
+        cluster_resolver: the slice, or ``None``: this host's.
+
+    Raises:
+        ImportError: torch_xla is absent, or is made for another torch.
+        TypeError: ``cluster_resolver`` is something else.
+
+    Example:
+        >>> initialize_tpu_system(TPUClusterResolver())
+        >>> strategy = TPUStrategy()
+
+    Source: ``tf.tpu.experimental.initialize_tpu_system``.
+    """
+    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+        raise TypeError(
+            f"cluster_resolver must be a ClusterResolver, such as TPUClusterResolver(), or None, got "
+            f"{type(cluster_resolver).__name__}: {cluster_resolver!r}."
+        )
+    require_torch_xla()
 
 
 class TPUStrategy(MirroredVariables):

@@ -1,5 +1,6 @@
 """Layer 5: TF-style optimizers and gradients, checkpoints, preemption."""
 
+from tfstyle_dist.cluster_resolver import ClusterSpec
 from tfstyle_dist.train.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointOptions",
     "CheckpointReader",
     "CheckpointState",
+    "ClusterSpec",
     "FtrlOptimizer",
     "GradientDescentOptimizer",
     "MomentumOptimizer",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
@@ -268,6 +268,16 @@ class TFOptimizer(UpdateRule):
                     "or call strategy.set_gradient_policy(parameters, reduce_at='apply') before the first backward()."
                 )
             record.policy.reduce_at = "apply"
+
+
+def get_loss_reduction() -> ReduceOp:
+    """How the optimizers of this module combine the gradients of the replicas: ``ReduceOp.SUM``.
+
+    Divide the loss by the global batch, as ``nn.compute_average_loss`` does.
+
+    Source: ``tf.compat.v1.distribute.get_loss_reduction``.
+    """
+    return ReduceOp.SUM
 
 
 def _is_own_grad(record: Record, grad: Any) -> bool:

@@ -34,7 +34,11 @@ def reduced(
     group = strategy.worker.group
     with strategy.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
         given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
-        sums = aggregate_columns(given, method)
+        own_sum = strategy.cross_device_ops.own_sum
+        if own_sum is None:
+            sums = aggregate_columns(given, method)
+        else:
+            sums = [own_sum(column) if column else None for column in given]
         if group.size == 1:
             return [(g, v) for g, v in zip(sums, variables, strict=True) if g is not None]
         described = [(tuple(v.shape), str(v.dtype)) for v in variables]

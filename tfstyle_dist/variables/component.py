@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers, true_device, widened
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
@@ -137,7 +137,7 @@ def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
             worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
         return first
     op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
-    total = local_sum(widened(worker, values))
+    total = record.store.strategy.cross_device_ops.sum_values(widened(worker, values))
     total = reduce_over_workers(worker, op, total, f"variable {record.local_name!r}")
     return total.to(values[0].dtype)
 

@@ -16,7 +16,9 @@ class RowMethods:
     cross-replica context every copy gets the rows.
 
     All take ``sparse_delta``, an ``IndexedSlices`` or a ``torch.sparse_coo_tensor`` that is sparse in its first
-    dimension; ``use_locking`` and ``name`` are accepted for TF's signature. They return the variable.
+    dimension; ``use_locking`` and ``name`` are accepted for TF's signature. Those named ``scatter_nd_...`` take
+    ``indices``, whose last dimension names a place, and ``updates`` of shape ``indices.shape[:-1]`` and what is left of
+    the variable's. They return the variable.
 
     Raises:
         TypeError: another ``sparse_delta``.
@@ -63,6 +65,18 @@ class RowMethods:
     def scatter_update(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
         """Sets some rows; of a row that is named twice the last one stays."""
         return self._tfstyle_scatter("scatter_update", sparse_delta)
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Adds ``updates[i]`` to ``variable[indices[i, 0], indices[i, 1], ...]``; a place named twice gets both."""
+        return self._tfstyle_scatter("scatter_nd_add", (indices, updates))
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Subtracts; see ``scatter_nd_add``."""
+        return self._tfstyle_scatter("scatter_nd_sub", (indices, updates))
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        """Sets; of a place that is named twice the last one stays. See ``scatter_nd_add``."""
+        return self._tfstyle_scatter("scatter_nd_update", (indices, updates))
 
     def batch_scatter_update(self, sparse_delta: Any, use_locking: bool = False, name: str | None = None) -> Any:
         """Sets ``variable[b, ..., indices[b, ..., j]] = values[b, ..., j]``; one copy only."""

@@ -35,9 +35,12 @@ _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scatter_max": torch.maximum,
     "scatter_update": lambda old, value: value,
     "batch_scatter_update": lambda old, value: value,
+    "scatter_nd_add": torch.add,
+    "scatter_nd_sub": torch.sub,
+    "scatter_nd_update": lambda old, value: value,
 }
-_SIGNS = {"scatter_add": 1, "scatter_sub": -1}
-_NOT_COMBINED = ("scatter_min", "scatter_max", "scatter_update")
+_SIGNS = {"scatter_add": 1, "scatter_sub": -1, "scatter_nd_add": 1, "scatter_nd_sub": -1}
+_NOT_COMBINED = ("scatter_min", "scatter_max", "scatter_update", "scatter_nd_update")
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -56,6 +59,8 @@ def rows_of(op: str, sparse_delta: Any, like: torch.Tensor, name: Callable[[], s
         TypeError: not ``IndexedSlices``, nor a sparse tensor.
         InvalidArgumentError: wrong dtype or shape, or a row that does not exist.
     """
+    if op.startswith("scatter_nd"):
+        return _rows_of_places(op, sparse_delta[0], sparse_delta[1], like, name)
     slices = as_slices(sparse_delta)
     values, indices = slices.values.detach(), slices.indices.detach().to(true_device(like), torch.int64)
     values = values.to(true_device(like))
@@ -96,6 +101,28 @@ def _rows_of_batches(values: torch.Tensor, indices: torch.Tensor, like: torch.Te
         place = torch.arange(size, device=indices.device).view([-1 if d == axis else 1 for d in range(depth)])
         number = number * like.shape[axis] + place
     number = number * like.shape[depth - 1] + indices
+    return values.reshape(-1, *rest), number.reshape(-1)
+
+
+def _rows_of_places(op: str, indices: Any, updates: Any, like: torch.Tensor, name: Callable[[], str]) -> Rows:
+    """``variable[indices[i, 0], indices[i, 1], ...] = updates[i]``: the first dimensions count as one."""
+    device = true_device(like)
+    places = torch.as_tensor(indices).detach().to(device, torch.int64)
+    values = (
+        torch.as_tensor(updates, dtype=None if isinstance(updates, torch.Tensor) else like.dtype).detach().to(device)
+    )
+    depth = places.shape[-1] if places.dim() else 0
+    rest = tuple(like.shape[depth:])
+    if not 1 <= depth <= like.dim() or tuple(values.shape) != (*places.shape[:-1], *rest) or values.dtype != like.dtype:
+        raise InvalidArgumentError(
+            f"{op} of variable {name()!r} of shape {tuple(like.shape)} and dtype {like.dtype}: the last dimension of "
+            f"indices must be 1 to {like.dim()}, and updates.shape = indices.shape[:-1] + variable.shape[that:], got "
+            f"indices.shape {tuple(places.shape)}, updates.shape {tuple(values.shape)} and {values.dtype}."
+        )
+    number = places.new_zeros(places.shape[:-1])
+    for axis in range(depth):
+        _check_range(op, places[..., axis], like.shape[axis], name)
+        number = number * like.shape[axis] + places[..., axis]
     return values.reshape(-1, *rest), number.reshape(-1)
 
 

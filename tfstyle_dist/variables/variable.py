@@ -285,6 +285,11 @@ class DistributedVariable(DistributedValues, Variable):  # type: ignore[misc]  #
     """A variable with copies on the replicas of a strategy."""
 
     @property
+    def is_distributed_variable(self) -> bool:
+        """Always true: what tells it from other variables, as in TensorFlow."""
+        return True
+
+    @property
     def values(self) -> tuple[Any, ...]:  # type: ignore[override]  # Tensor.values() is for sparse tensors
         """The copies of this worker's replicas; the one copy under central storage."""
         self._tfstyle_record.store.ensure_equal()

@@ -100,7 +100,9 @@ def check_match(strategy: Strategy, accelerator: Any) -> None:
             "Accelerator when the cluster comes from TF_CONFIG or a cluster_resolver."
         )
     first = strategy.worker.torch_device(0)
-    if first.type != accelerator.device.type or (first.index or 0) != (accelerator.device.index or 0):
+    # All numbers of CPUs are torch's one CPU.
+    same_number = first.type == "cpu" or (first.index or 0) == (accelerator.device.index or 0)
+    if first.type != accelerator.device.type or not same_number:
         raise ValueError(
             f"The first replica of {strategy!r} is on {first}, but the Accelerator is on {accelerator.device}. Give "
             f"the strategy devices=['{accelerator.device}', ...], or the Accelerator cpu=True."

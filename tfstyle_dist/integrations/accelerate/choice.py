@@ -55,10 +55,12 @@ def before_accelerator() -> Strategy | None:
         return get_strategy()
     if default_process_group() is not None:
         return None
+    device = env.accelerate_device()
+    devices = None if device is None else [device]
     if env.tf_config() is not None and env.launch() is None:
-        return _remember(MultiWorkerMirroredStrategy())
+        return _remember(MultiWorkerMirroredStrategy(devices=devices))
     if env.rendezvous_file() is not None and env.launch() is not None:
-        return _remember(MirroredStrategy())
+        return _remember(MirroredStrategy(devices))
     return None
 
 

@@ -38,7 +38,10 @@ def mean_of_bucket(strategy: Strategy, bucket: Any) -> torch.futures.Future[torc
     if group.size > 1:
         name = f"gradients[{bucket.index()}]"
         # DistributedDataParallel has compared the models: the workers' buckets are of one size.
-        method = strategy.cross_device_ops.aggregation_method
+        ops = strategy.cross_device_ops
+        method = ops.aggregation_method
+        if ops.own_sum is not None:
+            flat = ops.own_sum([flat])
         group.all_reduce_async(flat, name, agreed=True, method=method).wait()
         flat.div_(group.size)
     if flat is not buffer:

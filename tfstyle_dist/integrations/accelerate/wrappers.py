@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.cross_device_ops.collective import sum_parts
 from tfstyle_dist.integrations.accelerate.upstream import find_batch_size, map_tensors
-from tfstyle_dist.ops import aggregate
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -95,8 +96,7 @@ class LocalReplicas(Wrapped):
         shares = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start] or [(0, count)]
         devices = [worker.torch_device(place) for place in range(len(shares))]
         names, parameters = zip(*self.module.named_parameters(), strict=True)
-        method = self.strategy.cross_device_ops.aggregation_method
-        copies = _Spread.apply(tuple(devices), method, *parameters)  # type: ignore[no-untyped-call]
+        copies = _Spread.apply(tuple(devices), self.strategy.cross_device_ops, *parameters)  # type: ignore[no-untyped-call]
         outputs = []
         for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
             own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True))
@@ -123,20 +123,22 @@ class _Spread(torch.autograd.Function):
     """A copy of every parameter for each replica; backward sums the replicas' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, devices: tuple[torch.device, ...], method: int, *parameters: torch.Tensor) -> Any:
-        ctx.replicas, ctx.method = len(devices), method
+    def forward(ctx: Any, devices: tuple[torch.device, ...], ops: CrossDeviceOps, *parameters: torch.Tensor) -> Any:
+        ctx.replicas, ctx.ops = len(devices), ops
         ctx.homes = [p.device for p in parameters]
         ctx.set_materialize_grads(False)
         return tuple(p.detach().to(device) for device in devices for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        count = len(ctx.homes)
+        count, ops = len(ctx.homes), ctx.ops
         sums: list[torch.Tensor | None] = []
         for place, home in enumerate(ctx.homes):
             parts = [gradients[replica * count + place] for replica in range(ctx.replicas)]
             there = [part.to(home) for part in parts if part is not None]
-            sums.append(there[0] if len(there) == 1 else aggregate(there, ctx.method) if there else None)
+            alone = len(there) == 1 and ops.own_sum is None
+            whole = there[0] if alone else sum_parts(there, ops.aggregation_method, ops.own_sum) if there else None
+            sums.append(whole)
         return (None, None, *sums)
 
 

@@ -1,6 +1,6 @@
 """``tf.tpu.experimental``."""
 
 from tfstyle_dist.model_parallel import tensor_split
-from tfstyle_dist.strategies import DeviceAssignment
+from tfstyle_dist.strategies import DeviceAssignment, initialize_tpu_system
 
-__all__ = ["DeviceAssignment", "tensor_split"]
+__all__ = ["DeviceAssignment", "initialize_tpu_system", "tensor_split"]

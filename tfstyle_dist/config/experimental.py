@@ -1,0 +1,17 @@
+"""``tf.config.experimental``: older names."""
+
+from tfstyle_dist.config.devices import (
+    LogicalDeviceConfiguration as VirtualDeviceConfiguration,
+    get_logical_device_configuration as get_virtual_device_configuration,
+    list_logical_devices,
+    list_physical_devices,
+    set_logical_device_configuration as set_virtual_device_configuration,
+)
+
+__all__ = [
+    "VirtualDeviceConfiguration",
+    "get_virtual_device_configuration",
+    "list_logical_devices",
+    "list_physical_devices",
+    "set_virtual_device_configuration",
+]
