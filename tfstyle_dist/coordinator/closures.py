@@ -17,6 +17,8 @@ from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError
 from tfstyle_dist.core.logging import get_logger
 
 _SAY_EVERY = 10.0
+_LET_END = timedelta(minutes=5)
+"""So long an error waits for functions that still run, unless the caller has a limit of its own."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class ClosureQueue:
         self._order: deque[Closure] = deque()
         self._running = 0
         self._error: BaseException | None = None
+        self._over: BaseException | None = None  # why nothing can run any more
         self.dispatched = self.finished = 0
         self._seen_staleness: deque[int] = deque(maxlen=100)
 
@@ -131,10 +134,12 @@ class ClosureQueue:
 
         Raises:
             Exception: the error of an earlier function that nobody has seen yet, or that of a function whose result is
-                among the arguments.
+                among the arguments, or why nothing can run any more.
         """
         with self.changed:
             self._raise_error(None)
+            if self._over is not None:
+                raise self._over.with_traceback(None)
             missing = {v.number for v in values if not v.is_ready()}
             self._number += 1
             closure = Closure(self._number, function, parts, RemoteValue(self.changed, self._number), worker)
@@ -201,9 +206,16 @@ class ClosureQueue:
         if self._error is None:
             return
         # What runs is let end, so that nothing of before the error happens after it.
-        limit = deadline or Deadline(timedelta(minutes=5))
+        limit = Deadline(_LET_END) if deadline is None or deadline.limit is None else deadline
+        say = time.monotonic() + _SAY_EVERY
         while self._running and not limit.passed():
             self.changed.wait(limit.pause() or 1.0)
+            if time.monotonic() > say:
+                say = time.monotonic() + _SAY_EVERY
+                get_logger().warning(
+                    "a function has failed (%r); its error is raised when the %d that still run have ended, at most %s "
+                    "after it was noticed", self._error, self._running, limit,
+                )  # fmt: skip
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -275,9 +287,25 @@ class ClosureQueue:
             self._end(closure)
 
     def fail_all(self, error: BaseException) -> None:
-        """Nothing can run any more, e.g. because the workers refuse this program."""
+        """What waits cannot run, e.g. because the workers refuse this program."""
         with self.changed:
             self._note(error)
+            self.changed.notify_all()
+
+    def end(self, error: BaseException, running: Iterable[Closure]) -> None:
+        """Nothing can run any more: whoever waits, and whoever adds a call from now on, is told why.
+
+        Args:
+            error: why.
+            running: the calls that workers have.
+        """
+        with self.changed:
+            self._over = error
+            if self._pending():
+                self._note(error)
+            for closure in running:
+                closure.result.set_error(error)
+                self._end(closure)
             self.changed.notify_all()
 
     def _note(self, error: BaseException) -> None:
@@ -295,7 +323,8 @@ class ClosureQueue:
 
     def _cancel(self, closure: Closure) -> None:
         closure.result.set_error(
-            CancelledError(
+            self._over
+            or CancelledError(
                 f"This function was cancelled because another one failed: {self._error!r}. Schedule it again."
             )
         )

@@ -11,7 +11,7 @@ from typing import Any
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind
@@ -43,6 +43,10 @@ class _Link:
     def close(self) -> None:
         """Closes the connection; what was not sent yet is dropped."""
         zmq_link.close_link(self.socket, self.monitor)
+
+
+class _DisplacedError(UnavailableError):
+    """The tasks work for another coordinator."""
 
 
 class WorkerPool:
@@ -112,17 +116,20 @@ class WorkerPool:
     # ---- the thread -------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        over: BaseException = CancelledError("This coordinator was closed; functions that had not ended are cancelled.")
         try:
             for link in (*self._workers, *self._servers):
                 link.open()
             self._loop()
-        except BaseException as error:  # the program must not wait for a dead thread
+        except _DisplacedError as error:
+            get_logger().warning("%s", error)
+            over, self._goodbye = UnavailableError(str(error)), False  # the tasks are the other one's
+        except BaseException as error:
             get_logger().exception("the coordinator's thread failed")
-            for link in self._workers:
-                for closure in list(link.running.values()):
-                    self._queue.fail(closure, error)
-            self._queue.fail_all(error)
+            over = error
         finally:
+            # The program must not wait for a dead thread.
+            self._queue.end(over, [closure for link in self._workers for closure in link.running.values()])
             for link in (*self._workers, *self._servers):
                 if link.socket is not None:
                     if self._goodbye and link in self._workers and link.ready:
@@ -226,7 +233,14 @@ class WorkerPool:
 
     def _introduced(self, link: _Link, header: Header, meta: Any) -> None:
         if header.kind is Kind.ERROR:
-            get_logger().warning("%s does not work for this program: %s", link.name, wire.unpack_error(meta, link.name))
+            error = wire.unpack_error(meta, link.name)
+            if isinstance(error, CancelledError):
+                raise _DisplacedError(
+                    f"{link.name} at {link.address} works for another coordinator now: a second chief program, or a "
+                    "second ParameterServerStrategy, was started for the same tasks. This coordinator has ended. Give "
+                    "each program tasks of its own."
+                )
+            get_logger().warning("%s does not work for this program: %s", link.name, error)
             return
         told = wire.unpack_json(meta)
         incarnation = str(told.get("incarnation"))

@@ -49,6 +49,7 @@ class ParameterServer(ServerState):
         self.incarnation = uuid.uuid4().hex
         self._ended = False
         self._heard: float | None = None
+        self._former: set[str] = set()  # sessions that a newer one has displaced
         self._poller = zmq_link.poller(self._socket)
         self.lock = threading.Lock()
         self._tokens = Tokens()
@@ -290,17 +291,15 @@ class ParameterServer(ServerState):
         role, session = str(meta.get("role")), str(meta.get("session"))
         if role not in ("coordinator", "worker"):
             raise WireError(f"unknown role {role!r}")
+        if role == "worker" and not self.session:
+            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
+        if session in self._former or (role == "worker" and session != self.session):
+            raise self._displaced()
         if role == "coordinator":
             if session != self.session:
-                for other in list(self._clients.values()):
-                    if other is not client:
-                        self.forget(other)  # they work for the coordinator before
+                self._leave(client)
                 self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
-        elif not self.session:
-            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
-        elif session != self.session:
-            raise CancelledError(f"{self._name} works for another coordinator now.")
         client.role, client.name = role, str(meta.get("task"))[:200]
         if role == "worker":
             self._forget_earlier(client)
@@ -308,6 +307,18 @@ class ParameterServer(ServerState):
             "incarnation": self.incarnation, "task": self._name, "host": host_id(),
             "restored": self.restored, "empty": not self.table.variables,
         }  # fmt: skip
+
+    def _leave(self, newer: Client) -> None:
+        """Ends the work for the coordinator before: it and its workers are told."""
+        if self.session:
+            self._former.add(self.session)
+        for other in list(self._clients.values()):
+            if other is not newer:
+                self._send(other, other.way, [refusal(0, self._displaced())])
+                self.forget(other)
+
+    def _displaced(self) -> CancelledError:
+        return CancelledError(f"{self._name} works for another coordinator now.")
 
     def _forget_earlier(self, client: Client) -> None:
         """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
