@@ -74,13 +74,14 @@ class WorkerPool:
         resources: Mapping[int, Sequence[Any]],
         in_flight: int = IN_FLIGHT,
     ) -> None:
-        self._in_flight = in_flight
+        self._context, self._in_flight = context, in_flight
         self._snapshots: dict[str, Any] | None = hello.get("snapshots")
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._bell = Bell()
-        self._stopping, self._goodbye = False, True
+        self._stopping = False
+        self._farewell: Sequence[_Link] = self._workers  # who is told that it is over
         self._poller: Any = None
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
         self._thread.start()
@@ -105,9 +106,17 @@ class WorkerPool:
         Args:
             goodbye: also tells the workers to end.
         """
+        self._stop(self._workers if goodbye else ())
+
+    def leave(self) -> None:
+        """Ends the thread, the tasks and the links, for a program that ends and has lost its strategy."""
+        self._stop([*self._workers, *self._servers])
+        self._context.close()
+
+    def _stop(self, farewell: Sequence[_Link]) -> None:
         if self._stopping:
             return
-        self._goodbye, self._stopping = goodbye, True
+        self._farewell, self._stopping = farewell, True
         self.wake()
         self._thread.join(30)
         if not self._thread.is_alive():
@@ -123,7 +132,7 @@ class WorkerPool:
             self._loop()
         except _DisplacedError as error:
             get_logger().warning("%s", error)
-            over, self._goodbye = UnavailableError(str(error)), False  # the tasks are the other one's
+            over, self._farewell = UnavailableError(str(error)), ()  # the tasks are the other one's
         except BaseException as error:
             get_logger().exception("the coordinator's thread failed")
             over = error
@@ -132,7 +141,7 @@ class WorkerPool:
             self._queue.end(over, [closure for link in self._workers for closure in link.running.values()])
             for link in (*self._workers, *self._servers):
                 if link.socket is not None:
-                    if self._goodbye and link in self._workers and link.ready:
+                    if link in self._farewell and link.ready:
                         link.socket.linger = 1000
                         link.socket.send(messages.plain(Kind.GOODBYE))
                         link.socket.disable_monitor()
