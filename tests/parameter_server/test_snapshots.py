@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,28 @@ def test_no_write_is_lost_or_made_twice_when_servers_and_workers_are_killed(clus
     assert [int(v.value()) for v in counts] == [number, number]
     assert weight.weight.detach().tolist() == [[-number, -number]]
     assert kills[0] >= 2
+
+
+def test_a_write_that_does_not_fit_on_the_disk_is_refused_and_the_next_ones_are_kept(
+    cluster: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "s"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600, snapshot_every_write=True)
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(1 << 14))
+    value.assign_add(torch.ones(1 << 14))
+    no_limit = resource.RLIM_INFINITY
+    full = files(folder, "journal")[-1].stat().st_size + 1000  # half of the next record fits
+    resource.prlimit(c.pids["ps", 0], resource.RLIMIT_FSIZE, (full, no_limit))
+    with pytest.raises(DataLossError, match=r"made this write.*snapshot_every_write"):
+        value.assign_add(torch.ones(1 << 14))
+    resource.prlimit(c.pids["ps", 0], resource.RLIMIT_FSIZE, (no_limit, no_limit))
+    value.assign_add(torch.ones(1 << 14))
+    assert value.value().eq(3).all()
+    c.kill("ps", 0)
+    c.start("ps", 0)
+    # The write that was refused is there if a snapshot was made since; the others are in any case.
+    assert value.value().ge(2).all()
 
 
 def test_a_restarted_server_without_snapshots_is_said_so(cluster: Any) -> None:

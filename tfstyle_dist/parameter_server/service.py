@@ -193,10 +193,12 @@ class ParameterServer(ServerState):
                 answers = [error] * len(entries)
             for (client, write), answer in zip(entries, answers, strict=True):
                 way = client.visitor or client.way
-                if isinstance(answer, Exception):
-                    self._send(client, way, [refusal(write.header.request, answer)])
-                else:
+                try:
+                    if isinstance(answer, Exception):
+                        raise answer
                     self._answer(client, way, write.header, [write.operation], write.data, answer)
+                except Exception as error:
+                    self._send(client, way, [refusal(write.header.request, error)])
 
     def num_clients(self) -> int:
         """How many clients there are."""

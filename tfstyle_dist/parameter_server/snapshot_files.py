@@ -8,6 +8,7 @@ lists of byte strings with a checksum. They hold pickles: the folder belongs to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -31,21 +32,29 @@ class RecordFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._size = path, 0
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
 
     def write(self, parts: Sequence[Any]) -> None:
         """Appends a record. It is in the system's hands when this returns: it outlives the process.
 
         Raises:
-            OSError: the disk is full, ...
+            OSError: the disk is full, ...; the file is as before.
         """
         views = [memoryview(part).cast("B") for part in parts]
         sizes = struct.pack(f"<{len(views)}Q", *map(len, views))
         checksum = zlib.crc32(sizes)
         for view in views:
             checksum = zlib.crc32(view, checksum)
-        self._write_all([memoryview(_HEAD.pack(MAGIC, len(views), checksum) + sizes), *views])
+        views.insert(0, memoryview(_HEAD.pack(MAGIC, len(views), checksum) + sizes))
+        size = self._size + sum(map(len, views))
+        try:
+            self._write_all(views)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self._size)  # no half a record before the next one
+            raise
+        self._size = size
 
     def _write_all(self, views: list[memoryview]) -> None:
         views = [v for v in views if len(v)]

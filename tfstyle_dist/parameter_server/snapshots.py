@@ -35,6 +35,8 @@ from tfstyle_dist.parameter_server.wire import FLAG_DUPLICATE, WRITES, Header, K
 KEEP = 2
 """So many snapshots are kept."""
 _NEVER = (-1, -1)
+_AGAIN_SECONDS = 5.0
+"""After what time at the latest a snapshot is made of what a journal lacks."""
 _NEW_VERSIONS = 1 << 32
 """Versions after a restart are larger than any that a client may have seen before."""
 
@@ -146,14 +148,25 @@ class SnapshotKeeper:
             before.close()
 
     def note_call(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
-        """Keeps a call that changed what the table holds."""
+        """Keeps a call that changed what the table holds, in a snapshot if the journal cannot take it."""
         kept = {key: value for key, value in meta.items() if key != "sizes"}
-        self._note([b"call", wire.pack_json(kept), *parts])
+        try:
+            self._note([b"call", wire.pack_json(kept), *parts])
+        except OSError as error:
+            self._lacks_something()
+            get_logger().error(
+                "ps task %d cannot write to %s (%s): a snapshot is to keep what it lacks", self._task,
+                self.folder.path, error,
+            )  # fmt: skip
 
     def note_batch(
         self, header: Header, operations: Sequence[Operation], answers: Sequence[Operation], data: torch.Tensor
     ) -> None:
-        """Keeps the writes of a batch, with the version that each has made; nothing without ``every_write``."""
+        """Keeps the writes of a batch, with the version that each has made; nothing without ``every_write``.
+
+        Raises:
+            DataLossError: the disk does not take them.
+        """
         if not self.every_write or not any(o.op in WRITES for o in operations):
             return
         kept, pieces, offset = [], [], 0
@@ -171,21 +184,24 @@ class SnapshotKeeper:
             offset += size
         if kept:
             head = Header(Kind.BATCH, 0, header.closure, header.low_water, header.attempt).pack()
-            self._note([b"batch", head, wire.pack_operations(kept), b"".join(pieces)])
+            try:
+                self._note([b"batch", head, wire.pack_operations(kept), b"".join(pieces)])
+            except OSError as error:
+                self._lacks_something()
+                raise DataLossError(
+                    f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it is "
+                    "lost if the server is killed before its next snapshot. Make room there, or make the strategy without "
+                    "snapshot_every_write."
+                ) from None
 
     def _note(self, parts: Sequence[Any]) -> None:
-        if self._journal is None:
-            return
-        try:
+        if self._journal is not None:
             self._journal.write(parts)
-        except OSError as error:
-            get_logger().error(
-                "ps task %d cannot write %s (%s): from now on only snapshots are kept", self._task,
-                self._journal.path, error,
-            )  # fmt: skip
-            self._journal.close()
-            self._journal = None
-            self.every_write = False
+
+    def _lacks_something(self) -> None:
+        """The journal lacks what it should have: a snapshot is made, but not all the time while the disk is full."""
+        self._changes = _NEVER
+        self._started = min(self._started, time.monotonic() - self.seconds + _AGAIN_SECONDS)
 
     def tick(self) -> None:
         """Called between requests: begins a snapshot when it is time and something has changed."""

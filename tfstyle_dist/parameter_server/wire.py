@@ -17,6 +17,7 @@ import torch
 
 from tfstyle_dist.core.errors import (
     CancelledError,
+    DataLossError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -281,8 +282,8 @@ def tensor_view(buffer: torch.Tensor, offset: int, nbytes: int, dtype: torch.dty
 _ERRORS = {
     kind.__name__: kind
     for kind in (
-        CancelledError, DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError, PermissionError,
-        TypeError, ValueError, RuntimeError,
+        CancelledError, DataLossError, DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError,
+        PermissionError, TypeError, ValueError, RuntimeError,
     )
 }  # fmt: skip
 
