@@ -14,7 +14,7 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records
+from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -196,7 +196,27 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(cluster: Any, tmp_path: 
     assert float(value.value()) == 2.0
 
 
-def test_records_are_checked(tmp_path: Path) -> None:
+def test_a_damaged_record_of_a_journal_takes_no_other_with_it(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600, snapshot_every_write=True)
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(100))
+    places = []
+    for _ in range(5):
+        value.assign_add(torch.ones(100))
+        places.append(files(folder, "journal")[-1].stat().st_size)
+    c.kill("ps", 0)
+    path = files(folder, "journal")[-1]
+    content = bytearray(path.read_bytes())
+    content[(places[1] + places[2]) // 2] ^= 1
+    path.write_bytes(content + b"tfSR half a record")
+    c.start("ps", 0)
+    assert value.value().eq(4).all()
+    assert f"{path} is damaged: what its bytes {places[1]} to {places[2]} kept is lost" in c.output()
+    assert f"{path}: the last 18 bytes are no whole record" in c.output()
+
+
+def test_records_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "records"
     file = RecordFile(path)
     file.write([b"one", b"", bytes(100)])
@@ -206,7 +226,8 @@ def test_records_are_checked(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert list(read_records(path, cut_off=True)) == [[b"one", b"", bytes(100)]]
+    assert list(read_what_is_whole(path)) == [[b"one", b"", bytes(100)]]
+    assert "left out" in caplog.text
     with pytest.raises(DataLossError, match="byte"):
         list(read_records(path))
     for place in range(0, len(whole), 7):
@@ -215,6 +236,10 @@ def test_records_are_checked(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataLossError):
             list(read_records(path))
+        caplog.clear()
+        kept = list(read_what_is_whole(path))
+        assert kept in ([[b"two"]], [[b"one", b"", bytes(100)]])
+        assert ("is damaged" if kept == [[b"two"]] else "left out") in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"snapshot_seconds": 0}, {"snapshot_every_write": True}, {"max_staleness": -1}])

@@ -9,6 +9,7 @@ lists of byte strings with a checksum. They hold pickles: the folder belongs to 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import struct
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.core.errors import DataLossError
+from tfstyle_dist.core.logging import get_logger
 
 MAGIC = b"tfSR"
 _HEAD = struct.Struct("<4sII")
@@ -76,30 +78,61 @@ class RecordFile:
             self._handle = -1
 
 
-def read_records(path: Path, cut_off: bool = False) -> Iterator[list[bytes]]:
-    """The records of a file.
-
-    Args:
-        path: of the file.
-        cut_off: the last record may be incomplete, because its writer was killed; it is left out.
+def read_records(path: Path) -> Iterator[list[bytes]]:
+    """The records of a file that was complete.
 
     Raises:
         DataLossError: the file is damaged.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        while head := file.read(_HEAD.size):
-            start = file.tell() - len(head)
-            parts = None
-            if len(head) == _HEAD.size:
-                magic, count, checksum = _HEAD.unpack(head)
-                if magic == MAGIC and count <= _MOST_PARTS:
-                    parts = _read_parts(file, count, checksum, size)
+        size, start = os.fstat(file.fileno()).st_size, 0
+        while start < size:
+            parts = _read_record(file, start, size)
             if parts is None:
-                if cut_off:
-                    return
                 raise DataLossError(f"{path} is damaged at byte {start}.")
             yield parts
+            start = file.tell()
+
+
+def read_what_is_whole(path: Path) -> Iterator[list[bytes]]:
+    """The records of a file whose writer was killed, or that is damaged; what is left out is said in the log."""
+    with path.open("rb") as file:
+        size, start = os.fstat(file.fileno()).st_size, 0
+        while start < size:
+            parts, place = _read_record(file, start, size), start
+            while parts is None and (place := _find_magic(file, place + 1)) >= 0:
+                parts = _read_record(file, place, size)
+            if parts is None:
+                get_logger().warning(
+                    "%s: the last %d bytes are no whole record and are left out: the one that was being written when "
+                    "the process was killed, or damaged ones", path, size - start,
+                )  # fmt: skip
+                return
+            if place > start:
+                get_logger().error(
+                    "%s is damaged: what its bytes %d to %d kept is lost; the records after them are used", path, start,
+                    place,
+                )  # fmt: skip
+            yield parts
+            start = file.tell()
+
+
+def _find_magic(file: Any, start: int) -> int:
+    """Where a record may begin; -1: nowhere."""
+    with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        return content.find(MAGIC, start)
+
+
+def _read_record(file: Any, start: int, size: int) -> list[bytes] | None:
+    """The record that begins at a place, after which the file stands then; ``None``: there is no whole one."""
+    file.seek(start)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    magic, count, checksum = _HEAD.unpack(head)
+    if magic != MAGIC or count > _MOST_PARTS:
+        return None
+    return _read_parts(file, count, checksum, size)
 
 
 def _read_parts(file: Any, count: int, checksum: int, size: int) -> list[bytes] | None:

@@ -20,7 +20,7 @@ from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import pickling, wire
 from tfstyle_dist.parameter_server.jobs import Jobs
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, SnapshotFolder, read_records
+from tfstyle_dist.parameter_server.snapshot_files import RecordFile, SnapshotFolder, read_records, read_what_is_whole
 from tfstyle_dist.parameter_server.table import VariableTable, request_bytes
 from tfstyle_dist.parameter_server.table_state import (
     copy_rest,
@@ -115,7 +115,7 @@ class SnapshotKeeper:
             put_slots(self._table, entry["number"], entry["slots"])
 
     def _replay(self, number: int, call: Call) -> None:
-        for kind, *parts in read_records(self.folder.journal(number), cut_off=True):
+        for kind, *parts in read_what_is_whole(self.folder.journal(number)):
             if kind == b"call":
                 call(wire.unpack_json(parts[0]), parts[1:])
             else:
@@ -189,9 +189,9 @@ class SnapshotKeeper:
             except OSError as error:
                 self._lacks_something()
                 raise DataLossError(
-                    f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it is "
-                    "lost if the server is killed before its next snapshot. Make room there, or make the strategy without "
-                    "snapshot_every_write."
+                    f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it "
+                    "is lost if the server is killed before its next snapshot. Make room there, or make the strategy "
+                    "without snapshot_every_write."
                 ) from None
 
     def _note(self, parts: Sequence[Any]) -> None:
