@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
+from tfstyle_dist.parameter_server import pickling
 from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
 
 pytestmark = pytest.mark.timeout(90)
@@ -248,3 +250,52 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     resolver = td.cluster_resolver.SimpleClusterResolver(td.cluster_resolver.ClusterSpec(spec), "", "chief", 0)
     with pytest.raises(ValueError, match=next(iter(options))):
         td.ParameterServerStrategy(resolver, **options)
+
+
+class Told:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "journal"])
+@pytest.mark.parametrize("writable", ["by others", "by a link"])
+def test_what_others_may_have_written_is_not_unpickled(cluster: Any, tmp_path: Path, kind: str, writable: str) -> None:
+    """A server without rights over other users can only be shown files that others may write."""
+    folder, ran = tmp_path / "s", tmp_path / "ran"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600)
+    with c.strategy.scope():
+        value = td.Variable(1.0)
+    c.kill("ps", 0)
+    planted = folder / "ps-0" / f"{c.strategy.session}-9.{kind}"
+    target = planted if writable == "by others" else tmp_path / "elsewhere"
+    file = RecordFile(target)
+    call = [b"call", b'{"method": "optimizer", "number": 7}'] if kind == "journal" else []
+    file.write([*call, *(bytes(part) for part in pickling.dumps(Told(ran)))])
+    file.close()
+    if writable == "by others":
+        planted.chmod(0o666)
+    else:
+        planted.symlink_to(target)
+    (folder / "ps-0").chmod(0o777)
+    c.start("ps", 0)
+    assert float(value.value()) == 1.0
+    assert not ran.exists()
+    assert f"{planted} belongs to user {os.geteuid()} with mode " in c.output()
+    assert (folder / "ps-0").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_snapshot_folder_of_another_user_is_refused(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "s" / "ps-0"
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    c = cluster(workers=1, ps=1, coordinator=False)
+    with pytest.raises(PermissionError, match=r"belongs to user 65534.*snapshot_folder"):
+        c.make_coordinator(snapshot_folder=folder.parent)
+    with pytest.raises(PermissionError, match="belongs to user 65534"):  # asked again, it does not go on without
+        c.strategy.servers.call_all({"method": "statistics"})

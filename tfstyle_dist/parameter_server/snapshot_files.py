@@ -3,7 +3,8 @@
 Of a server with task index 0 and the folder ``/data/job1`` they are in ``/data/job1/ps-0``: ``<session>-<n>.snapshot``
 holds every variable, ``<session>-<n>.journal`` what came after snapshot ``n`` began (``n`` = 0: since the start). A
 snapshot is written under another name and renamed when it is complete and on the disk. Both are sequences of records:
-lists of byte strings with a checksum. They hold pickles: the folder belongs to the user of the server alone.
+lists of byte strings with a checksum. They hold pickles: the folder belongs to the user of the server alone, and files
+of others are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import mmap
 import os
 import re
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,7 +37,8 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self._size = path, 0
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._handle = os.open(path, flags, 0o600)
 
     def write(self, parts: Sequence[Any]) -> None:
         """Appends a record. It is in the system's hands when this returns: it outlives the process.
@@ -83,8 +86,9 @@ def read_records(path: Path) -> Iterator[list[bytes]]:
 
     Raises:
         DataLossError: the file is damaged.
+        PermissionError: another user may have written it.
     """
-    with path.open("rb") as file:
+    with _open_own(path) as file:
         size, start = os.fstat(file.fileno()).st_size, 0
         while start < size:
             parts = _read_record(file, start, size)
@@ -95,8 +99,12 @@ def read_records(path: Path) -> Iterator[list[bytes]]:
 
 
 def read_what_is_whole(path: Path) -> Iterator[list[bytes]]:
-    """The records of a file whose writer was killed, or that is damaged; what is left out is said in the log."""
-    with path.open("rb") as file:
+    """The records of a file whose writer was killed, or that is damaged; what is left out is said in the log.
+
+    Raises:
+        PermissionError: another user may have written it.
+    """
+    with _open_own(path) as file:
         size, start = os.fstat(file.fileno()).st_size, 0
         while start < size:
             parts, place = _read_record(file, start, size), start
@@ -115,6 +123,26 @@ def read_what_is_whole(path: Path) -> Iterator[list[bytes]]:
                 )  # fmt: skip
             yield parts
             start = file.tell()
+
+
+def _open_own(path: Path) -> Any:
+    """Opens a file that only this user can have written: reading it runs what is pickled in it."""
+    found = path.lstat()
+    if stat.S_ISREG(found.st_mode):
+        file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")  # noqa: SIM115
+        found = os.fstat(file.fileno())
+        if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+            return file
+        file.close()
+    raise PermissionError(_foreign(path, found))
+
+
+def _foreign(path: Path, found: os.stat_result) -> str:
+    return (
+        f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, and this parameter server "
+        f"runs as user {os.geteuid()}: what others can write there would run here. Give the strategy a "
+        "snapshot_folder that belongs to this user alone."
+    )
 
 
 def _find_magic(file: Any, start: int) -> int:
@@ -156,6 +184,9 @@ class SnapshotFolder:
         folder: of the job.
         task: index of the server.
         session: of the coordinator.
+
+    Raises:
+        PermissionError: it is another user's.
     """
 
     def __init__(self, folder: str, task: int, session: str) -> None:
@@ -164,6 +195,11 @@ class SnapshotFolder:
         self.path = Path(folder) / f"ps-{task}"
         self._session = session
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.path.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(_foreign(self.path, found))
+        if found.st_mode & 0o022:
+            self.path.chmod(0o700)
 
     def snapshot(self, number: int) -> Path:
         """The file of a snapshot."""

@@ -115,11 +115,14 @@ class SnapshotKeeper:
             put_slots(self._table, entry["number"], entry["slots"])
 
     def _replay(self, number: int, call: Call) -> None:
-        for kind, *parts in read_what_is_whole(self.folder.journal(number)):
-            if kind == b"call":
-                call(wire.unpack_json(parts[0]), parts[1:])
-            else:
-                self._replay_batch(*parts)
+        try:
+            for kind, *parts in read_what_is_whole(self.folder.journal(number)):
+                if kind == b"call":
+                    call(wire.unpack_json(parts[0]), parts[1:])
+                else:
+                    self._replay_batch(*parts)
+        except PermissionError as error:
+            get_logger().error("journal %d is not used: %s", number, error)
 
     def _replay_batch(self, head: bytes, operations: bytes, data: bytes) -> None:
         header = Header.unpack(head)
