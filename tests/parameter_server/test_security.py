@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import stat
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +86,19 @@ class Raw:
     def send(self, *parts: bytes) -> None:
         self.socket.send_multipart(list(parts))
 
-    def answer(self, timeout: float = 5.0) -> tuple[Kind, dict[str, Any]]:
+    def answer(self, timeout: float = 20.0) -> tuple[Kind, dict[str, Any]]:
         assert self.poller.poll(timeout * 1000), "no answer"
         message = self.socket.recv_multipart()[0]
         header = Header.unpack(message)
         return header.kind, wire.unpack_json(message[wire.HEADER_SIZE :]) if header.meta_bytes else {}
 
-    def hello(self, session: str) -> None:
-        meta = wire.pack_json({"role": "worker", "task": "test", "session": session})
+    def introduce(self, session: str, role: str = "worker") -> tuple[Kind, dict[str, Any]]:
+        meta = wire.pack_json({"role": role, "task": "test", "session": session})
         self.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
-        assert self.answer()[0] is Kind.OK
+        return self.answer()
+
+    def hello(self, session: str) -> None:
+        assert self.introduce(session)[0] is Kind.OK
 
     def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
         meta = wire.pack_operations(operations)
@@ -172,3 +178,52 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
     assert len(value.value()) == 2
     assert set(c.pids) == {("ps", 0), ("worker", 0)}
+
+
+SMALL_SERVER = """
+import json, sys
+import tfstyle_dist as td
+from tfstyle_dist.parameter_server import service
+service._MAX_CLIENTS = 8
+td.Server(json.loads(sys.argv[1]), "ps", 0).join()
+"""
+
+
+def test_clients_that_were_refused_take_no_room(cluster: Any) -> None:
+    """Workers that wait for a coordinator ask many times; it must get in when it comes."""
+    c = cluster(workers=1, ps=1, start=False, coordinator=False)
+    server = subprocess.Popen([sys.executable, "-c", SMALL_SERVER, json.dumps(c.spec)])
+    try:
+        refused_clients(c)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def refused_clients(c: Any) -> None:
+    address = c.spec["ps"][0]
+
+    def tries(count: int, session: str, role: str = "worker") -> None:
+        for _ in range(count):
+            raw = Raw(address)
+            kind, told = raw.introduce(session, role)
+            assert kind is (Kind.OK if role == "coordinator" else Kind.ERROR), told
+            raw.close()
+
+    tries(9, "abc")
+    c.make_coordinator()
+    tries(9, "abc")
+    tries(9, c.strategy.session, "coordinator")  # a link that breaks again and again
+    raw = Raw(address)
+    raw.send(b"no message")
+    assert raw.answer()[0] is Kind.ERROR
+    raw.close()
+    assert c.statistics()[0]["clients"] <= 3
+    for number in range(9):
+        raw = Raw(address)
+        meta = wire.pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
+        raw.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        kind, told = raw.answer()
+        raw.close()
+    assert kind is Kind.ERROR
+    assert "takes no more clients: it has 8" in told["message"]

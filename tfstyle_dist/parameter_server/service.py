@@ -135,16 +135,22 @@ class ParameterServer(ServerState):
                 continue
             parts = self._socket.recv_multipart()
             if client is None:
-                if len(self._clients) >= _MAX_CLIENTS:
-                    get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
-                    continue
-                client = self._clients[identity] = Client(identity, OverZmq(self._socket, identity))
-            if client.refused:
-                continue
-            if client.skip:
+                self._take_first(Client(identity, OverZmq(self._socket, identity)), parts)
+            elif client.skip:
                 client.skip = max(client.skip - len(parts[0]), 0)
-                continue
-            self.take_message(client, parts, client.way)
+            elif not client.refused:
+                self.take_message(client, parts, client.way)
+
+    def _take_first(self, client: Client, parts: list[bytes]) -> None:
+        """Takes the first message of a client, which is one of this server's only if it introduces itself well."""
+        if len(self._clients) >= _MAX_CLIENTS:
+            full = UnavailableError(f"{self._name} takes no more clients: it has {_MAX_CLIENTS}.")
+            get_logger().warning("%s", full)
+            self._send(client, client.way, [refusal(0, full)])
+            return
+        self.take_message(client, parts, client.way)
+        if client.role:
+            self._clients[client.identity] = client
 
     def _visit(self, number: int, event: int, others: bool) -> None:
         """Takes the messages of a client that came through the door.
@@ -303,8 +309,7 @@ class ParameterServer(ServerState):
                 self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
         client.role, client.name = role, str(meta.get("task"))[:200]
-        if role == "worker":
-            self._forget_earlier(client)
+        self._forget_earlier(client)
         return {
             "incarnation": self.incarnation, "task": self._name, "host": host_id(),
             "restored": self.restored, "empty": not self.table.variables,
@@ -323,9 +328,9 @@ class ParameterServer(ServerState):
         return CancelledError(f"{self._name} works for another coordinator now.")
 
     def _forget_earlier(self, client: Client) -> None:
-        """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
+        """A task that was started again, or connects anew: what its earlier link had is not needed."""
         for other in list(self._clients.values()):
-            if other is not client and other.role == "worker" and other.name == client.name:
+            if other is not client and (other.role, other.name) == (client.role, client.name):
                 self.forget(other)
 
     def _batch(self, client: Client, header: Header, meta: memoryview, parts: list[bytes], way: Way) -> None:
