@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import stat
@@ -178,6 +179,27 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
     assert len(value.value()) == 2
     assert set(c.pids) == {("ps", 0), ("worker", 0)}
+
+
+def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    opened = Path(f"/proc/{c.pids['ps', 0]}/fd")
+    raw = Raw(c.spec["ps"][0])
+    raw.hello(c.strategy.session)
+    memory = os.memfd_create("tfstyle-ps-segment")
+    try:
+        os.ftruncate(memory, 4096)
+        before = len(list(opened.iterdir()))
+        for half in (0, -1, -(1 << 62), -(1 << 70), 1 << 70, 1 << 62, 4096):
+            meta = wire.pack_json({"method": "segment", "path": f"/proc/{os.getpid()}/fd/{memory}", "half": half})
+            raw.send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+            kind, told = raw.answer()
+            assert kind is Kind.ERROR, half
+            assert told["error"] == "PermissionError", told
+        assert len(list(opened.iterdir())) == before
+    finally:
+        os.close(memory)
+        raw.close()
 
 
 SMALL_SERVER = """

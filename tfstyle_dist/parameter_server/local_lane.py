@@ -80,11 +80,10 @@ class LocalLane:
             return self._give_up("no shared memory", error)
         try:
             self._call({"method": "segment", "path": segment.path, "half": half})
-        except (UnavailableError, TimeoutError):
+        except BaseException as error:
             segment.close()
-            raise
-        except (OSError, RuntimeError) as error:
-            segment.close()
+            if isinstance(error, UnavailableError | TimeoutError) or not isinstance(error, OSError | RuntimeError):
+                raise
             return self._give_up("the server cannot map shared memory", error)
         segment.forget_path()
         if self.segment is not None:

@@ -57,7 +57,7 @@ class Segment:
         try:
             os.posix_fallocate(handle, 0, 2 * half)
             return cls(handle, half)
-        except OSError:
+        except BaseException:
             os.close(handle)
             raise
 
@@ -75,10 +75,10 @@ class Segment:
         try:
             if not os.readlink(f"/proc/self/fd/{handle}").startswith(f"/memfd:{_NAME}"):
                 raise PermissionError(f"{path} is no shared memory segment of a parameter server")
-            if os.fstat(handle).st_size < 2 * half:
-                raise PermissionError(f"{path} is smaller than 2 x {half} bytes")
+            if not 0 < 2 * half <= os.fstat(handle).st_size:
+                raise PermissionError(f"{path} is smaller than 2 x {half} bytes, or these are no bytes at all")
             segment = cls(handle, half)
-        except OSError:
+        except BaseException:
             os.close(handle)
             raise
         segment.forget_path()
