@@ -150,6 +150,28 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     assert small.value().tolist() == [1.0, 2.0]
 
 
+def test_a_small_request_for_a_very_long_answer_is_refused(cluster: Any) -> None:
+    """Before the server copies anything."""
+    c = cluster(workers=1, ps=1, env={"TFSTYLE_SHARED_MEMORY": "0"})
+    with c.strategy.scope():
+        large, wide, count = td.Variable(torch.zeros(1 << 20)), td.Variable(torch.zeros(1, 1 << 20)), td.Variable(0.0)
+    numbers = [v._tfstyle_record.shards[0].number for v in (large, wide, count)]
+    write = Operation(Op.ADD, 0, numbers[2], 0, 0, 4)
+    again = [Operation(Op.PULL, 0, numbers[0]) for _ in range(300)]
+    rows = Operation(Op.PULL_ROWS, 0, numbers[1], 0, 300)
+    raw = Raw(c.spec["ps"][0])
+    raw.hello(c.strategy.session)
+    for operations, data in (([write, *again], bytes(16)), (again, b""), ([rows], bytes(8 * 300))):
+        raw.batch(operations, data, flags=wire.FLAG_INLINE if data else 0)
+        kind, answer = raw.answer()
+        assert kind is Kind.ERROR
+        assert "is too long" in answer["message"]
+    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=wire.FLAG_INLINE)
+    assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
+    raw.close()
+    assert float(count.value()) == 1.0  # the first write was not made
+
+
 def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():

@@ -23,6 +23,7 @@ from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
     FLAG_UNCHANGED,
+    MOST_COPIED,
     ROW_OPERATIONS,
     WRITES,
     Header,
@@ -133,10 +134,21 @@ class VariableTable:
             CancelledError: the closure was started anew elsewhere, or is finished.
         """
         self._admit(header, any(o.op in WRITES for o in operations))
-        total = 0
+        total = copied = largest = 0
+        pulled: set[int] = set()
         for operation in operations:
             self._check_one(operation)
             total += request_bytes(operation)
+            if operation.op == Op.PULL and operation.variable not in pulled:
+                pulled.add(operation.variable)
+            elif operation.op in (Op.PULL, Op.PULL_ROWS):
+                size, one = _copied_bytes(self.variables[operation.variable].parameter, operation)
+                copied, largest = copied + size, max(largest, one)
+        if copied - largest > MOST_COPIED:
+            raise InvalidArgumentError(
+                f"An answer of {copied} bytes is too long: ask for at most {MOST_COPIED} bytes of rows in one message, "
+                "and for each variable once."
+            )
         if total != header.data_bytes:
             raise InvalidArgumentError(
                 f"The operations need {total} bytes, but the header announces {header.data_bytes}."
@@ -312,6 +324,14 @@ def request_bytes(operation: Operation) -> int:
     if operation.op == Op.PULL:
         return 0
     return operation.stream_bytes
+
+
+def _copied_bytes(parameter: torch.Tensor, operation: Operation) -> tuple[int, int]:
+    """How many bytes are copied for an answer, and how many at least if it is to be given at all."""
+    if operation.op == Op.PULL:
+        return parameter.nbytes, parameter.nbytes
+    one = _row_numel(parameter) * DTYPES[operation.dtype].itemsize
+    return operation.rows * one, one
 
 
 def reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:

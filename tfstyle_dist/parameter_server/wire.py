@@ -31,6 +31,8 @@ INLINE = 1 << 16
 MAX_META = 1 << 20
 MAX_OPERATIONS = 1 << 15
 ALIGNMENT = 16
+MOST_COPIED = 1 << 30
+"""So many bytes of rows, and of variables that are asked for again, one answer may have."""
 
 _HEADER = struct.Struct("<4sBBHQQQIIQ")
 _OPERATION = struct.Struct("<BBHIQQQ")
