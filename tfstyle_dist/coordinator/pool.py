@@ -215,30 +215,42 @@ class WorkerPool:
                 parts = messages.receive(link.socket, zmq_link.DONTWAIT)
             except zmq_link.Again:
                 return
-            header = Header.unpack(parts[0])
-            meta = memoryview(parts[0])[wire.HEADER_SIZE :]
-            if header.closure == 0:
-                self._introduced(link, header, meta)
-                continue
-            closure = link.running.pop(header.closure, None)
-            if closure is None or closure.attempt != header.attempt:
-                continue
-            if header.flags & wire.FLAG_NO_VALUE:
-                link.values.difference_update(v.number for v in closure.values)
-            if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
-                self._queue.put_back([closure])
-                continue
-            if header.flags & wire.FLAG_KEEP:
-                link.values.add(closure.number)
             try:
-                value = messages.value_of(streams.join(messages.numbers(meta), parts[1:]))
-            except Exception as error:
-                self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
-                continue
-            if header.kind is Kind.OK:
-                self._queue.finish(closure, value, link.running.values())
-            else:
-                self._queue.fail(closure, value)
+                header = Header.unpack(parts[0])
+                meta = memoryview(parts[0])[wire.HEADER_SIZE :]
+                if header.closure == 0:
+                    self._introduced(link, header, meta)
+                    continue
+            except wire.WireError as error:
+                get_logger().warning("%s at %s breaks the protocol: %s", link.name, link.address, error)
+                self._lose(link)
+                return
+            self._ended(link, header, meta, parts[1:])
+
+    def _ended(self, link: _Link, header: Header, meta: memoryview, frames: Sequence[bytes]) -> None:
+        """A worker has run a call."""
+        closure = link.running.get(header.closure)
+        if closure is None or closure.attempt != header.attempt:
+            return
+        del link.running[header.closure]
+        if header.flags & wire.FLAG_NO_VALUE:
+            link.values.difference_update(v.number for v in closure.values)
+        if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
+            self._queue.put_back([closure])
+            return
+        if header.flags & wire.FLAG_KEEP:
+            link.values.add(closure.number)
+        try:
+            value = messages.value_of(streams.join(messages.numbers(meta), frames))
+            if header.kind is not Kind.OK and not isinstance(value, BaseException):
+                raise wire.WireError(f"a {type(value).__name__} came in place of an error")
+        except Exception as error:
+            self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
+            return
+        if header.kind is Kind.OK:
+            self._queue.finish(closure, value, link.running.values())
+        else:
+            self._queue.fail(closure, value)
 
     def _introduced(self, link: _Link, header: Header, meta: Any) -> None:
         if header.kind is Kind.ERROR:
@@ -284,7 +296,11 @@ class WorkerPool:
                 if link.ready and len(link.running) < self._in_flight:
                     closure = self._queue.take(index)
                     if closure is not None:
-                        self._give(link, closure)
+                        try:
+                            self._give(link, closure)
+                        except Exception as error:  # e.g. a result among its arguments that cannot be sent
+                            link.running.pop(closure.number, None)
+                            self._queue.fail(closure, error)
                         given = True
 
     def _give(self, link: _Link, closure: Closure) -> None:
