@@ -224,6 +224,36 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
         raw.close()
 
 
+SERVER_WITHOUT_SOCKETS = """
+import errno, json, os, sys
+import tfstyle_dist as td
+from tfstyle_dist.parameter_server import service
+def no_files(*args):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+service.Door = service.StreamPort = no_files
+td.Server(json.loads(sys.argv[1]), "ps", 0).join()
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_server_that_cannot_open_another_socket_is_used_without(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    c = cluster(workers=1, ps=1, start=False, coordinator=False, env={"TFSTYLE_SHARED_MEMORY": shared})
+    server = subprocess.Popen([sys.executable, "-c", SERVER_WITHOUT_SOCKETS, json.dumps(c.spec)])
+    try:
+        c.start("worker", 0)
+        c.make_coordinator()
+        assert c.add_three_times(300_000).eq(3).all()
+        assert "ZeroMQ" in c.strategy.servers.links[0].lane
+        c.strategy.close()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 SMALL_SERVER = """
 import json, sys
 import tfstyle_dist as td

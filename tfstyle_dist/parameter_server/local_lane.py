@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.segment import Segment
@@ -38,10 +38,12 @@ class LocalLane:
         self._values: ValuesReader | None = None
         self._visit: Visit | None = None
         self.works = True  # until the server cannot map a segment
-        told = call({"method": "door"})
         try:
+            told = call({"method": "door"})
             self._visit = Visit(str(told["name"]), str(told["token"]), timeout)
-        except OSError as error:
+        except DeadlineExceededError:
+            raise
+        except OSError as error:  # of either end
             get_logger().info("%s: messages go by ZeroMQ (%s)", name, error)
 
     @property

@@ -285,7 +285,7 @@ _ERRORS = {
     kind.__name__: kind
     for kind in (
         CancelledError, DataLossError, DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError,
-        PermissionError, TypeError, ValueError, RuntimeError,
+        PermissionError, OSError, TypeError, ValueError, RuntimeError,
     )
 }  # fmt: skip
 
