@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -102,3 +103,29 @@ def test_an_error_is_raised_although_another_function_never_ends(monkeypatch: py
     queue.fail(first, ValueError("on purpose"))
     with pytest.raises(ValueError, match="on purpose"):
         queue.wait(Deadline(None), lambda: "")
+
+
+def test_a_second_chief_does_not_delete_the_snapshots_of_the_first_one(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program was started twice by mistake."""
+    options: dict[str, Any] = {"snapshot_folder": tmp_path / "s", "snapshot_seconds": 3600.0}
+    c = cluster(workers=1, ps=1, **options)
+    with c.strategy.scope():
+        value = td.Variable(1.0)
+    first, coordinator = c.strategy, c.coordinator
+    assert coordinator.schedule(lambda: float(value.value())).get(timeout=30) == 1.0
+    files = sorted((tmp_path / "s" / "ps-0").iterdir())
+    assert files
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "2")
+    with pytest.raises(UnavailableError, match=r"coordinator that lives.*a snapshot_folder and tasks of its own"):
+        c.make_coordinator(**options)
+    c.strategy.close()
+    assert sorted((tmp_path / "s" / "ps-0").iterdir()) == files
+    assert coordinator.schedule(lambda: float(value.value())).get(timeout=30) == 1.0
+    # Once it is silent, e.g. because it was killed, its successor need not wait long.
+    coordinator.close(end_workers=False)
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "30")
+    c.make_coordinator(**options)
+    first.close()
+    assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2

@@ -25,6 +25,8 @@ from tfstyle_dist.parameter_server.together import Write, rate_of, write_togethe
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
 
 _MAX_CLIENTS = 4096
+_SILENT_SECONDS = 5.0
+"""A coordinator tells every second that it lives; one that has not for so long is taken for dead."""
 
 
 class ParameterServer(ServerState):
@@ -305,6 +307,7 @@ class ParameterServer(ServerState):
             raise self._displaced()
         if role == "coordinator":
             if session != self.session:
+                self._check_snapshots(meta.get("snapshots"))
                 self._leave(client)
                 self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
@@ -314,6 +317,20 @@ class ParameterServer(ServerState):
             "incarnation": self.incarnation, "task": self._name, "host": host_id(),
             "restored": self.restored, "empty": not self.table.variables,
         }  # fmt: skip
+
+    def _check_snapshots(self, wanted: dict[str, Any] | None) -> None:
+        """A new coordinator deletes the snapshots in its folder: they must not be those of one that is at work.
+
+        Raises:
+            UnavailableError: they are.
+        """
+        lives = self._heard is not None and time.monotonic() - self._heard < _SILENT_SECONDS
+        if lives and wanted is not None and self.keeper is not None and self.keeper.keeps_in(str(wanted["folder"])):
+            raise UnavailableError(
+                f"{self._name} works for a coordinator that lives and keeps its snapshots in {wanted['folder']!r}; a "
+                "second one would delete them. End the first program, or give this one a snapshot_folder and tasks of "
+                "its own."
+            )
 
     def _leave(self, newer: Client) -> None:
         """Ends the work for the coordinator before: it and its workers are told."""

@@ -63,6 +63,10 @@ class SnapshotKeeper:
         self._job: int | None = None
         self._started, self._changes = time.monotonic(), _NEVER
 
+    def keeps_in(self, folder: str) -> bool:
+        """Whether the files are in this folder of a job."""
+        return self.folder.path.parent.resolve() == Path(folder).resolve()
+
     # ---- coming back ------------------------------------------------------------------------------------------
 
     def restore(self, call: Call) -> bool:
