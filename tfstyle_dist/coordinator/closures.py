@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from tfstyle_dist.core.logging import get_logger
 _SAY_EVERY = 10.0
 _LET_END = timedelta(minutes=5)
 """So long an error waits for functions that still run, unless the caller has a limit of its own."""
+_MOST_RANGES, _MOST_LOOKED_AT = 1000, 100_000
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class ClosureQueue:
         self._waiting: deque[Closure] = deque()
         self._pinned: dict[int, deque[Closure]] = {}
         self._dependents: dict[int, list[Closure]] = {}  # by number of the call whose result they wait for
-        self._order: deque[Closure] = deque()
+        self._unfinished: OrderedDict[int, None] = OrderedDict()
+        self._above_started = 1
         self._running = 0
         self._error: BaseException | None = None
         self._over: BaseException | None = None  # why nothing can run any more
@@ -143,7 +145,7 @@ class ClosureQueue:
             missing = {v.number for v in values if not v.is_ready()}
             self._number += 1
             closure = Closure(self._number, function, parts, RemoteValue(self.changed, self._number), worker)
-            self._order.append(closure)
+            self._unfinished[closure.number] = None
             closure.values, closure.missing = tuple(values), len(missing)
             for number in missing:
                 self._dependents.setdefault(number, []).append(closure)
@@ -241,6 +243,7 @@ class ClosureQueue:
             closure = queue.popleft()
             self._staleness.start(closure.number)
             closure.attempt += 1
+            self._above_started = max(self._above_started, closure.number + 1)
             closure.seen = self.finished
             self._running += 1
             self.dispatched += 1
@@ -328,20 +331,39 @@ class ClosureQueue:
                 f"This function was cancelled because another one failed: {self._error!r}. Schedule it again."
             )
         )
-        closure.finished = True
-        closure.parts, closure.values = (), ()
+        self._forget(closure)
 
     def _end(self, closure: Closure) -> None:
-        closure.finished = True
-        closure.parts, closure.values = (), ()
+        self._forget(closure)
         self._running -= 1
         self._staleness.end(closure.number)
         self.changed.notify_all()
 
+    def _forget(self, closure: Closure) -> None:
+        closure.finished = True
+        closure.parts, closure.values = (), ()
+        self._unfinished.pop(closure.number, None)
+
     def low_water(self) -> int:
         """Every call with a smaller number is finished."""
         with self.changed:
-            order = self._order
-            while order and order[0].finished:
-                order.popleft()
-            return order[0].number if order else self._number + 1
+            return next(iter(self._unfinished), self._number + 1)
+
+    def unfinished(self) -> tuple[int, list[tuple[int, int]]]:
+        """Which calls are finished although one before them is not.
+
+        Returns:
+            A number, and the calls with smaller ones that are not finished: ranges, without their ends.
+        """
+        ranges: list[tuple[int, int]] = []
+        with self.changed:
+            for place, number in enumerate(self._unfinished):
+                if number >= self._above_started:
+                    break
+                if ranges and ranges[-1][1] == number:
+                    ranges[-1] = ranges[-1][0], number + 1
+                elif len(ranges) == _MOST_RANGES or place == _MOST_LOOKED_AT:
+                    return number, ranges
+                else:
+                    ranges.append((number, number + 1))
+            return self._above_started, ranges

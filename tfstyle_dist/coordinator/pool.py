@@ -170,9 +170,10 @@ class WorkerPool:
             self._dispatch()
             if time.monotonic() - alive > _ALIVE_EVERY:
                 alive = time.monotonic()
+                finished = messages.finished(self._queue.low_water(), *self._queue.unfinished())
                 for link in (*self._workers, *self._servers):
                     if link.ready:
-                        link.socket.send(messages.plain(Kind.ALIVE))
+                        link.socket.send(messages.plain(Kind.ALIVE) if link in self._workers else finished)
 
     def _news(self, link: _Link) -> None:
         while (event := zmq_link.news(link.monitor)) is not None:

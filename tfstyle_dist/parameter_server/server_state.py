@@ -92,7 +92,7 @@ class ServerState:
             return {
                 "variables": len(self.table.variables), "applied": self.table.applied,
                 "duplicates": self.table.duplicates, "clients": self.num_clients(),
-                "leases": self.table.shared.leases(),
+                "leases": self.table.shared.leases(), "functions": len(self.table.closures),
                 "unsaved": int(self.keeper is not None and self.keeper.unsaved),
             }  # fmt: skip
         if client.role != "coordinator":

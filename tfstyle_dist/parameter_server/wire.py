@@ -249,6 +249,22 @@ def message(header: Header, meta: bytes) -> bytes:
     return header.pack() + meta
 
 
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """A meta part of numbers from 0 on."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack_numbers(meta: bytes | memoryview) -> list[int]:
+    """Reads a meta part of numbers.
+
+    Raises:
+        WireError: it is none.
+    """
+    if len(meta) % 8:
+        raise WireError(f"{len(meta)} bytes are no list of numbers")
+    return list(struct.unpack(f"<{len(meta) // 8}Q", meta))
+
+
 def pack_json(value: dict[str, Any]) -> bytes:
     """A meta part of named values."""
     return json.dumps(value, separators=(",", ":")).encode()
