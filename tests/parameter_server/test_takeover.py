@@ -18,7 +18,7 @@ from tfstyle_dist.coordinator.closures import ClosureQueue
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
