@@ -18,6 +18,9 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError, UnavailableError
+from tfstyle_dist.parameter_server.client import ServerLink
+from tfstyle_dist.parameter_server.wire import Op, Operation
+from tfstyle_dist.parameter_server.work import Work
 
 pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -93,6 +96,38 @@ def test_a_stopped_worker_is_replaced_and_refused_when_it_wakes(cluster: Any, tm
     # It joins again and works on.
     assert c.coordinator.schedule(add, worker=1 - other).get(timeout=30) == 1 - other
     assert float(count.value()) == 2.0
+
+
+def test_one_function_that_does_not_end_keeps_nothing_of_the_others(cluster: Any, tmp_path: Path) -> None:
+    """Neither at the coordinator nor at the servers, which refuse late writes of those that have ended all the same."""
+    c = cluster(workers=2, ps=1)
+    with c.strategy.scope():
+        count = td.Variable(0.0)
+    go_on = tmp_path / "go on"
+
+    def add_later() -> None:
+        count.assign_add(1.0)
+        while not go_on.exists():
+            time.sleep(0.01)
+        count.assign_add(1.0)
+
+    long = c.coordinator.schedule(add_later, worker=0)
+    waits = c.coordinator.schedule(lambda: count.assign_add(1.0), worker=0)
+    results = [c.coordinator.schedule(lambda: count.assign_add(1.0), worker=1) for _ in range(300)]
+    for result in results:
+        result.get(timeout=30)
+    wait_until(lambda: c.statistics()[0]["functions"] < 100)
+    assert len(c.coordinator._queue._unfinished) == 2
+    link: ServerLink = c.strategy.servers.links[0]
+    late = Operation(Op.ADD, 0, count._tfstyle_record.shards[0].number, 0, 0, 4)
+    link.post(Work(results[150].number, 1, 0), [late], [torch.ones(1)])
+    with pytest.raises(CancelledError, match="is finished"):
+        link.finish()
+    go_on.touch()
+    long.get(timeout=30)
+    waits.get(timeout=30)
+    c.coordinator.join(timeout=30)
+    assert float(count.value()) == 303.0
 
 
 def test_all_workers_die_and_one_comes_back(cluster: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
+from tfstyle_dist.parameter_server import pulling
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -20,6 +21,27 @@ NUMBERS = torch.tensor([[1, 7, 1], [9, 0, 4]])
 
 def table() -> torch.Tensor:
     return torch.arange(20.0).reshape(10, 2)
+
+
+def test_very_many_rows_come_in_several_messages(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
+    monkeypatch.setattr(pulling, "MOST_COPIED", 3 * 8 + 1)  # three rows and a bit
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    with c.strategy.scope():
+        v = td.Variable(table())
+    asked: list[int] = []
+    for link in c.strategy.servers.links:
+        batch = link.batch
+
+        def counted(work: Any, operations: Any, *rest: Any, batch: Any = batch) -> None:
+            asked.extend(operation.rows for operation in operations)
+            batch(work, operations, *rest)
+
+        monkeypatch.setattr(link, "batch", counted)
+    numbers = torch.tensor([1, 7, 1, 9, 0, 4, 2, 2, 3, 5])
+    assert torch.equal(v[numbers].detach(), table()[numbers])
+    assert torch.equal(v[numbers[:0]].detach(), table()[:0])
+    assert asked == [3, 2, 3]  # each row is asked for once
 
 
 @pytest.mark.parametrize("shards", [1, 3])

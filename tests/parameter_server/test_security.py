@@ -86,7 +86,7 @@ def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
     listening = server.listen(address)
     asking = client.context.socket(zmq_link.zmq.DEALER)
     try:
-        server._authenticator.stop()
+        server._authenticators.pop().stop()
         asking.linger = 0
         asking.curve_publickey, asking.curve_secretkey = other.public, other.secret
         asking.curve_serverkey = cluster.public
@@ -116,16 +116,19 @@ class Raw:
     def send(self, *parts: bytes) -> None:
         self.socket.send_multipart(list(parts))
 
-    def answer(self, timeout: float = 5.0) -> tuple[Kind, dict[str, Any]]:
+    def answer(self, timeout: float = 20.0) -> tuple[Kind, dict[str, Any]]:
         assert self.poller.poll(timeout * 1000), "no answer"
         message = self.socket.recv_multipart()[0]
         header = Header.unpack(message)
         return header.kind, wire.unpack_json(message[wire.HEADER_SIZE :]) if header.meta_bytes else {}
 
-    def hello(self, session: str) -> None:
-        meta = wire.pack_json({"role": "worker", "task": "test", "session": session})
+    def introduce(self, session: str, role: str = "worker") -> tuple[Kind, dict[str, Any]]:
+        meta = wire.pack_json({"role": role, "task": "test", "session": session})
         self.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
-        assert self.answer()[0] is Kind.OK
+        return self.answer()
+
+    def hello(self, session: str) -> None:
+        assert self.introduce(session)[0] is Kind.OK
 
     def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
         meta = wire.pack_operations(operations)
@@ -287,6 +290,28 @@ def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
         context.close()
 
 
+def test_a_small_request_for_a_very_long_answer_is_refused(cluster: Any) -> None:
+    """Before the server copies anything."""
+    c = cluster(workers=1, ps=1, env={"TFSTYLE_SHARED_MEMORY": "0"})
+    with c.strategy.scope():
+        large, wide, count = td.Variable(torch.zeros(1 << 20)), td.Variable(torch.zeros(1, 1 << 20)), td.Variable(0.0)
+    numbers = [v._tfstyle_record.shards[0].number for v in (large, wide, count)]
+    write = Operation(Op.ADD, 0, numbers[2], 0, 0, 4)
+    again = [Operation(Op.PULL, 0, numbers[0]) for _ in range(300)]
+    rows = Operation(Op.PULL_ROWS, 0, numbers[1], 0, 300)
+    raw = Raw(c.spec["ps"][0])
+    raw.hello(c.strategy.session)
+    for operations, data in (([write, *again], bytes(16)), (again, b""), ([rows], bytes(8 * 300))):
+        raw.batch(operations, data, flags=wire.FLAG_INLINE if data else 0)
+        kind, answer = raw.answer()
+        assert kind is Kind.ERROR
+        assert "is too long" in answer["message"]
+    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=wire.FLAG_INLINE)
+    assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
+    raw.close()
+    assert float(count.value()) == 1.0  # the first write was not made
+
+
 def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():
@@ -316,3 +341,104 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
     assert len(value.value()) == 2
     assert set(c.pids) == {("ps", 0), ("worker", 0)}
+
+
+def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    opened = Path(f"/proc/{c.pids['ps', 0]}/fd")
+    raw = Raw(c.spec["ps"][0])
+    raw.hello(c.strategy.session)
+    memory = os.memfd_create("tfstyle-ps-segment")
+    try:
+        os.ftruncate(memory, 4096)
+        before = len(list(opened.iterdir()))
+        for half in (0, -1, -(1 << 62), -(1 << 70), 1 << 70, 1 << 62, 4096):
+            place = {"process": os.getpid(), "file": memory, "name": "tfstyle-ps-segment", "half": half}
+            meta = wire.pack_json({"method": "segment", **place})
+            raw.send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+            kind, told = raw.answer()
+            assert kind is Kind.ERROR, half
+            assert told["error"] == "PermissionError", told
+        assert len(list(opened.iterdir())) == before
+    finally:
+        os.close(memory)
+        raw.close()
+
+
+SERVER_WITHOUT_SOCKETS = """
+import errno, json, os, sys
+import tfstyle_dist as td
+from tfstyle_dist.parameter_server import service
+def no_files(*args):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+service.Door = service.StreamPort = no_files
+td.Server(json.loads(sys.argv[1]), "ps", 0).join()
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_server_that_cannot_open_another_socket_is_used_without(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
+    c = cluster(workers=1, ps=1, start=False, coordinator=False, env={"TFSTYLE_SHARED_MEMORY": shared})
+    server = subprocess.Popen([sys.executable, "-c", SERVER_WITHOUT_SOCKETS, json.dumps(c.spec)])
+    try:
+        c.start("worker", 0)
+        c.make_coordinator()
+        assert c.add_three_times(300_000).eq(3).all()
+        assert "ZeroMQ" in c.strategy.servers.links[0].lane
+        c.strategy.close()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+SMALL_SERVER = """
+import json, sys
+import tfstyle_dist as td
+from tfstyle_dist.parameter_server import service
+service._MAX_CLIENTS = 8
+td.Server(json.loads(sys.argv[1]), "ps", 0).join()
+"""
+
+
+def test_clients_that_were_refused_take_no_room(cluster: Any) -> None:
+    """Workers that wait for a coordinator ask many times; it must get in when it comes."""
+    c = cluster(workers=1, ps=1, start=False, coordinator=False)
+    server = subprocess.Popen([sys.executable, "-c", SMALL_SERVER, json.dumps(c.spec)])
+    try:
+        refused_clients(c)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def refused_clients(c: Any) -> None:
+    address = c.spec["ps"][0]
+
+    def tries(count: int, session: str, role: str = "worker") -> None:
+        for _ in range(count):
+            raw = Raw(address)
+            kind, told = raw.introduce(session, role)
+            assert kind is (Kind.OK if role == "coordinator" else Kind.ERROR), told
+            raw.close()
+
+    tries(9, "abc")
+    c.make_coordinator()
+    tries(9, "abc")
+    tries(9, c.strategy.session, "coordinator")  # a link that breaks again and again
+    raw = Raw(address)
+    raw.send(b"no message")
+    assert raw.answer()[0] is Kind.ERROR
+    raw.close()
+    assert c.statistics()[0]["clients"] <= 3
+    for number in range(9):
+        raw = Raw(address)
+        meta = wire.pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
+        raw.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        kind, told = raw.answer()
+        raw.close()
+    assert kind is Kind.ERROR
+    assert "takes no more clients: it has 8" in told["message"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records
+from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -107,6 +110,28 @@ def test_no_write_is_lost_or_made_twice_when_servers_and_workers_are_killed(clus
     assert kills[0] >= 2
 
 
+def test_a_write_that_does_not_fit_on_the_disk_is_refused_and_the_next_ones_are_kept(
+    cluster: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "s"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600, snapshot_every_write=True)
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(1 << 14))
+    value.assign_add(torch.ones(1 << 14))
+    no_limit = resource.RLIM_INFINITY
+    full = files(folder, "journal")[-1].stat().st_size + 1000  # half of the next record fits
+    resource.prlimit(c.pids["ps", 0], resource.RLIMIT_FSIZE, (full, no_limit))
+    with pytest.raises(DataLossError, match=r"made this write.*snapshot_every_write"):
+        value.assign_add(torch.ones(1 << 14))
+    resource.prlimit(c.pids["ps", 0], resource.RLIMIT_FSIZE, (no_limit, no_limit))
+    value.assign_add(torch.ones(1 << 14))
+    assert value.value().eq(3).all()
+    c.kill("ps", 0)
+    c.start("ps", 0)
+    # The write that was refused is there if a snapshot was made since; the others are in any case.
+    assert value.value().ge(2).all()
+
+
 def test_a_restarted_server_without_snapshots_is_said_so(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():
@@ -173,7 +198,27 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(cluster: Any, tmp_path: 
     assert float(value.value()) == 2.0
 
 
-def test_records_are_checked(tmp_path: Path) -> None:
+def test_a_damaged_record_of_a_journal_takes_no_other_with_it(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600, snapshot_every_write=True)
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(100))
+    places = []
+    for _ in range(5):
+        value.assign_add(torch.ones(100))
+        places.append(files(folder, "journal")[-1].stat().st_size)
+    c.kill("ps", 0)
+    path = files(folder, "journal")[-1]
+    content = bytearray(path.read_bytes())
+    content[(places[1] + places[2]) // 2] ^= 1
+    path.write_bytes(content + b"tfSR half a record")
+    c.start("ps", 0)
+    assert value.value().eq(4).all()
+    assert f"{path} is damaged: what its bytes {places[1]} to {places[2]} kept is lost" in c.output()
+    assert f"{path}: the last 18 bytes are no whole record" in c.output()
+
+
+def test_records_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "records"
     file = RecordFile(path)
     file.write([b"one", b"", bytes(100)])
@@ -183,7 +228,8 @@ def test_records_are_checked(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert list(read_records(path, cut_off=True)) == [[b"one", b"", bytes(100)]]
+    assert list(read_what_is_whole(path)) == [[b"one", b"", bytes(100)]]
+    assert "left out" in caplog.text
     with pytest.raises(DataLossError, match="byte"):
         list(read_records(path))
     for place in range(0, len(whole), 7):
@@ -192,6 +238,10 @@ def test_records_are_checked(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataLossError):
             list(read_records(path))
+        caplog.clear()
+        kept = list(read_what_is_whole(path))
+        assert kept in ([[b"two"]], [[b"one", b"", bytes(100)]])
+        assert ("is damaged" if kept == [[b"two"]] else "left out") in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"snapshot_seconds": 0}, {"snapshot_every_write": True}, {"max_staleness": -1}])
@@ -200,3 +250,52 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     resolver = td.cluster_resolver.SimpleClusterResolver(td.cluster_resolver.ClusterSpec(spec), "", "chief", 0)
     with pytest.raises(ValueError, match=next(iter(options))):
         td.ParameterServerStrategy(resolver, **options)
+
+
+class Told:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "journal"])
+@pytest.mark.parametrize("writable", ["by others", "by a link"])
+def test_what_others_may_have_written_is_not_unpickled(cluster: Any, tmp_path: Path, kind: str, writable: str) -> None:
+    """A server without rights over other users can only be shown files that others may write."""
+    folder, ran = tmp_path / "s", tmp_path / "ran"
+    c = cluster(workers=1, ps=1, snapshot_folder=folder, snapshot_seconds=3600)
+    with c.strategy.scope():
+        value = td.Variable(1.0)
+    c.kill("ps", 0)
+    planted = folder / "ps-0" / f"{c.strategy.session}-9.{kind}"
+    target = planted if writable == "by others" else tmp_path / "elsewhere"
+    file = RecordFile(target)
+    call = [b"call", b'{"method": "optimizer", "number": 7}'] if kind == "journal" else []
+    file.write([*call, *(bytes(part) for part in pickling.dumps(Told(ran)))])
+    file.close()
+    if writable == "by others":
+        planted.chmod(0o666)
+    else:
+        planted.symlink_to(target)
+    (folder / "ps-0").chmod(0o777)
+    c.start("ps", 0)
+    assert float(value.value()) == 1.0
+    assert not ran.exists()
+    assert f"{planted} belongs to user {os.geteuid()} with mode " in c.output()
+    assert (folder / "ps-0").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_snapshot_folder_of_another_user_is_refused(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "s" / "ps-0"
+    folder.mkdir(parents=True)
+    os.chown(folder, 65534, 65534)
+    c = cluster(workers=1, ps=1, coordinator=False)
+    with pytest.raises(PermissionError, match=r"belongs to user 65534.*snapshot_folder"):
+        c.make_coordinator(snapshot_folder=folder.parent)
+    with pytest.raises(PermissionError, match="belongs to user 65534"):  # asked again, it does not go on without
+        c.strategy.servers.call_all({"method": "statistics"})

@@ -19,7 +19,7 @@ from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server import keys, wire
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK
+from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -30,7 +30,7 @@ FAR = {"TFSTYLE_SHARED_MEMORY": "0"}
 def far_cluster(cluster: Any, monkeypatch: pytest.MonkeyPatch, tcp: str, **options: Any) -> Any:
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
     monkeypatch.setenv("TFSTYLE_PS_TCP", tcp)
-    return cluster(env={**FAR, "TFSTYLE_PS_TCP": tcp}, **options)
+    return cluster(env={**FAR, "TFSTYLE_PS_TCP": tcp, **options.pop("env", {})}, **options)
 
 
 @pytest.mark.parametrize("tcp", ["1", "0"])
@@ -109,6 +109,26 @@ def test_with_keys_tensors_come_by_tcp_if_both_ends_say_so(
     c.make_coordinator()
     assert c.add_three_times(300_000).eq(3).all()
     assert c.strategy.servers.links[0].lane == ("TCP" if servers == "always" else "ZeroMQ")
+
+
+def test_what_comes_in_the_clear_cancels_no_functions(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With keys only the coordinator's encrypted link says which functions are finished."""
+    keys.main([str(tmp_path / "cluster.key")])
+    monkeypatch.setenv("TFSTYLE_PS_KEYS", str(tmp_path / "cluster.key"))
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
+    c = far_cluster(
+        cluster, monkeypatch, "always", workers=1, ps=1, env={"TFSTYLE_PS_KEYS": str(tmp_path / "cluster.key")}
+    )
+    with c.strategy.scope():
+        value = td.Variable(torch.zeros(4))
+    link = c.strategy.servers.links[0]
+    assert link.lane == "TCP"
+    forged = Work(1 << 40, 1, 1 << 40)  # everything before is finished
+    link.post(forged, [Operation(Op.ADD, 0, value._tfstyle_record.shards[0].number, 0, 0, 16)], [torch.ones(4)])
+    link.finish()
+    assert c.add_three_times(10).eq(3).all()
 
 
 def test_nothing_but_tensors_comes_by_tcp(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,40 @@ def test_a_damaged_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage
     assert checkpoint.step == 1
 
 
+@pytest.mark.parametrize("name", ["{elsewhere}", "../elsewhere", ".", "..", "", None, "ckpt-1"])
+def test_a_folder_elsewhere_is_neither_read_nor_deleted(tmp_path: Path, name: str | None) -> None:
+    """Whoever can write an index must not choose what the next save deletes."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis").write_text("x")
+    checkpoint = Checkpoint(step=0)
+    first = CheckpointManager(checkpoint, tmp_path / "c", max_to_keep=1).save()
+    assert first is not None
+    content = files.read_index(first) | {"data": name and name.format(elsewhere=elsewhere)}
+    files.write_index(first, content)
+    with pytest.raises(DataLossError, match="beside its index"):
+        checkpoint.restore(first)
+    second = CheckpointManager(checkpoint, tmp_path / "c", max_to_keep=1).save(2)
+    assert (elsewhere / "thesis").exists()
+    assert not files.index_file(first).exists()
+    assert second is not None
+    checkpoint.restore(second)
+
+
+def test_checkpoints_of_another_folder_are_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = Checkpoint(step=0)
+    other = CheckpointManager(checkpoint, tmp_path / "other", max_to_keep=1).save()
+    assert other is not None
+    (tmp_path / "c").mkdir()
+    manager.write_state(str(tmp_path / "c"), td.train.get_checkpoint_state(tmp_path / "other"))
+    keeper = CheckpointManager(checkpoint, tmp_path / "c", max_to_keep=1)
+    other = str(tmp_path / "c" / ".." / "other" / "ckpt-1")
+    assert keeper.restore_or_initialize() == other
+    keeper.save()
+    assert files.index_file(other).exists()
+    assert f"{other} is not in the folder of its manager" in caplog.text
+
+
 def test_a_damaged_list(tmp_path: Path) -> None:
     Checkpoint(step=1).save(tmp_path / "ckpt")
     (tmp_path / "checkpoint").write_text("model_checkpoint_pa")

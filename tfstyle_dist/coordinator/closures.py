@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,9 @@ from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError
 from tfstyle_dist.core.logging import get_logger
 
 _SAY_EVERY = 10.0
+_LET_END = timedelta(minutes=5)
+"""So long an error waits for functions that still run, unless the caller has a limit of its own."""
+_MOST_RANGES, _MOST_LOOKED_AT = 1000, 100_000
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,11 @@ class ClosureQueue:
         self._waiting: deque[Closure] = deque()
         self._pinned: dict[int, deque[Closure]] = {}
         self._dependents: dict[int, list[Closure]] = {}  # by number of the call whose result they wait for
-        self._order: deque[Closure] = deque()
+        self._unfinished: OrderedDict[int, None] = OrderedDict()
+        self._above_started = 1
         self._running = 0
         self._error: BaseException | None = None
+        self._over: BaseException | None = None  # why nothing can run any more
         self.dispatched = self.finished = 0
         self._seen_staleness: deque[int] = deque(maxlen=100)
 
@@ -131,14 +136,16 @@ class ClosureQueue:
 
         Raises:
             Exception: the error of an earlier function that nobody has seen yet, or that of a function whose result is
-                among the arguments.
+                among the arguments, or why nothing can run any more.
         """
         with self.changed:
             self._raise_error(None)
+            if self._over is not None:
+                raise self._over.with_traceback(None)
             missing = {v.number for v in values if not v.is_ready()}
             self._number += 1
             closure = Closure(self._number, function, parts, RemoteValue(self.changed, self._number), worker)
-            self._order.append(closure)
+            self._unfinished[closure.number] = None
             closure.values, closure.missing = tuple(values), len(missing)
             for number in missing:
                 self._dependents.setdefault(number, []).append(closure)
@@ -201,9 +208,16 @@ class ClosureQueue:
         if self._error is None:
             return
         # What runs is let end, so that nothing of before the error happens after it.
-        limit = deadline or Deadline(timedelta(minutes=5))
+        limit = Deadline(_LET_END) if deadline is None or deadline.limit is None else deadline
+        say = time.monotonic() + _SAY_EVERY
         while self._running and not limit.passed():
             self.changed.wait(limit.pause() or 1.0)
+            if time.monotonic() > say:
+                say = time.monotonic() + _SAY_EVERY
+                get_logger().warning(
+                    "a function has failed (%r); its error is raised when the %d that still run have ended, at most %s "
+                    "after it was noticed", self._error, self._running, limit,
+                )  # fmt: skip
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -229,6 +243,7 @@ class ClosureQueue:
             closure = queue.popleft()
             self._staleness.start(closure.number)
             closure.attempt += 1
+            self._above_started = max(self._above_started, closure.number + 1)
             closure.seen = self.finished
             self._running += 1
             self.dispatched += 1
@@ -275,9 +290,25 @@ class ClosureQueue:
             self._end(closure)
 
     def fail_all(self, error: BaseException) -> None:
-        """Nothing can run any more, e.g. because the workers refuse this program."""
+        """What waits cannot run, e.g. because the workers refuse this program."""
         with self.changed:
             self._note(error)
+            self.changed.notify_all()
+
+    def end(self, error: BaseException, running: Iterable[Closure]) -> None:
+        """Nothing can run any more: whoever waits, and whoever adds a call from now on, is told why.
+
+        Args:
+            error: why.
+            running: the calls that workers have.
+        """
+        with self.changed:
+            self._over = error
+            if self._pending():
+                self._note(error)
+            for closure in running:
+                closure.result.set_error(error)
+                self._end(closure)
             self.changed.notify_all()
 
     def _note(self, error: BaseException) -> None:
@@ -295,24 +326,44 @@ class ClosureQueue:
 
     def _cancel(self, closure: Closure) -> None:
         closure.result.set_error(
-            CancelledError(
+            self._over
+            or CancelledError(
                 f"This function was cancelled because another one failed: {self._error!r}. Schedule it again."
             )
         )
-        closure.finished = True
-        closure.parts, closure.values = (), ()
+        self._forget(closure)
 
     def _end(self, closure: Closure) -> None:
-        closure.finished = True
-        closure.parts, closure.values = (), ()
+        self._forget(closure)
         self._running -= 1
         self._staleness.end(closure.number)
         self.changed.notify_all()
 
+    def _forget(self, closure: Closure) -> None:
+        closure.finished = True
+        closure.parts, closure.values = (), ()
+        self._unfinished.pop(closure.number, None)
+
     def low_water(self) -> int:
         """Every call with a smaller number is finished."""
         with self.changed:
-            order = self._order
-            while order and order[0].finished:
-                order.popleft()
-            return order[0].number if order else self._number + 1
+            return next(iter(self._unfinished), self._number + 1)
+
+    def unfinished(self) -> tuple[int, list[tuple[int, int]]]:
+        """Which calls are finished although one before them is not.
+
+        Returns:
+            A number, and the calls with smaller ones that are not finished: ranges, without their ends.
+        """
+        ranges: list[tuple[int, int]] = []
+        with self.changed:
+            for place, number in enumerate(self._unfinished):
+                if number >= self._above_started:
+                    break
+                if ranges and ranges[-1][1] == number:
+                    ranges[-1] = ranges[-1][0], number + 1
+                elif len(ranges) == _MOST_RANGES or place == _MOST_LOOKED_AT:
+                    return number, ranges
+                else:
+                    ranges.append((number, number + 1))
+            return self._above_started, ranges

@@ -87,7 +87,7 @@ class ClusterCoordinator:
             # A call that waits at its worker counts as one at work.
             IN_FLIGHT if strategy.max_staleness is None or strategy.wire_options.ahead else 1,
         )  # fmt: skip
-        atexit.register(_close_at_exit, weakref.ref(strategy))
+        atexit.register(_close_at_exit, weakref.ref(strategy), weakref.ref(self._pool))
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -246,7 +246,8 @@ class ClusterCoordinator:
         self._pool.stop(end_workers)
 
 
-def _close_at_exit(strategy: weakref.ref[ParameterServerStrategy]) -> None:
-    found = strategy()
-    if found is not None:
+def _close_at_exit(strategy: weakref.ref[ParameterServerStrategy], pool: weakref.ref[WorkerPool]) -> None:
+    if (found := strategy()) is not None:
         found.close()
+    elif (left := pool()) is not None:  # its thread goes on without the strategy
+        left.leave()

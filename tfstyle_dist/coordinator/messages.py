@@ -9,8 +9,6 @@ from typing import Any
 from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind
 
-_NUMBER = struct.Struct("<Q")
-
 
 def send(socket: Any, parts: Sequence[Any]) -> None:
     """``socket.send_multipart`` without its checks, which cost more than sending."""
@@ -47,15 +45,19 @@ def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequen
     return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta), 0, flags), meta), *frames]
 
 
+def finished(low_water: int, below: int, unfinished: Sequence[tuple[int, int]]) -> bytes:
+    """The sign of life for servers, which tells them what functions' writes they need not know any more."""
+    meta = wire.pack_numbers([below, *(number for pair in unfinished for number in pair)])
+    return wire.message(Header(Kind.ALIVE, 0, 0, low_water, meta_bytes=len(meta)), meta)
+
+
 def numbers(meta: Any) -> list[int]:
     """The numbers of a meta part.
 
     Raises:
         WireError: it is no list of numbers.
     """
-    if len(meta) % _NUMBER.size:
-        raise wire.WireError(f"{len(meta)} bytes are no list of numbers")
-    return list(struct.unpack(f"<{len(meta) // _NUMBER.size}Q", meta))
+    return wire.unpack_numbers(meta)
 
 
 def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags: int = 0) -> list[Any]:

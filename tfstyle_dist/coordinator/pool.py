@@ -11,7 +11,7 @@ from typing import Any
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.wire import Header, Kind
@@ -45,6 +45,10 @@ class _Link:
         zmq_link.close_link(self.socket, self.monitor)
 
 
+class _DisplacedError(UnavailableError):
+    """The tasks work for another coordinator."""
+
+
 class WorkerPool:
     """Runs the calls of a queue on the worker tasks.
 
@@ -70,13 +74,14 @@ class WorkerPool:
         resources: Mapping[int, Sequence[Any]],
         in_flight: int = IN_FLIGHT,
     ) -> None:
-        self._in_flight = in_flight
+        self._context, self._in_flight = context, in_flight
         self._snapshots: dict[str, Any] | None = hello.get("snapshots")
         self._hello, self._queue, self._functions, self._resources = dict(hello), queue, functions, resources
         self._workers = [_Link(context, f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
         self._servers = [_Link(context, f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._bell = Bell()
-        self._stopping, self._goodbye = False, True
+        self._stopping = False
+        self._farewell: Sequence[_Link] = self._workers  # who is told that it is over
         self._poller: Any = None
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
         self._thread.start()
@@ -101,9 +106,17 @@ class WorkerPool:
         Args:
             goodbye: also tells the workers to end.
         """
+        self._stop(self._workers if goodbye else ())
+
+    def leave(self) -> None:
+        """Ends the thread, the tasks and the links, for a program that ends and has lost its strategy."""
+        self._stop([*self._workers, *self._servers])
+        self._context.close()
+
+    def _stop(self, farewell: Sequence[_Link]) -> None:
         if self._stopping:
             return
-        self._goodbye, self._stopping = goodbye, True
+        self._farewell, self._stopping = farewell, True
         self.wake()
         self._thread.join(30)
         if not self._thread.is_alive():
@@ -112,20 +125,23 @@ class WorkerPool:
     # ---- the thread -------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        over: BaseException = CancelledError("This coordinator was closed; functions that had not ended are cancelled.")
         try:
             for link in (*self._workers, *self._servers):
                 link.open()
             self._loop()
-        except BaseException as error:  # the program must not wait for a dead thread
+        except _DisplacedError as error:
+            get_logger().warning("%s", error)
+            over, self._farewell = UnavailableError(str(error)), ()  # the tasks are the other one's
+        except BaseException as error:
             get_logger().exception("the coordinator's thread failed")
-            for link in self._workers:
-                for closure in list(link.running.values()):
-                    self._queue.fail(closure, error)
-            self._queue.fail_all(error)
+            over = error
         finally:
+            # The program must not wait for a dead thread.
+            self._queue.end(over, [closure for link in self._workers for closure in link.running.values()])
             for link in (*self._workers, *self._servers):
                 if link.socket is not None:
-                    if self._goodbye and link in self._workers and link.ready:
+                    if link in self._farewell and link.ready:
                         link.socket.linger = 1000
                         link.socket.send(messages.plain(Kind.GOODBYE))
                         link.socket.disable_monitor()
@@ -154,9 +170,10 @@ class WorkerPool:
             self._dispatch()
             if time.monotonic() - alive > _ALIVE_EVERY:
                 alive = time.monotonic()
+                finished = messages.finished(self._queue.low_water(), *self._queue.unfinished())
                 for link in (*self._workers, *self._servers):
                     if link.ready:
-                        link.socket.send(messages.plain(Kind.ALIVE))
+                        link.socket.send(messages.plain(Kind.ALIVE) if link in self._workers else finished)
 
     def _news(self, link: _Link) -> None:
         while (event := zmq_link.news(link.monitor)) is not None:
@@ -199,34 +216,53 @@ class WorkerPool:
                 parts = messages.receive(link.socket, zmq_link.DONTWAIT)
             except zmq_link.Again:
                 return
-            header = Header.unpack(parts[0])
-            meta = memoryview(parts[0])[wire.HEADER_SIZE :]
-            if header.closure == 0:
-                self._introduced(link, header, meta)
-                continue
-            closure = link.running.pop(header.closure, None)
-            if closure is None or closure.attempt != header.attempt:
-                continue
-            if header.flags & wire.FLAG_NO_VALUE:
-                link.values.difference_update(v.number for v in closure.values)
-            if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
-                self._queue.put_back([closure])
-                continue
-            if header.flags & wire.FLAG_KEEP:
-                link.values.add(closure.number)
             try:
-                value = messages.value_of(streams.join(messages.numbers(meta), parts[1:]))
-            except Exception as error:
-                self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
-                continue
-            if header.kind is Kind.OK:
-                self._queue.finish(closure, value, link.running.values())
-            else:
-                self._queue.fail(closure, value)
+                header = Header.unpack(parts[0])
+                meta = memoryview(parts[0])[wire.HEADER_SIZE :]
+                if header.closure == 0:
+                    self._introduced(link, header, meta)
+                    continue
+            except wire.WireError as error:
+                get_logger().warning("%s at %s breaks the protocol: %s", link.name, link.address, error)
+                self._lose(link)
+                return
+            self._ended(link, header, meta, parts[1:])
+
+    def _ended(self, link: _Link, header: Header, meta: memoryview, frames: Sequence[bytes]) -> None:
+        """A worker has run a call."""
+        closure = link.running.get(header.closure)
+        if closure is None or closure.attempt != header.attempt:
+            return
+        del link.running[header.closure]
+        if header.flags & wire.FLAG_NO_VALUE:
+            link.values.difference_update(v.number for v in closure.values)
+        if header.flags & (wire.FLAG_AGAIN | wire.FLAG_NO_VALUE):
+            self._queue.put_back([closure])
+            return
+        if header.flags & wire.FLAG_KEEP:
+            link.values.add(closure.number)
+        try:
+            value = messages.value_of(streams.join(messages.numbers(meta), frames))
+            if header.kind is not Kind.OK and not isinstance(value, BaseException):
+                raise wire.WireError(f"a {type(value).__name__} came in place of an error")
+        except Exception as error:
+            self._queue.fail(closure, RuntimeError(f"The result of a function cannot be read here: {error!r}"))
+            return
+        if header.kind is Kind.OK:
+            self._queue.finish(closure, value, link.running.values())
+        else:
+            self._queue.fail(closure, value)
 
     def _introduced(self, link: _Link, header: Header, meta: Any) -> None:
         if header.kind is Kind.ERROR:
-            get_logger().warning("%s does not work for this program: %s", link.name, wire.unpack_error(meta, link.name))
+            error = wire.unpack_error(meta, link.name)
+            if isinstance(error, CancelledError):
+                raise _DisplacedError(
+                    f"{link.name} at {link.address} works for another coordinator now: a second chief program, or a "
+                    "second ParameterServerStrategy, was started for the same tasks. This coordinator has ended. Give "
+                    "each program tasks of its own."
+                )
+            get_logger().warning("%s does not work for this program: %s", link.name, error)
             return
         told = wire.unpack_json(meta)
         incarnation = str(told.get("incarnation"))
@@ -261,7 +297,11 @@ class WorkerPool:
                 if link.ready and len(link.running) < self._in_flight:
                     closure = self._queue.take(index)
                     if closure is not None:
-                        self._give(link, closure)
+                        try:
+                            self._give(link, closure)
+                        except Exception as error:  # e.g. a result among its arguments that cannot be sent
+                            link.running.pop(closure.number, None)
+                            self._queue.fail(closure, error)
                         given = True
 
     def _give(self, link: _Link, closure: Closure) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import streams, wire, zmq_link
 from tfstyle_dist.parameter_server.records import RemoteRecord
@@ -33,6 +33,7 @@ class WorkerTask:
         self._incarnation = uuid.uuid4().hex
         self._coordinators: set[bytes] = set()
         self._session: Session | None = None
+        self._former: set[str] = set()  # sessions that a newer one has displaced
         self._heard: float | None = None
         self._ended = False
         self._connections = zmq_link.ConnectionCount(self._socket)
@@ -94,8 +95,11 @@ class WorkerTask:
                 raise WireError(f"a worker does not take messages of kind {header.kind.name}")
         except Exception as error:
             get_logger().warning("%s refuses a message: %s", self._name, error)
-            body = wire.pack_error(error)
-            self._send(identity, [wire.message(Header(Kind.ERROR, 0, meta_bytes=len(body)), body)])
+            self._refuse(identity, error)
+
+    def _refuse(self, identity: bytes, error: Exception) -> None:
+        body = wire.pack_error(error)
+        self._send(identity, [wire.message(Header(Kind.ERROR, 0, meta_bytes=len(body)), body)])
 
     def _send(self, identity: bytes, parts: list[Any]) -> None:
         try:
@@ -107,14 +111,27 @@ class WorkerTask:
         if meta.get("role") != "coordinator":
             raise WireError(f"unknown role {meta.get('role')!r}")
         name = str(meta["session"])
+        if name in self._former:
+            raise self._displaced()
         if self._session is None or self._session.name != name:
-            if self._session is not None:
-                self._session.close()
-            self._coordinators.clear()
+            self._leave()
             self._session = Session(meta, self._name, self._index)
         self._coordinators.add(identity)
         self._heard = time.monotonic()
         self._send(identity, [messages.plain(Kind.OK, {"incarnation": self._incarnation, "task": self._name})])
+
+    def _leave(self) -> None:
+        """Ends the work for the coordinator before; that one waits for results, if it lives."""
+        left, self._session = self._session, None
+        if left is not None:
+            self._former.add(left.name)
+            for coordinator in list(self._coordinators):
+                self._refuse(coordinator, self._displaced())
+            self._coordinators.clear()
+            left.close()
+
+    def _displaced(self) -> CancelledError:
+        return CancelledError(f"{self._name} works for another coordinator now.")
 
     def _register(self, meta: dict[str, Any], frames: list[bytes]) -> None:
         assert self._session is not None

@@ -91,12 +91,10 @@ class Connection:
         host = self.address.rpartition(":")[0].strip("[]")
         try:
             told = self._call_now({"method": "door", "tcp": True})
-        except PermissionError as error:
-            get_logger().info("%s: tensors go by ZeroMQ (%s)", self.name, error)
-            return
-        try:
             self.stream = Visit((host, int(told["port"])), str(told["token"]), self._timeout)
-        except OSError as error:
+        except DeadlineExceededError:
+            raise
+        except OSError as error:  # of either end
             get_logger().info("%s: tensors go by ZeroMQ (%s)", self.name, error)
 
     @property
@@ -106,7 +104,7 @@ class Connection:
 
     def _introduce(self) -> dict[str, Any]:
         """Connects and says hello; with snapshots also to a server that is just being started again."""
-        meta, deadline = wire.pack_json(self._hello), Deadline(self._timeout)
+        meta, deadline, said = wire.pack_json(self._hello), Deadline(self._timeout), False
         while True:
             self._up = False
             self._socket, self._monitor = self._context.connect(self.address, b"c" + uuid.uuid4().bytes)
@@ -122,6 +120,11 @@ class Connection:
                 if self._returns is None or not again:
                     raise
                 self._lost = None
+                if not self._incarnation and (deadline.passed() or not said):
+                    if deadline.passed():
+                        raise
+                    said = True
+                    get_logger().warning("%s This process waits, at most %s.", error, deadline)
                 if deadline.passed():
                     raise UnavailableError(
                         f"{self.name} at {self.address} was lost and did not come back within {deadline}. Start it "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.segment import Segment
@@ -40,12 +40,10 @@ class LocalLane:
         self.works = True  # until the server cannot map a segment
         try:
             told = call({"method": "door"})
-        except PermissionError as error:
-            get_logger().info("%s: messages go by ZeroMQ (%s)", name, error)
-            return
-        try:
             self._visit = Visit(str(told["name"]), str(told["token"]), timeout)
-        except OSError as error:
+        except DeadlineExceededError:
+            raise
+        except OSError as error:  # of either end
             get_logger().info("%s: messages go by ZeroMQ (%s)", name, error)
 
     @property
@@ -84,11 +82,10 @@ class LocalLane:
             return self._give_up("no shared memory", error)
         try:
             self._call({"method": "segment", **segment.place})
-        except (UnavailableError, TimeoutError):
+        except BaseException as error:
             segment.close()
-            raise
-        except (OSError, RuntimeError) as error:
-            segment.close()
+            if isinstance(error, UnavailableError | TimeoutError) or not isinstance(error, OSError | RuntimeError):
+                raise
             return self._give_up("the server cannot map shared memory", error)
         segment.forget_place()
         if self.segment is not None:

@@ -13,9 +13,9 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server import wire
 from tfstyle_dist.parameter_server.client import ServerLink
 from tfstyle_dist.parameter_server.local_copies import Pull
-from tfstyle_dist.parameter_server.records import RemoteRecord, by_shard
+from tfstyle_dist.parameter_server.records import RemoteRecord, Shard, by_shard
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, Op, Operation, dtype_number
+from tfstyle_dist.parameter_server.wire import FLAG_UNCHANGED, MOST_COPIED, Op, Operation, dtype_number
 from tfstyle_dist.parameter_server.work import NO_WORK, Work
 
 _T = TypeVar("_T")
@@ -279,7 +279,6 @@ class Reader:
         def pull() -> None:
             used = []
             for shard, places, ids in by_shard(record, rows):
-                operation = Operation(Op.PULL_ROWS, dtype_number(dtype), shard.number, 0, ids.numel())
                 whole = places is None and dtype is local.dtype
                 part = result if whole else torch.empty((ids.numel(), *result.shape[1:]), dtype=dtype)
                 values = self.links[shard.server].values([shard.number])
@@ -287,11 +286,7 @@ class Reader:
                     if places is not None:
                         result[places] = part
                     continue
-
-                def take(answers: list[Operation], part: torch.Tensor = part) -> list[torch.Tensor]:
-                    return [part.view(-1).view(torch.uint8)]
-
-                self.links[shard.server].batch(self.work, [operation], [ids], take, wire.padded(part.nbytes))
+                self._ask_for_rows(shard, ids, part)
                 used.append((shard.server, places, part))
             for server, _, _ in used:
                 self.links[server].finish()
@@ -304,3 +299,14 @@ class Reader:
         with self._lock:
             self._persist(pull)
         return result
+
+    def _ask_for_rows(self, shard: Shard, ids: torch.Tensor, target: torch.Tensor) -> None:
+        """Asks a server for rows, in several messages if they are very many."""
+        most = max(min(MOST_COPIED * ids.numel() // max(target.nbytes, 1), ids.numel()), 1)
+        for numbers, part in zip(ids.split(most), target.split(most), strict=True):
+            operation = Operation(Op.PULL_ROWS, dtype_number(target.dtype), shard.number, 0, numbers.numel())
+
+            def take(answers: list[Operation], part: torch.Tensor = part) -> list[torch.Tensor]:
+                return [part.view(-1).view(torch.uint8)]
+
+            self.links[shard.server].batch(self.work, [operation], [numbers], take, wire.padded(part.nbytes))

@@ -80,7 +80,7 @@ class Segment:
             OSError: it is not there.
         """
         name, half = str(place["name"]), int(place["half"])
-        if not name.startswith(_NAME) or half < 0:
+        if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
         handle = shared_files.find(int(place["process"]), int(place["file"]), name, 2 * half)
         try:

@@ -42,13 +42,14 @@ class ServerState:
         """Works for a coordinator from now on; if this process was started again, with what the one before had."""
         self.stop_keeping(forget=False)
         self.table.shared.close()
-        self.session, self.table, self.jobs = session, VariableTable(), Jobs()
+        self.session, self.table, self.jobs = "", VariableTable(), Jobs()
         self.restored = False
         if snapshots is not None:
             task = int(self._name.rpartition(":")[2])
             keeper = SnapshotKeeper(snapshots, task, session, self.table, self.jobs)
             self.restored = keeper.restore(self.change)
             self.keeper = keeper
+        self.session = session
 
     def stop_keeping(self, forget: bool) -> None:
         """Ends jobs and snapshots.
@@ -91,7 +92,7 @@ class ServerState:
             return {
                 "variables": len(self.table.variables), "applied": self.table.applied,
                 "duplicates": self.table.duplicates, "clients": self.num_clients(),
-                "leases": self.table.shared.leases(),
+                "leases": self.table.shared.leases(), "functions": len(self.table.closures),
                 "unsaved": int(self.keeper is not None and self.keeper.unsaved),
             }  # fmt: skip
         if client.role != "coordinator":

@@ -25,6 +25,8 @@ from tfstyle_dist.parameter_server.together import Write, rate_of, write_togethe
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
 
 _MAX_CLIENTS = 4096
+_SILENT_SECONDS = 5.0
+"""A coordinator tells every second that it lives; one that has not for so long is taken for dead."""
 
 
 class ParameterServer(ServerState):
@@ -49,6 +51,7 @@ class ParameterServer(ServerState):
         self.incarnation = uuid.uuid4().hex
         self._ended = False
         self._heard: float | None = None
+        self._former: set[str] = set()  # sessions that a newer one has displaced
         self._poller = zmq_link.poller(self._socket)
         self.lock = threading.Lock()
         self._tokens = Tokens()
@@ -136,16 +139,22 @@ class ParameterServer(ServerState):
                 continue
             parts = self._socket.recv_multipart()
             if client is None:
-                if len(self._clients) >= _MAX_CLIENTS:
-                    get_logger().warning("%s refuses another client: it has %d", self._name, _MAX_CLIENTS)
-                    continue
-                client = self._clients[identity] = Client(identity, OverZmq(self._socket, identity))
-            if client.refused:
-                continue
-            if client.skip:
+                self._take_first(Client(identity, OverZmq(self._socket, identity)), parts)
+            elif client.skip:
                 client.skip = max(client.skip - len(parts[0]), 0)
-                continue
-            self.take_message(client, parts, client.way)
+            elif not client.refused:
+                self.take_message(client, parts, client.way)
+
+    def _take_first(self, client: Client, parts: list[bytes]) -> None:
+        """Takes the first message of a client, which is one of this server's only if it introduces itself well."""
+        if len(self._clients) >= _MAX_CLIENTS:
+            full = UnavailableError(f"{self._name} takes no more clients: it has {_MAX_CLIENTS}.")
+            get_logger().warning("%s", full)
+            self._send(client, client.way, [refusal(0, full)])
+            return
+        self.take_message(client, parts, client.way)
+        if client.role:
+            self._clients[client.identity] = client
 
     def _visit(self, number: int, event: int, others: bool) -> None:
         """Takes the messages of a client that came through the door.
@@ -194,10 +203,12 @@ class ParameterServer(ServerState):
                 answers = [error] * len(entries)
             for (client, write), answer in zip(entries, answers, strict=True):
                 way = client.visitor or client.way
-                if isinstance(answer, Exception):
-                    self._send(client, way, [refusal(write.header.request, answer)])
-                else:
+                try:
+                    if isinstance(answer, Exception):
+                        raise answer
                     self._answer(client, way, write.header, [write.operation], write.data, answer)
+                except Exception as error:
+                    self._send(client, way, [refusal(write.header.request, error)])
 
     def num_clients(self) -> int:
         """How many clients there are."""
@@ -271,7 +282,13 @@ class ParameterServer(ServerState):
                 self._ended = True
                 self._bell.send(b"!")
             self.forget(client)
-        elif header.kind is not Kind.ALIVE:
+        elif header.kind is Kind.ALIVE:
+            if client.role == "coordinator" and meta:
+                below, *unfinished = wire.unpack_numbers(meta)
+                if len(unfinished) % 2:
+                    raise WireError("a range of functions has no end")
+                self.table.settle(header.low_water, below, unfinished)
+        else:
             raise WireError(f"a server does not take messages of kind {header.kind.name}")
 
     def _let_in(self, client: Client, asked: dict[str, Any]) -> dict[str, Any]:
@@ -294,33 +311,60 @@ class ParameterServer(ServerState):
         role, session = str(meta.get("role")), str(meta.get("session"))
         if role not in ("coordinator", "worker"):
             raise WireError(f"unknown role {role!r}")
+        if role == "worker" and not self.session:
+            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
+        if session in self._former or (role == "worker" and session != self.session):
+            raise self._displaced()
         if role == "coordinator":
             if session != self.session:
-                for other in list(self._clients.values()):
-                    if other is not client:
-                        self.forget(other)  # they work for the coordinator before
+                self._check_snapshots(meta.get("snapshots"))
+                self._leave(client)
                 self.begin_session(session, meta.get("snapshots"))
             self._heard = time.monotonic()
-        elif not self.session:
-            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
-        elif session != self.session:
-            raise CancelledError(f"{self._name} works for another coordinator now.")
         client.role, client.name = role, str(meta.get("task"))[:200]
-        if role == "worker":
-            self._forget_earlier(client)
+        self._forget_earlier(client)
         return {
             "incarnation": self.incarnation, "task": self._name, "host": host_id(),
             "restored": self.restored, "empty": not self.table.variables,
         }  # fmt: skip
 
-    def _forget_earlier(self, client: Client) -> None:
-        """A worker that was started again: the buffers and shared memory of its earlier process are not needed."""
+    def _check_snapshots(self, wanted: dict[str, Any] | None) -> None:
+        """A new coordinator deletes the snapshots in its folder: they must not be those of one that is at work.
+
+        Raises:
+            UnavailableError: they are.
+        """
+        lives = self._heard is not None and time.monotonic() - self._heard < _SILENT_SECONDS
+        if lives and wanted is not None and self.keeper is not None and self.keeper.keeps_in(str(wanted["folder"])):
+            raise UnavailableError(
+                f"{self._name} works for a coordinator that lives and keeps its snapshots in {wanted['folder']!r}; a "
+                "second one would delete them. End the first program, or give this one a snapshot_folder and tasks of "
+                "its own."
+            )
+
+    def _leave(self, newer: Client) -> None:
+        """Ends the work for the coordinator before: it and its workers are told."""
+        if self.session:
+            self._former.add(self.session)
         for other in list(self._clients.values()):
-            if other is not client and other.role == "worker" and other.name == client.name:
+            if other is not newer:
+                self._send(other, other.way, [refusal(0, self._displaced())])
+                self.forget(other)
+
+    def _displaced(self) -> CancelledError:
+        return CancelledError(f"{self._name} works for another coordinator now.")
+
+    def _forget_earlier(self, client: Client) -> None:
+        """A task that was started again, or connects anew: what its earlier link had is not needed."""
+        for other in list(self._clients.values()):
+            if other is not client and (other.role, other.name) == (client.role, client.name):
                 self.forget(other)
 
     def _batch(self, client: Client, header: Header, meta: memoryview, parts: list[bytes], way: Way) -> None:
         operations = wire.unpack_operations(meta)
+        if way is client.carrier and self._context.keys is not None:
+            # Anybody on the network may have written it; the coordinator tells the same over its encrypted link.
+            header = header._replace(low_water=0)
         self.table.check(header, operations)
         if header.flags & wire.FLAG_SHARED:
             if client.segment is None or header.data_bytes > client.segment.half:

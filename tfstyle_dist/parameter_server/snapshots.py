@@ -20,7 +20,7 @@ from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import pickling, wire
 from tfstyle_dist.parameter_server.jobs import Jobs
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, SnapshotFolder, read_records
+from tfstyle_dist.parameter_server.snapshot_files import RecordFile, SnapshotFolder, read_records, read_what_is_whole
 from tfstyle_dist.parameter_server.table import VariableTable, request_bytes
 from tfstyle_dist.parameter_server.table_state import (
     copy_rest,
@@ -35,6 +35,8 @@ from tfstyle_dist.parameter_server.wire import FLAG_DUPLICATE, WRITES, Header, K
 KEEP = 2
 """So many snapshots are kept."""
 _NEVER = (-1, -1)
+_AGAIN_SECONDS = 5.0
+"""After what time at the latest a snapshot is made of what a journal lacks."""
 _NEW_VERSIONS = 1 << 32
 """Versions after a restart are larger than any that a client may have seen before."""
 
@@ -60,6 +62,10 @@ class SnapshotKeeper:
         self._number = 0
         self._job: int | None = None
         self._started, self._changes = time.monotonic(), _NEVER
+
+    def keeps_in(self, folder: str) -> bool:
+        """Whether the files are in this folder of a job."""
+        return self.folder.path.parent.resolve() == Path(folder).resolve()
 
     # ---- coming back ------------------------------------------------------------------------------------------
 
@@ -113,11 +119,14 @@ class SnapshotKeeper:
             put_slots(self._table, entry["number"], entry["slots"])
 
     def _replay(self, number: int, call: Call) -> None:
-        for kind, *parts in read_records(self.folder.journal(number), cut_off=True):
-            if kind == b"call":
-                call(wire.unpack_json(parts[0]), parts[1:])
-            else:
-                self._replay_batch(*parts)
+        try:
+            for kind, *parts in read_what_is_whole(self.folder.journal(number)):
+                if kind == b"call":
+                    call(wire.unpack_json(parts[0]), parts[1:])
+                else:
+                    self._replay_batch(*parts)
+        except PermissionError as error:
+            get_logger().error("journal %d is not used: %s", number, error)
 
     def _replay_batch(self, head: bytes, operations: bytes, data: bytes) -> None:
         header = Header.unpack(head)
@@ -146,14 +155,25 @@ class SnapshotKeeper:
             before.close()
 
     def note_call(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
-        """Keeps a call that changed what the table holds."""
+        """Keeps a call that changed what the table holds, in a snapshot if the journal cannot take it."""
         kept = {key: value for key, value in meta.items() if key != "sizes"}
-        self._note([b"call", wire.pack_json(kept), *parts])
+        try:
+            self._note([b"call", wire.pack_json(kept), *parts])
+        except OSError as error:
+            self._lacks_something()
+            get_logger().error(
+                "ps task %d cannot write to %s (%s): a snapshot is to keep what it lacks", self._task,
+                self.folder.path, error,
+            )  # fmt: skip
 
     def note_batch(
         self, header: Header, operations: Sequence[Operation], answers: Sequence[Operation], data: torch.Tensor
     ) -> None:
-        """Keeps the writes of a batch, with the version that each has made; nothing without ``every_write``."""
+        """Keeps the writes of a batch, with the version that each has made; nothing without ``every_write``.
+
+        Raises:
+            DataLossError: the disk does not take them.
+        """
         if not self.every_write or not any(o.op in WRITES for o in operations):
             return
         kept, pieces, offset = [], [], 0
@@ -171,21 +191,24 @@ class SnapshotKeeper:
             offset += size
         if kept:
             head = Header(Kind.BATCH, 0, header.closure, header.low_water, header.attempt).pack()
-            self._note([b"batch", head, wire.pack_operations(kept), b"".join(pieces)])
+            try:
+                self._note([b"batch", head, wire.pack_operations(kept), b"".join(pieces)])
+            except OSError as error:
+                self._lacks_something()
+                raise DataLossError(
+                    f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it "
+                    "is lost if the server is killed before its next snapshot. Make room there, or make the strategy "
+                    "without snapshot_every_write."
+                ) from None
 
     def _note(self, parts: Sequence[Any]) -> None:
-        if self._journal is None:
-            return
-        try:
+        if self._journal is not None:
             self._journal.write(parts)
-        except OSError as error:
-            get_logger().error(
-                "ps task %d cannot write %s (%s): from now on only snapshots are kept", self._task,
-                self._journal.path, error,
-            )  # fmt: skip
-            self._journal.close()
-            self._journal = None
-            self.every_write = False
+
+    def _lacks_something(self) -> None:
+        """The journal lacks what it should have: a snapshot is made, but not all the time while the disk is full."""
+        self._changes = _NEVER
+        self._started = min(self._started, time.monotonic() - self.seconds + _AGAIN_SECONDS)
 
     def tick(self) -> None:
         """Called between requests: begins a snapshot when it is time and something has changed."""

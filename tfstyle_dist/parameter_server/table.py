@@ -7,6 +7,7 @@ attempt made are recognised by their number and are not applied twice.
 
 from __future__ import annotations
 
+import bisect
 import math
 import mmap
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from tfstyle_dist.parameter_server.wire import (
     DTYPES,
     FLAG_DUPLICATE,
     FLAG_UNCHANGED,
+    MOST_COPIED,
     ROW_OPERATIONS,
     WRITES,
     Header,
@@ -68,6 +70,9 @@ class VariableTable:
         self.variables: dict[int, StoredVariable] = {}
         self.rules: dict[int, GradientRule] = {}
         self.low_water = 0
+        self._below = 0  # see settle
+        self._starts: list[int] = []
+        self._ends: list[int] = []
         self.applied = 0
         self.duplicates = 0
         self.shared = SharedVariables()
@@ -133,10 +138,21 @@ class VariableTable:
             CancelledError: the closure was started anew elsewhere, or is finished.
         """
         self._admit(header, any(o.op in WRITES for o in operations))
-        total = 0
+        total = copied = largest = 0
+        pulled: set[int] = set()
         for operation in operations:
             self._check_one(operation)
             total += request_bytes(operation)
+            if operation.op == Op.PULL and operation.variable not in pulled:
+                pulled.add(operation.variable)
+            elif operation.op in (Op.PULL, Op.PULL_ROWS):
+                size, one = _copied_bytes(self.variables[operation.variable].parameter, operation)
+                copied, largest = copied + size, max(largest, one)
+        if copied - largest > MOST_COPIED:
+            raise InvalidArgumentError(
+                f"An answer of {copied} bytes is too long: ask for at most {MOST_COPIED} bytes of rows in one message, "
+                "and for each variable once."
+            )
         if total != header.data_bytes:
             raise InvalidArgumentError(
                 f"The operations need {total} bytes, but the header announces {header.data_bytes}."
@@ -173,11 +189,10 @@ class VariableTable:
     def _admit(self, header: Header, writes: bool) -> None:
         if header.low_water > self.low_water:
             self.low_water = header.low_water
-            if len(self.closures) > 64:
-                self.closures = {k: c for k, c in self.closures.items() if k >= self.low_water}
+            self._drop_finished()
         if header.closure == 0:
             return
-        if header.closure < self.low_water:
+        if self._is_finished(header.closure):
             raise CancelledError(f"Closure {header.closure} is finished; a late attempt changes nothing.")
         closure = self.closures.get(header.closure)
         if closure is None:
@@ -190,9 +205,31 @@ class VariableTable:
             )
         closure.attempt = header.attempt
 
+    def settle(self, low_water: int, below: int, unfinished: Sequence[int]) -> None:
+        """Which functions are finished: their writes need not be known any more.
+
+        Args:
+            low_water: all with smaller numbers.
+            below: all with smaller numbers but ``unfinished``.
+            unfinished: ranges in order, as first, end, first, end, ...
+        """
+        self.low_water = max(self.low_water, low_water)
+        self._below, self._starts, self._ends = below, list(unfinished[::2]), list(unfinished[1::2])
+        self._drop_finished()
+
+    def _is_finished(self, closure: int) -> bool:
+        if closure < self.low_water or closure >= self._below:
+            return closure < self.low_water
+        place = bisect.bisect_right(self._starts, closure) - 1
+        return place < 0 or closure >= self._ends[place]
+
+    def _drop_finished(self) -> None:
+        if len(self.closures) > 64:
+            self.closures = {k: c for k, c in self.closures.items() if not self._is_finished(k)}
+
     def fence(self, closure: int, attempt: int) -> None:
         """Refuses every attempt of a closure before this one from now on."""
-        if closure >= self.low_water:
+        if not self._is_finished(closure):
             entry = self.closures.setdefault(closure, ClosureWrites())
             entry.attempt = max(entry.attempt, attempt)
 
@@ -312,6 +349,14 @@ def request_bytes(operation: Operation) -> int:
     if operation.op == Op.PULL:
         return 0
     return operation.stream_bytes
+
+
+def _copied_bytes(parameter: torch.Tensor, operation: Operation) -> tuple[int, int]:
+    """How many bytes are copied for an answer, and how many at least if it is to be given at all."""
+    if operation.op == Op.PULL:
+        return parameter.nbytes, parameter.nbytes
+    one = _row_numel(parameter) * DTYPES[operation.dtype].itemsize
+    return operation.rows * one, one
 
 
 def reply(stored: StoredVariable, nbytes: int = 0, extra: int = 0) -> Operation:

@@ -17,6 +17,7 @@ import torch
 
 from tfstyle_dist.core.errors import (
     CancelledError,
+    DataLossError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -30,6 +31,8 @@ INLINE = 1 << 16
 MAX_META = 1 << 20
 MAX_OPERATIONS = 1 << 15
 ALIGNMENT = 16
+MOST_COPIED = 1 << 30
+"""So many bytes of rows, and of variables that are asked for again, one answer may have."""
 
 _HEADER = struct.Struct("<4sBBHQQQIIQ")
 _OPERATION = struct.Struct("<BBHIQQQ")
@@ -246,6 +249,22 @@ def message(header: Header, meta: bytes) -> bytes:
     return header.pack() + meta
 
 
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """A meta part of numbers from 0 on."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack_numbers(meta: bytes | memoryview) -> list[int]:
+    """Reads a meta part of numbers.
+
+    Raises:
+        WireError: it is none.
+    """
+    if len(meta) % 8:
+        raise WireError(f"{len(meta)} bytes are no list of numbers")
+    return list(struct.unpack(f"<{len(meta) // 8}Q", meta))
+
+
 def pack_json(value: dict[str, Any]) -> bytes:
     """A meta part of named values."""
     return json.dumps(value, separators=(",", ":")).encode()
@@ -281,8 +300,8 @@ def tensor_view(buffer: torch.Tensor, offset: int, nbytes: int, dtype: torch.dty
 _ERRORS = {
     kind.__name__: kind
     for kind in (
-        CancelledError, DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError, PermissionError,
-        TypeError, ValueError, RuntimeError,
+        CancelledError, DataLossError, DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError,
+        PermissionError, OSError, TypeError, ValueError, RuntimeError,
     )
 }  # fmt: skip
 

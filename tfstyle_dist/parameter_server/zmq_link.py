@@ -9,6 +9,7 @@ import os
 import resource
 import stat
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,14 +123,26 @@ class Context:
         self.keys = keys
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, self.context.get(zmq.SOCKET_LIMIT))
-        self._authenticator: Any = None
+        self._authenticators: list[Any] = []
+        self._open: list[Any] = []
+        self._lock = threading.Lock()
+        # Were sockets collected together with their context, ZeroMQ would wait for ever that they are closed.
+        self._finalizer = weakref.finalize(self, _end, self.context, self._open, self._authenticators)
+        self._finalizer.atexit = False  # threads use them to the very end
         _use_all_files()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        if not self._finalizer.alive:
+            raise UnavailableError(
+                "The links to the tasks were closed, e.g. by strategy.close(). Read what you need before that, or make "
+                "a new strategy."
+            )
         try:
             socket = self.context.socket(kind)
         except zmq.ZMQError as error:
             raise UnavailableError(_too_many(error)) from None
+        with self._lock:
+            self._open[:] = [*(known for known in self._open if not known.closed), socket]
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 0),
@@ -196,17 +209,28 @@ class Context:
         return socket, monitor
 
     def _authenticate(self, public: bytes) -> None:
-        if self._authenticator is None:
-            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _AllowList(public))
+        if not self._authenticators:
+            self._authenticators.append(zmq.auth.thread.ThreadAuthenticator(self.context))
+            self._authenticators[0].start()
+            self._authenticators[0].configure_curve_callback(_ZAP_DOMAIN, _AllowList(public))
 
     def close(self) -> None:
         """Closes all its sockets."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
-        self.context.destroy(linger=0)
+        self._finalizer()
+
+
+def _end(context: Any, sockets: list[Any], authenticators: list[Any]) -> None:
+    """Closes a context.
+
+    Args:
+        context: ZeroMQ's.
+        sockets: of it; those that live are closed with it.
+        authenticators: threads that use it.
+    """
+    for authenticator in authenticators:
+        authenticator.stop()
+    context.destroy(linger=0)
+    sockets.clear()
 
 
 def _use_all_files() -> None:

@@ -22,6 +22,7 @@ from tfstyle_dist.core.errors import DataLossError, NotFoundError
 FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
 INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
+_FOLDER = re.compile(rf"[^/\\\0]*{re.escape(DATA)}[0-9a-f]+")
 
 
 def sync_folder(directory: Path) -> None:
@@ -99,6 +100,12 @@ def read_index(path: str) -> dict[str, Any]:
         raise DataLossError(
             f"{file} has format {content.get('format')!r}, version {content.get('version')}; this package reads "
             f"{FORMAT!r} up to version {VERSION}."
+        )
+    data = content.get("data")
+    if not isinstance(data, str) or not _FOLDER.fullmatch(data):
+        raise DataLossError(
+            f"The index file {file} names the folder {data!r}: the data of a checkpoint are beside its index, in a "
+            f"folder such as {Path(path).name}{DATA}0a1b2c. Restore an earlier checkpoint."
         )
     return content
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
@@ -180,8 +181,20 @@ class CheckpointManager:
             both = {**self._kept, path: saved}
             write_state(self._directory, CheckpointState(path, list(both), list(both.values()), preserved))
         for unwanted in old:
-            _delete(unwanted)
+            self._delete(unwanted)
         write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
+
+    def _delete(self, path: str) -> None:
+        if not Path(path).resolve().is_relative_to(Path(self._directory).resolve()):
+            get_logger().warning(
+                "The old checkpoint %s is not in the folder of its manager, %s, and is not deleted", path,
+                self._directory,
+            )  # fmt: skip
+            return
+        try:
+            files.remove_checkpoint(path)
+        except OSError as error:
+            get_logger().warning("The old checkpoint %s could not be deleted: %s", path, error)
 
     def _finish(self, path: str, saved: float) -> None:
         """On every worker; from worker 0's time, so that all have the same list."""
@@ -218,10 +231,3 @@ class CheckpointManager:
         if self._init_fn is not None:
             self._init_fn()
         return None
-
-
-def _delete(path: str) -> None:
-    try:
-        files.remove_checkpoint(path)
-    except OSError as error:
-        get_logger().warning("The old checkpoint %s could not be deleted: %s", path, error)
