@@ -9,10 +9,13 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
 from tfstyle_dist.parameter_server.cluster import as_addresses
+
+if TYPE_CHECKING:
+    from tfstyle_dist.parameter_server.local_cluster import LocalCluster
 
 # Of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -79,6 +82,29 @@ class Server:
         self._error: BaseException | None = None
         if start:
             self.start()
+
+    @staticmethod
+    def local_cluster(workers: int = 2, ps: int = 1) -> LocalCluster:
+        """Workers and parameter servers on this machine, for this program: a notebook trains with them in one cell.
+
+        Args:
+            workers: how many tasks run functions.
+            ps: how many tasks hold variables.
+
+        Returns:
+            The resolver to make the strategy with; a context manager. The tasks end with the block or ``close()``,
+            at the latest with the program.
+
+        Raises:
+            ValueError: there is not at least one of each.
+
+        Example:
+            >>> with Server.local_cluster(workers=2, ps=1) as cluster:
+            ...     strategy = ParameterServerStrategy(cluster)
+        """
+        from tfstyle_dist.parameter_server.local_cluster import LocalCluster
+
+        return LocalCluster(workers, ps)
 
     @property
     def server_def(self) -> ServerDef:

@@ -7,13 +7,14 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tfstyle_dist.cluster_resolver import TFConfigClusterResolver
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import devices as device_names, env
+from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.parameter_server import pickling
@@ -29,6 +30,9 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import Record, Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
+if TYPE_CHECKING:
+    from tfstyle_dist.parameter_server.local_cluster import LocalCluster
+
 
 class ParameterServerStrategy(Strategy):
     """Asynchronous training with parameter servers.
@@ -41,7 +45,8 @@ class ParameterServerStrategy(Strategy):
 
     Args:
         cluster_resolver: its ``cluster_spec()`` names the addresses of the jobs ``worker`` and ``ps`` (and ``chief``);
-            default: what ``TF_CONFIG`` says, which must be set then.
+            default: what ``TF_CONFIG`` says; without it 2 workers and 1 ps task are started on this machine, and end
+            with the strategy (``Server.local_cluster`` starts others).
         variable_partitioner: into how many shards a variable is cut, e.g.
             ``experimental.partitioners.MinSizePartitioner()``; ``None``: one.
         max_staleness: how many other functions' updates may come between the moment a function pulls parameters and
@@ -59,7 +64,6 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ValueError: a cluster without workers or ps tasks, with several chiefs or with an unknown job; a negative
             ``max_staleness``, a ``snapshot_seconds`` that is not above 0, another ``wire_dtype``.
-        TypeError: neither a resolver nor ``TF_CONFIG``.
         ImportError: pyzmq or cloudpickle is missing.
 
     Example:
@@ -70,6 +74,8 @@ class ParameterServerStrategy(Strategy):
 
     Source: ``tf.distribute.ParameterServerStrategy``.
     """
+
+    _own_cluster: LocalCluster | None = None
 
     def __init__(
         self,
@@ -84,13 +90,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_write: bool = False,
     ) -> None:
         if cluster_resolver is None:
-            if not env.tf_config():
-                raise TypeError(
-                    "ParameterServerStrategy() is missing its cluster_resolver, and TF_CONFIG is not set. Pass one, "
-                    "such as cluster_resolver.SimpleClusterResolver(ClusterSpec({...})), or start the chief with "
-                    "TF_CONFIG."
-                )
-            cluster_resolver = TFConfigClusterResolver()
+            cluster_resolver = TFConfigClusterResolver() if env.tf_config() else self._embedded()
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster)
         self._resolver = cluster_resolver
@@ -102,6 +102,17 @@ class ParameterServerStrategy(Strategy):
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
         }  # fmt: skip
         self._start(cluster, session, hello, variable_partitioner)
+
+    def _embedded(self) -> LocalCluster:
+        """A cluster on this machine, which lives as long as the strategy: articles leave the resolver out."""
+        from tfstyle_dist.parameter_server.local_cluster import LocalCluster
+
+        get_logger().warning(
+            "ParameterServerStrategy() was given no cluster_resolver, and TF_CONFIG is not set: it starts 2 workers "
+            "and 1 parameter server on this machine, and ends them with the strategy."
+        )
+        self._own_cluster = LocalCluster()
+        return self._own_cluster
 
     def _start(
         self,
@@ -278,6 +289,8 @@ class ParameterServerStrategy(Strategy):
         self.servers.close()
         super().close()
         self.context.close()
+        if self._own_cluster is not None:
+            self._own_cluster.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.cluster['worker'])} workers, {len(self.cluster['ps'])} ps tasks>"
