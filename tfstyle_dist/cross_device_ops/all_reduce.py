@@ -16,8 +16,8 @@ class _PackedAllReduce(CrossDeviceOps):
 class NcclAllReduce(_PackedAllReduce):
     """The all-reduce that strategies use between GPUs anyway (``tf.distribute.NcclAllReduce``).
 
-    Between processes NCCL sums. Between GPUs of one process each sums a slice of every bucket, and the slices are copied;
-    no call of NCCL is made there, as on the CPU, where it sums like every other op.
+    Between processes NCCL sums. Between GPUs of one process each sums a slice of every bucket, and the slices are
+    copied: NCCL is not called there. On the CPU it sums like every other op.
 
     Args:
         num_packs: into how many packs gradients are split; 0 packs nothing.
