@@ -41,7 +41,7 @@ def test_cases(cases: Path) -> None:
 
 
 def ranks(*arguments: str) -> list[dict[str, Any]]:
-    result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=150, env=PRETEND)
+    result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=250, env=PRETEND)
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
@@ -87,7 +87,7 @@ def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) 
 
 def test_a_library_of_one_rank() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    result = run_script([str(ON_DEVICES / "rank_program.py"), "library", "-"], timeout=100, env={**PRETEND, **alone})
+    result = run_script([str(ON_DEVICES / "rank_program.py"), "library", "-"], timeout=200, env={**PRETEND, **alone})
     said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert [s["value"] for s in said] == [[0.0, 1.0, 2.0, 3.0]] * 8
     assert all(s["kept"] for s in said)
