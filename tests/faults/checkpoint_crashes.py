@@ -57,7 +57,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "amid the index": lambda: setattr(files, "write_atomically", halfway),
     "after the index is written": lambda: setattr(files, "write_index", after(files.write_index)),
     "before the latest is noted": lambda: setattr(manager, "write_state", die),
-    "before the old one is deleted": lambda: setattr(manager, "_delete", die),
+    "before the old one is deleted": lambda: setattr(manager.CheckpointManager, "_delete", die),
 }
 
 

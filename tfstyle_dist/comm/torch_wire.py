@@ -94,7 +94,7 @@ class TorchWire:
 
     def carries(self, buffer: torch.Tensor) -> bool:
         """Whether a buffer can be moved from where it is; else a copy on the CPU is."""
-        return buffer.device.type in ("cpu", self.library)
+        return buffer.device.type in ("cpu", "meta", self.library)  # of meta tensors only the sizes exist
 
     # ---- between all workers ----------------------------------------------------------------------------------
 
