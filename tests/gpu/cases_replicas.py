@@ -182,6 +182,26 @@ def test_g4_what_is_built_in_the_scope_is_on_the_device(devices: list[str]) -> N
             assert [t.device for t in locals_] == [strategy.worker.torch_device(r) for r in range(2)]
 
 
+@on_devices
+def test_g4_what_is_adopted_or_gets_its_shape_later(devices: list[str]) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        outside = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(outside.parameters(), 0.1)
+        strategy.experimental_adopt(outside)
+        with strategy.scope():
+            lazy = nn.LazyLinear(2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            lazy(outside(x)).sum().backward()
+            optimizer.step()
+            return outside[0].weight.detach().clone()
+
+        first, second = strategy.experimental_local_results(strategy.run(step, args=(on_all(strategy, inputs),)))
+        assert torch.equal(first.cpu(), second.cpu())
+        assert {t.device.type for t in (*outside.parameters(), *outside.buffers(), *lazy.parameters())} == {KIND}
+
+
 def test_g4_one_replica() -> None:
     last = torch.device(KIND, min(ACCELERATOR.device_count(), 2) - 1)
     with td.OneDeviceStrategy(str(last)) as strategy:
@@ -291,11 +311,10 @@ def test_g13_all_replicas_work_on_the_callers_stream(devices: list[str]) -> None
 def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
     from tfstyle_dist.gradients.between_devices import sum_over_devices
 
-    shapes = [(3, 5), (7,), (1,), (0,), (2, 2, 2), (64,)]
+    shapes = [(3, 5), (7,), (1,), (0,), (2, 2, 2), (64,), (0, 3)]
     for count in (2, 3, 4):
         for limit in (0, 1, 100):
             made = [[torch.randn(s, generator=torch.Generator().manual_seed(r)) for s in shapes] for r in range(count)]
-            expected = [copy.deepcopy(made[0])]
             expected = [sum(column[1:], column[0]) / count for column in zip(*made, strict=True)]
             places = [f"{KIND}:{r % ACCELERATOR.device_count()}" for r in range(count)]
             there = [[t.to(place) for t in row] for place, row in zip(places, made, strict=True)]

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,11 +46,8 @@ def _compiled() -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     version = f"{torch.__version__} {sys.version} {_SOURCE.read_text()}"
-    name = f"tfstyle-pretend-{os.getuid()}-{hashlib.sha256(version.encode()).hexdigest()[:16]}"
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise Unavailable(f"{folder} belongs to somebody else")
+    folder = _SOURCE.parents[2] / "build" / f"pretend-{hashlib.sha256(version.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
     library = folder / "pretend.so"
     with (folder / "lock").open("w") as lock:  # several test processes come at once
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -119,7 +119,7 @@ class TorchGroup(WorkerGroup):
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         """See ``WorkerGroup``."""
-        return self._sums.explain(numel, dtype, self._wire.library or "cpu", method)
+        return self._sums.explain(numel, dtype, self._wire.accelerator or "cpu", method)
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
@@ -128,7 +128,7 @@ class TorchGroup(WorkerGroup):
             raise ValueError(
                 f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
             )
-        if buffer.device.type == self._wire.library:
+        if buffer.device.type == self._wire.accelerator:
             self._comparison.before(name, buffer)
             return self._wire.reduce_scatter(buffer, name)
         total = buffer.clone()

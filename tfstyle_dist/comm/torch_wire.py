@@ -72,7 +72,7 @@ class TorchWire:
         backend: what the torch group was made with, e.g. ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Attributes:
-        library: the kind of accelerator whose tensors it moves, such as ``"cuda"``; ``""``: the CPU's alone.
+        accelerator: the kind of accelerator whose tensors it moves, such as ``"cuda"``; ``""``: the CPU's alone.
         rank: this worker's number.
         size: number of workers.
         process_group: the torch group; ``None`` after ``release``.
@@ -81,7 +81,7 @@ class TorchWire:
     """
 
     def __init__(self, process_group: Any, timeout: timedelta | None, store: Any, backend: str) -> None:
-        self._backend, self.library = backend, backend.partition(",")[2].partition(":")[0]
+        self._backend, self.accelerator = backend, backend.partition(",")[2].partition(":")[0]
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.process_group = process_group
         self.operations = Operations(self.rank, self.size, timeout, store)
@@ -94,7 +94,7 @@ class TorchWire:
 
     def carries(self, buffer: torch.Tensor) -> bool:
         """Whether a buffer can be moved from where it is; else a copy on the CPU is."""
-        return buffer.device.type in ("cpu", "meta", self.library)  # of meta tensors only the sizes exist
+        return buffer.device.type in ("cpu", "meta", self.accelerator)  # of meta tensors only the sizes exist
 
     # ---- between all workers ----------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class TorchWire:
     def abort(self) -> None:
         """Ends what an accelerator's library has under way, where it can: nobody else would."""
         abort = getattr(self.process_group, "abort", None)
-        if self.library and abort is not None:
+        if self.accelerator and abort is not None:
             with suppress(RuntimeError):
                 abort()
 
@@ -184,7 +184,7 @@ class TorchWire:
         the others can still be told who is absent.
         """
         limit = self.operations.timeout
-        if self.library and limit is not None and buffer.device.type == "cpu":
+        if self.accelerator and limit is not None and buffer.device.type == "cpu":
             work.wait(limit)
         else:
             work.wait()

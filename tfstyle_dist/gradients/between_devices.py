@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tfstyle_dist.gradients.plan import DEFAULT_BYTES_PER_PACK
 from tfstyle_dist.ops import aggregate
-
-_BUCKET_BYTES = 32 * 1024 * 1024
 
 
 def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, bytes_per_pack: int = 0) -> None:
@@ -24,14 +23,14 @@ def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, b
         method: an ``AggregationMethod``.
         bytes_per_pack: about how many bytes travel at once; 0 chooses.
     """
-    for places in _buckets(gradients[0], bytes_per_pack or _BUCKET_BYTES):
+    for places in _buckets(gradients[0], bytes_per_pack or DEFAULT_BYTES_PER_PACK):
         flats = [torch.cat([row[place].reshape(-1) for place in places]) for row in gradients]
         devices = list(dict.fromkeys(flat.device for flat in flats))
         step = -(-flats[0].numel() // len(devices))
         means = []
         for number, device in enumerate(devices):
             parts = [flat[number * step : (number + 1) * step].to(device, non_blocking=True) for flat in flats]
-            if parts[0].numel():
+            if parts[0].numel():  # the last devices may have nothing left
                 means.append(aggregate(parts, method, divisor=len(flats)))
         for row, flat in zip(gradients, flats, strict=True):
             torch.cat([mean.to(flat.device, non_blocking=True) for mean in means], out=flat)
@@ -45,6 +44,8 @@ def _buckets(gradients: Sequence[torch.Tensor], limit: int) -> Iterator[list[int
     places: list[int] = []
     filled = 0
     for place, gradient in enumerate(gradients):
+        if gradient.numel() == 0:
+            continue
         if places and (filled >= limit or gradient.dtype != gradients[places[0]].dtype):
             yield places
             places, filled = [], 0

@@ -187,9 +187,13 @@ def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
                 _adopt_when_materialized(owner)
                 continue
             known = find_record(parameter)
+            if known is None and store.places:
+                store.bring_home(parameter)
             if known is None or known.store is not store or known.module is None:
                 store.adopt_parameter(parameter, owner, name)
         for name, buffer in owner.named_buffers(recurse=False):
             known = find_record(buffer)
             if not isinstance(buffer, torch.nn.UninitializedBuffer) and (known is None or known.store is not store):
+                if known is None and store.places:
+                    store.bring_home(buffer)
                 store.adopt_buffer(buffer, owner, name)
