@@ -111,9 +111,8 @@ def test_a_replica_that_never_stops_is_left_after_ctrl_c_also_without_a_limit(mo
         raise KeyboardInterrupt  # in its own code, with the turn: nobody waits for the other yet
 
     def goes_on(run: Any) -> None:
-        run.meet(1, "call", None, lambda payloads: payloads)
         try:
-            run.meet(1, "another", None, lambda payloads: payloads)
+            run.meet(1, "call", None, lambda payloads: payloads)
         finally:
             over.wait()
 
