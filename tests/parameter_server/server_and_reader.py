@@ -9,15 +9,15 @@ from datetime import timedelta
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK
+from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 SIZE = 1 << 18
 
 
-def value_at(context: zmq_link.Context, address: str, session: str) -> list[object]:
+def value_at(context: zeromq_sockets.Context, address: str, session: str) -> list[object]:
     """The least and the greatest element of the variable, before one is added to it and after, and the lane."""
     hello = {"role": "worker", "task": "/job:worker/task:0", "session": session}
     link = ServerLink(context, address, f"the server at {address}", hello, timedelta(seconds=20))
@@ -48,7 +48,7 @@ def main() -> None:
         server = td.Server(cluster, "ps", int(what))
         print("ready", flush=True)
         server.join()
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     print(json.dumps([value_at(context, address, what) for address in cluster["ps"]]))
     context.close()
 

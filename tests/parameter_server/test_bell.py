@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.coordinator.closures import ClosureQueue
-from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.experimental import rpc
-from tfstyle_dist.parameter_server import zmq_link
+from tfstyle_dist.parameter_server.protocol.peer_loop import Bell
+from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,7 @@ def test_it_wakes_again_once_it_was_heard_and_not_after_its_end() -> None:
 
 
 def test_the_coordinators_thread(written_to: list[str]) -> None:
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     pool = WorkerPool(context, [], [], {}, ClosureQueue(), {}, {})
     try:
         pool.stop()

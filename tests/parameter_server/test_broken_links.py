@@ -14,10 +14,10 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import connection
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Op, Operation
-from tfstyle_dist.parameter_server.work import Work
+from tfstyle_dist.parameter_server.client import connection
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import Work
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

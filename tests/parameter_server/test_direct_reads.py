@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import board, streams, wire
-from tfstyle_dist.parameter_server.segment import Segment
-from tfstyle_dist.parameter_server.shared_values import SharedVariables
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
+from tfstyle_dist.parameter_server.protocol import byte_streams, versioned_page
+from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, ProtocolError
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
+from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
+from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
 
-needs_x86 = pytest.mark.skipif(not board.possible(), reason="needs Linux on x86-64")
+needs_x86 = pytest.mark.skipif(not versioned_page.possible(), reason="needs Linux on x86-64")
 
 
 def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
@@ -30,8 +31,8 @@ def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
 
 
 def add(table: VariableTable, value: torch.Tensor) -> None:
-    operation = Operation(Op.ADD, wire.dtype_number(torch.float32), 1, 0, 0, 4 * value.numel())
-    header = Header(Kind.BATCH, 1, data_bytes=wire.padded(operation.nbytes))
+    operation = Operation(Op.ADD, dtype_number(torch.float32), 1, 0, 0, 4 * value.numel())
+    header = Header(Kind.BATCH, 1, data_bytes=padded(operation.nbytes))
     data = torch.zeros(header.data_bytes, dtype=torch.uint8)
     data[: operation.nbytes] = value.view(torch.uint8)
     table.execute(header, [operation], data)
@@ -142,15 +143,15 @@ def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open(
 def test_streams_bring_tensors_whole(sizes: tuple[int, ...]) -> None:
     tensors = [torch.arange(n, dtype=torch.int32).to(torch.uint8) for n in sizes]
     targets = [torch.zeros_like(t) for t in tensors]
-    filler = streams.Filler(targets)
+    filler = byte_streams.Filler(targets)
     total = 0
-    for piece in streams.stream(tensors):
-        assert len(piece) <= wire.CHUNK
+    for piece in byte_streams.stream(tensors):
+        assert len(piece) <= CHUNK
         filler.take(piece)
         total += len(piece)
     assert total == filler.total
     assert all(torch.equal(a, b) for a, b in zip(tensors, targets, strict=True))
-    with pytest.raises(wire.WireError, match="1 bytes too many"):
+    with pytest.raises(ProtocolError, match="1 bytes too many"):
         filler.take(memoryview(b"x"))
 
 
@@ -159,9 +160,10 @@ def test_a_message_is_taken_apart_into_its_tensors() -> None:
         torch.arange(5), torch.randn(5, 3), torch.tensor(2.5, dtype=torch.float64), torch.zeros(0, 4),
         torch.randn(2, 3, 4), torch.tensor([True, False, True]), torch.randn(7).bfloat16(), torch.arange(3),
     ]  # fmt: skip
-    pieces = streams.pieces([tensor for tensor in tensors if tensor.numel()])
+    pieces = byte_streams.pieces([tensor for tensor in tensors if tensor.numel()])
     data = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces])
-    taken = streams.Tensors(torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:])  # not at the storage's start
+    later = torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:]  # not at the storage's start
+    taken = byte_streams.Tensors(later)
     for tensor in tensors:
         found = taken.take(tensor.dtype, tensor.shape)
         assert found.is_contiguous()

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.lending import SMALLEST, OwnMemory
-from tfstyle_dist.parameter_server.rules import LocalParameters, TorchRule
-from tfstyle_dist.parameter_server.shared_values import SharedVariables
-from tfstyle_dist.parameter_server.stored import StoredVariable, write
-from tfstyle_dist.parameter_server.table import Answer, VariableTable
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.protocol import versioned_page
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.server.optimizer_rules import LocalParameters, TorchRule
+from tfstyle_dist.parameter_server.server.owner_segments import SMALLEST, OwnMemory
+from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
+from tfstyle_dist.parameter_server.server.stored_variable import StoredVariable, write
+from tfstyle_dist.parameter_server.server.table import Answer, VariableTable
 
 SIZE = SMALLEST // 4
 STEPS = st.lists(st.sampled_from(["lend", "return first", "return last", "add", "rows", "assign"]), max_size=30)
@@ -53,9 +54,9 @@ def test_a_lent_value_does_not_change(steps: list[str]) -> None:
     play(StoredVariable(1, "v", torch.nn.Parameter(torch.zeros(SIZE))), steps)
 
 
-@pytest.mark.skipif(not board.possible(), reason="values are shared on x86-64 alone")
+@pytest.mark.skipif(not versioned_page.possible(), reason="values are shared on x86-64 alone")
 @settings(max_examples=40, deadline=None)
-@given(STEPS, st.sampled_from([0, 0, board.BUFFERS - 1, board.BUFFERS + 2]))
+@given(STEPS, st.sampled_from([0, 0, versioned_page.BUFFERS - 1, versioned_page.BUFFERS + 2]))
 def test_a_lent_value_that_clients_of_this_host_can_read_does_not_change(steps: list[str], many: int) -> None:
     shared, stored = SharedVariables(), StoredVariable(1, "v", torch.nn.Parameter(torch.zeros(SIZE)))
     try:
@@ -86,7 +87,7 @@ def test_a_lent_variable_can_still_be_shared() -> None:
     shared = SharedVariables()
     try:
         shared.describe({1: stored})
-        assert stored.is_shared == board.possible()
+        assert stored.is_shared == versioned_page.possible()
         with torch.no_grad():
             write(stored, Op.ADD, torch.ones(SIZE), None)
         assert loan.data.eq(0).all()

@@ -22,9 +22,19 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.network import free_ports
-from tfstyle_dist.parameter_server import door, keys, wire, zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server import keys
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.header import (
+    FLAG_INLINE,
+    HEADER_SIZE,
+    Header,
+    Kind,
+    pack_json,
+    pack_message,
+    unpack_json,
+)
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, pack_operations
+from tfstyle_dist.parameter_server.transports import unix_listener, zeromq_sockets
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -43,11 +53,11 @@ def test_a_key_file_is_private_and_is_not_overwritten(key_file: Path) -> None:
     assert key_file.read_text() == before
     key_file.chmod(0o644)
     with pytest.raises(PermissionError, match="chmod 600"):
-        zmq_link.Keys.load(key_file)
+        zeromq_sockets.Keys.load(key_file)
     key_file.chmod(0o600)
     key_file.write_text("{}")
     with pytest.raises(ValueError, match="no key file"):
-        zmq_link.Keys.load(key_file)
+        zeromq_sockets.Keys.load(key_file)
 
 
 def test_training_with_keys(cluster: Any, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +90,11 @@ def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
     """A client that knows the server's public key, with a key of its own, when the allow-list's thread is gone."""
     for name in ("cluster", "other"):
         keys.main([str(tmp_path / name)])
-    cluster, other = (zmq_link.Keys.load(tmp_path / name) for name in ("cluster", "other"))
-    server, client = zmq_link.Context(cluster), zmq_link.Context(None)
+    cluster, other = (zeromq_sockets.Keys.load(tmp_path / name) for name in ("cluster", "other"))
+    server, client = zeromq_sockets.Context(cluster), zeromq_sockets.Context(None)
     address = f"127.0.0.1:{free_ports(1)[0]}"
     listening = server.listen(address)
-    asking = client.context.socket(zmq_link.zmq.DEALER)
+    asking = client.context.socket(zeromq_sockets.zmq.DEALER)
     try:
         server._authenticators.pop().stop()
         asking.linger = 0
@@ -109,9 +119,9 @@ class Raw:
     """A client that says what it likes."""
 
     def __init__(self, address: str) -> None:
-        self.context = zmq_link.Context(None)
+        self.context = zeromq_sockets.Context(None)
         self.socket, self.monitor = self.context.connect(address, b"c" + random.randbytes(8))
-        self.poller = zmq_link.poller(self.socket)
+        self.poller = zeromq_sockets.poller(self.socket)
 
     def send(self, *parts: bytes) -> None:
         self.socket.send_multipart(list(parts))
@@ -120,24 +130,24 @@ class Raw:
         assert self.poller.poll(timeout * 1000), "no answer"
         message = self.socket.recv_multipart()[0]
         header = Header.unpack(message)
-        return header.kind, wire.unpack_json(message[wire.HEADER_SIZE :]) if header.meta_bytes else {}
+        return header.kind, unpack_json(message[HEADER_SIZE:]) if header.meta_bytes else {}
 
     def introduce(self, session: str, role: str = "worker") -> tuple[Kind, dict[str, Any]]:
-        meta = wire.pack_json({"role": role, "task": "test", "session": session})
-        self.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        meta = pack_json({"role": role, "task": "test", "session": session})
+        self.send(pack_message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
         return self.answer()
 
     def hello(self, session: str) -> None:
         assert self.introduce(session)[0] is Kind.OK
 
     def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
-        meta = wire.pack_operations(operations)
+        meta = pack_operations(operations)
         size = len(data) if announced is None else announced
-        head = wire.message(Header(Kind.BATCH, 1, meta_bytes=len(meta), data_bytes=size, flags=flags), meta)
+        head = pack_message(Header(Kind.BATCH, 1, meta_bytes=len(meta), data_bytes=size, flags=flags), meta)
         self.send(*([head, data] if flags else [head]))
 
     def close(self) -> None:
-        zmq_link.close_link(self.socket, self.monitor)
+        zeromq_sockets.close_link(self.socket, self.monitor)
         self.context.close()
 
 
@@ -168,12 +178,12 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     raw = Raw(c.spec["ps"][0])
     raw.hello(c.strategy.session)
     rows = struct.pack("<2q", 0, 7) + struct.pack("<2f", 1.0, 1.0) + bytes(8)
-    raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=wire.FLAG_INLINE)
+    raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=FLAG_INLINE)
     assert "Row numbers 0..7" in raw.answer()[1]["message"]
     raw.batch([Operation(Op.PULL, 0, number)], b"", 0, flags=0)
     assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
-    meta = wire.pack_json({"method": "optimizer", "number": 1, "sizes": []})
-    raw.send(wire.message(Header(Kind.CALL, 2, meta_bytes=len(meta)), meta))
+    meta = pack_json({"method": "optimizer", "number": 1, "sizes": []})
+    raw.send(pack_message(Header(Kind.CALL, 2, meta_bytes=len(meta)), meta))
     assert "Only the coordinator" in raw.answer()[1]["message"]
     raw.close()
     assert small.value().tolist() == [1.0, 2.0]
@@ -188,8 +198,8 @@ def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         c = cluster(workers=1, ps=1)
         raws.append(Raw(c.spec["ps"][0]))
         raws[-1].hello(c.strategy.session)
-        meta = wire.pack_json({"method": "door", "tcp": tcp})
-        raws[-1].send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+        meta = pack_json({"method": "door", "tcp": tcp})
+        raws[-1].send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
         kind, told = raws[-1].answer()
         assert kind is Kind.OK
         return told["port"] if tcp else told["name"]
@@ -228,12 +238,14 @@ def test_another_user_is_not_listened_to(admitted: Any) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    entrance = door.Door(zmq_link.poller(), zmq_link.POLLIN, door.Tokens(), "/job:ps/task:0")
+    entrance = unix_listener.Door(
+        zeromq_sockets.poller(), zeromq_sockets.POLLIN, unix_listener.Tokens(), "/job:ps/task:0"
+    )
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         early.connect("\0" + entrance.name)
-        monkeypatch.setattr(door, "TOKEN_SECONDS", 0.0)
+        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 0.0)
         entrance.admit()
-        monkeypatch.setattr(door, "TOKEN_SECONDS", 60.0)
+        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 60.0)
         late.connect("\0" + entrance.name)
         entrance.admit()
         entrance.send_strangers_away()
@@ -271,7 +283,7 @@ def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
     server = subprocess.Popen(
         [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     hello = {"role": "coordinator", "task": "chief", "session": "s"}
     link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", hello, timedelta(seconds=20))
     try:
@@ -302,11 +314,11 @@ def test_a_small_request_for_a_very_long_answer_is_refused(cluster: Any) -> None
     raw = Raw(c.spec["ps"][0])
     raw.hello(c.strategy.session)
     for operations, data in (([write, *again], bytes(16)), (again, b""), ([rows], bytes(8 * 300))):
-        raw.batch(operations, data, flags=wire.FLAG_INLINE if data else 0)
+        raw.batch(operations, data, flags=FLAG_INLINE if data else 0)
         kind, answer = raw.answer()
         assert kind is Kind.ERROR
         assert "is too long" in answer["message"]
-    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=wire.FLAG_INLINE)
+    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=FLAG_INLINE)
     assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
     raw.close()
     assert float(count.value()) == 1.0  # the first write was not made
@@ -317,9 +329,7 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     with c.strategy.scope():
         value = td.Variable([1.0, 2.0])
     chance = random.Random(0)
-    good = wire.message(
-        Header(Kind.BATCH, 1, 5, 1, 1, 32, 16), wire.pack_operations([Operation(Op.ADD, 0, 1, 0, 0, 8)])
-    )
+    good = pack_message(Header(Kind.BATCH, 1, 5, 1, 1, 32, 16), pack_operations([Operation(Op.ADD, 0, 1, 0, 0, 8)]))
     for job in ("ps", "worker"):
         address = c.spec[job][0]
         for _ in range(60):
@@ -354,8 +364,8 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
         before = len(list(opened.iterdir()))
         for half in (0, -1, -(1 << 62), -(1 << 70), 1 << 70, 1 << 62, 4096):
             place = {"process": os.getpid(), "file": memory, "name": "tfstyle-ps-segment", "half": half}
-            meta = wire.pack_json({"method": "segment", **place})
-            raw.send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+            meta = pack_json({"method": "segment", **place})
+            raw.send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
             kind, told = raw.answer()
             assert kind is Kind.ERROR, half
             assert told["error"] == "PermissionError", told
@@ -368,10 +378,10 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
 SERVER_WITHOUT_SOCKETS = """
 import errno, json, os, sys
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import service
+from tfstyle_dist.parameter_server.server import loop
 def no_files(*args):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-service.Door = service.StreamPort = no_files
+loop.Door = loop.StreamPort = no_files
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 
@@ -398,8 +408,8 @@ def test_a_server_that_cannot_open_another_socket_is_used_without(
 SMALL_SERVER = """
 import json, sys
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import service
-service._MAX_CLIENTS = 8
+from tfstyle_dist.parameter_server.server import loop
+loop._MAX_CLIENTS = 8
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 
@@ -436,8 +446,8 @@ def refused_clients(c: Any) -> None:
     assert c.statistics()[0]["clients"] <= 3
     for number in range(9):
         raw = Raw(address)
-        meta = wire.pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
-        raw.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        meta = pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
+        raw.send(pack_message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
         kind, told = raw.answer()
         raw.close()
     assert kind is Kind.ERROR

@@ -17,11 +17,12 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
-from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.service import ParameterServer
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_json, pack_message
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK
+from tfstyle_dist.parameter_server.server.loop import ParameterServer
+from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -54,7 +55,7 @@ def two_threads() -> Iterator[None]:
 def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
     """A cluster with the server in this process."""
     c = far(start=False, coordinator=False)
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -179,8 +180,8 @@ def test_a_hello_over_tcp_is_refused(here: Any) -> None:
         v = td.Variable(torch.zeros(10))
     assert float(v.value().sum()) == 0
     link = c.strategy.servers.links[0]
-    body = wire.pack_json({"role": "coordinator", "session": "another", "task": "x"})
-    link._send_message([wire.message(Header(Kind.HELLO, 1, meta_bytes=len(body)), body)])
+    body = pack_json({"role": "coordinator", "session": "another", "task": "x"})
+    link._send_message([pack_message(Header(Kind.HELLO, 1, meta_bytes=len(body)), body)])
     answer = link._next_message()
     assert Header.unpack(answer[0]).kind is Kind.ERROR
     assert server.session == c.strategy.servers.links[0]._hello["session"]
@@ -219,7 +220,7 @@ def test_clients_that_take_nothing_or_vanish(here: Any) -> None:
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
     stored = server.table.variables[place_of(v)]
-    context, address = zmq_link.Context(None), c.spec["ps"][0]
+    context, address = zeromq_sockets.Context(None), c.spec["ps"][0]
     links = [ask_and_take_nothing(context, server, address, f"worker {n}", stored.number) for n in range(2)]
     wait_until(lambda: stored.home is not None and sum(stored.home._lent.values()) == 2)
     for number in range(3):

@@ -17,9 +17,10 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.parameter_server import keys, wire
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK, Work
+from tfstyle_dist.parameter_server import keys
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_json, pack_message
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -81,8 +82,8 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
     assert v.value().eq(0).all()
     told = c.strategy.servers.links[0].call({"method": "door", "tcp": True})
     address = ("127.0.0.1", told["port"])
-    false_token = wire.message(Header(Kind.HELLO, 0, meta_bytes=16), bytes(16))
-    batch = wire.message(Header(Kind.BATCH, 1, data_bytes=1 << 40), b"")
+    false_token = pack_message(Header(Kind.HELLO, 0, meta_bytes=16), bytes(16))
+    batch = pack_message(Header(Kind.BATCH, 1, data_bytes=1 << 40), b"")
     for sent in (b"x" * 5000, false_token, batch, bytes.fromhex(told["token"]) * 9, b"\0" * 60):
         with socket.create_connection(address, 5) as stranger:
             stranger.sendall(sent)
@@ -135,9 +136,9 @@ def test_nothing_but_tensors_comes_by_tcp(cluster: Any, monkeypatch: pytest.Monk
     c = far_cluster(cluster, monkeypatch, "1", workers=1, ps=1)
     with c.strategy.scope():
         td.Variable(torch.zeros(100_000))
-    body = wire.pack_json({"method": "statistics"})
+    body = pack_json({"method": "statistics"})
     stream = c.strategy.servers.links[0].stream
-    stream.send([wire.message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None, lambda: None)
+    stream.send([pack_message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None, lambda: None)
     answer = stream.receive(timedelta(seconds=10), lambda: None)[0]
     assert Header.unpack(answer).kind is Kind.ERROR
     assert b"tensors alone come by plain TCP" in answer

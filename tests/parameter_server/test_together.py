@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import together, wire
-from tfstyle_dist.parameter_server.rules import TorchRule
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.together import Write, rate_of, write_together
-from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import FLAG_DUPLICATE, Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind
+from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, Op, Operation, padded
+from tfstyle_dist.parameter_server.server import coalesced_writes
+from tfstyle_dist.parameter_server.server.coalesced_writes import Write, rate_of, write_together
+from tfstyle_dist.parameter_server.server.optimizer_rules import TorchRule
+from tfstyle_dist.parameter_server.server.table import VariableTable
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-SIZE = 3 * together._PIECE + 7
+SIZE = 3 * coalesced_writes._PIECE + 7
 
 
 def make_table(momentum: float = 0.0) -> VariableTable:
@@ -38,7 +39,7 @@ def writes(ops: tuple[Op, ...]) -> list[Write]:
     made, generator = [], torch.Generator().manual_seed(2)
     for number, op in enumerate(ops, start=1):
         operation = Operation(op, 0, 1, 0, 0, 4 * SIZE, 9 if op == Op.GRADIENT else 0)
-        data = torch.zeros(wire.padded(4 * SIZE), dtype=torch.uint8)
+        data = torch.zeros(padded(4 * SIZE), dtype=torch.uint8)
         data[: 4 * SIZE] = torch.randn(SIZE, generator=generator).view(torch.uint8)
         made.append(Write(Header(Kind.BATCH, number, number, 1, 1, data_bytes=len(data)), operation, data))
     return made

@@ -13,12 +13,12 @@ from typing import Any
 
 from tfstyle_dist.coordinator.closures import ClosureQueue, CoordinatorStatistics
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
-from tfstyle_dist.coordinator.pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 

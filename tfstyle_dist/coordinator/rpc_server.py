@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.bell import Bell
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import (
     CancelledError,
@@ -21,8 +20,18 @@ from tfstyle_dist.core.errors import (
     UnavailableError,
 )
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
-from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol.header import (
+    HEADER_SIZE,
+    Header,
+    Kind,
+    ProtocolError,
+    pack_json,
+    pack_message,
+    unpack_json,
+)
+from tfstyle_dist.parameter_server.protocol.peer_loop import Bell
+from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 OK, UNKNOWN = 0, 2
 CODES: dict[type[BaseException], int] = {
@@ -41,10 +50,10 @@ def check_layer(rpc_layer: str) -> None:
         raise ValueError(f'rpc_layer={rpc_layer!r}: write "grpc", TensorFlow\'s name; the messages travel by ZeroMQ.')
 
 
-def new_context() -> zmq_link.Context:
+def new_context() -> zeromq_sockets.Context:
     """Sockets with the keys that the environment names."""
     path = env.parameter_server_keys()
-    return zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
+    return zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
 
 
 def error_code(error: BaseException) -> int:
@@ -133,9 +142,9 @@ class Server:
         self._bell.ring()
         self._thread.join(30)
 
-    def _serve(self, context: zmq_link.Context, socket: Any) -> None:
+    def _serve(self, context: zeromq_sockets.Context, socket: Any) -> None:
         pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
-        poller = zmq_link.poller(socket, self._bell.file)
+        poller = zeromq_sockets.poller(socket, self._bell.file)
         try:
             while not self._stopping:
                 for entry, _ in poller.poll(1000):
@@ -144,7 +153,7 @@ class Server:
                     else:
                         self._take(socket.recv_multipart(), pool)
                 while not self._answers.empty():
-                    with contextlib.suppress(zmq_link.ZMQError):  # that client is gone
+                    with contextlib.suppress(zeromq_sockets.ZMQError):  # that client is gone
                         socket.send_multipart(self._answers.get())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -157,16 +166,16 @@ class Server:
         try:
             header = Header.unpack(parts[1])
             request = header.request
-            meta = wire.unpack_json(memoryview(parts[1])[wire.HEADER_SIZE :])
+            meta = unpack_json(memoryview(parts[1])[HEADER_SIZE:])
             if header.kind is Kind.HELLO:
                 self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
             elif header.kind is Kind.CALL:
                 sizes = meta.get("sizes")
                 if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 0 for n in sizes):
-                    raise WireError("a call without the sizes of its parts")
-                pool.submit(self._call, identity, request, str(meta.get("method")), streams.join(sizes, parts[2:]))
+                    raise ProtocolError("a call without the sizes of its parts")
+                pool.submit(self._call, identity, request, str(meta.get("method")), byte_streams.join(sizes, parts[2:]))
             else:
-                raise WireError(f"an rpc server does not take messages of kind {header.kind.name}")
+                raise ProtocolError(f"an rpc server does not take messages of kind {header.kind.name}")
         except Exception as error:
             get_logger().warning("the rpc server at %s refuses a message: %s", self._address, error)
             self._fail(identity, request, error)
@@ -177,9 +186,9 @@ class Server:
             if function is None:
                 raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
             result = pickling.dumps(function(*pickling.loads(parts)))
-            sizes, frames = streams.split([bytes(part) for part in result])
-            body = wire.pack_json({"sizes": sizes})
-            head = wire.message(Header(Kind.OK, request, meta_bytes=len(body)), body)
+            sizes, frames = byte_streams.split([bytes(part) for part in result])
+            body = pack_json({"sizes": sizes})
+            head = pack_message(Header(Kind.OK, request, meta_bytes=len(body)), body)
             self._answers.put([identity, head, *frames])
             self._bell.ring()
         except BaseException as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
-from tfstyle_dist.parameter_server.cluster import as_addresses
+from tfstyle_dist.parameter_server.addresses import as_addresses
 
 if TYPE_CHECKING:
     from tfstyle_dist.parameter_server.local_cluster import LocalCluster
@@ -124,17 +124,17 @@ class Server:
         """Starts listening; nothing when it has."""
         if self._thread is not None:
             return
-        from tfstyle_dist.parameter_server import zmq_link
-        from tfstyle_dist.parameter_server.service import ParameterServer
+        from tfstyle_dist.parameter_server.server.loop import ParameterServer
+        from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
         path = env.parameter_server_keys()
-        context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
+        context = zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
         job, index, patience = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
         try:
             if job == "ps":
                 task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", patience)
             else:
-                from tfstyle_dist.coordinator.worker import WorkerTask
+                from tfstyle_dist.coordinator.worker_task import WorkerTask
 
                 task = WorkerTask(context, self._address, job, index, patience)
         except BaseException:

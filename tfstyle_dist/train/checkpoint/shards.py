@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.table_state import copy_slots
+from tfstyle_dist.parameter_server.persistence.table_state import copy_slots
+from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.train.checkpoint import dcp, files
 
 _BYTES_AT_A_TIME = 64 << 20

@@ -1,0 +1,308 @@
+"""The client's end of the variables that a server of this host shares: copies, rows, and values used in place."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tfstyle_dist.comm import shared_files
+from tfstyle_dist.parameter_server.protocol import versioned_page
+from tfstyle_dist.parameter_server.protocol.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, Board
+
+_POPULATE_READ = 22
+_SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
+"""The kernel's PAGEMAP_SCAN."""
+_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_T = TypeVar("_T")
+
+
+class _Place:
+    """What is known of one variable, and the buffers of it that this process has mapped."""
+
+    __slots__ = ("buffers", "first", "marks", "nbytes", "offset", "slot")
+
+    def __init__(self, slot: int, marks: memoryview | None, first: int, offset: int, nbytes: int) -> None:
+        self.slot, self.marks, self.first, self.offset, self.nbytes = slot, marks, first, offset, nbytes
+        self.buffers: dict[int, _Buffer] = {}
+
+
+class _Buffer:
+    """One buffer of a variable in this process' memory.
+
+    Args:
+        memory: its bytes.
+        private: what is written here stays here, and must be dropped before the buffer is used again.
+    """
+
+    __slots__ = ("address", "data", "lent", "memory", "shaped", "uses")
+
+    def __init__(self, memory: memoryview, private: bool) -> None:
+        self.memory = memory
+        self.data = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
+        self.shaped: torch.Tensor | None = None  # the same elements as the variable has them
+        self.address = self.data.data_ptr()
+        self.lent = False  # since its pages were last known to be the server's
+        self.uses = 0
+        if private:
+            _advise(self.address, len(memory), _POPULATE_READ)
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The buffer as the variable's tensor."""
+        found = self.shaped
+        if found is None or found.shape != shape or found.dtype is not dtype:
+            found = self.shaped = self.data.view(dtype).view(shape)
+        return found
+
+
+class ValuesReader:
+    """Reads what ``SharedVariables`` shares.
+
+    Args:
+        description: what ``SharedVariables.describe`` gave.
+
+    Raises:
+        OSError: another user's or another container's process.
+    """
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self._places: dict[int, _Place] = {}
+        self.private: set[int] = set()
+        self._files: list[int] = []
+        self._sizes: list[int] = []
+        self._mapped: dict[tuple[int, bool], memoryview] = {}
+        self._lent: list[tuple[weakref.ref[Any], _Buffer, memoryview, int]] = []
+        self.update(description)
+        _readers.add(self)
+
+    def update(self, description: dict[str, Any]) -> None:
+        """Learns of new variables of the same server.
+
+        Args:
+            description: the newest.
+
+        Raises:
+            OSError: as the constructor.
+        """
+        self._process, self._column = int(description["process"]), int(description.get("column", -1))
+        self._owner = str(description["owner"])
+        self._files, self._sizes = list(description["files"]), list(description["bytes"])
+        for file in range(len(self._files)):
+            os.close(self._open(file))
+        if not self._files:
+            return
+        page = Board(self._map(0, private=False))
+        self._words = page.words
+        for variable, slot, marks, first, offset, nbytes in description["variables"]:
+            if variable not in self._places:
+                rows = page.marks(marks) if marks >= 0 else None
+                self._places[variable] = _Place(slot, rows, first, offset, nbytes)
+
+    def _open(self, file: int) -> int:
+        name = versioned_page.file_name(self._owner, file)
+        return shared_files.find(self._process, self._files[file], name, self._sizes[file])
+
+    def _map(self, file: int, private: bool) -> memoryview:
+        found = self._mapped.get((file, private))
+        if found is None:
+            handle = self._open(file)
+            try:
+                kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+                found = memoryview(mmap.mmap(handle, self._sizes[file], kind)).cast("B")
+            finally:
+                os.close(handle)
+            self._mapped[file, private] = found
+        return found
+
+    def _buffer(self, place: _Place, number: int) -> _Buffer:
+        found = place.buffers.get(number)
+        if found is None:
+            private = place.marks is not None
+            memory = self._map(place.first + number, private)[place.offset : place.offset + place.nbytes]
+            found = place.buffers[number] = _Buffer(memory, private)
+        if found.lent and not found.uses:
+            # A tensor was here; what was written into it must not be taken for the server's value.
+            if _written(found.address, place.nbytes):
+                _advise(found.address, place.nbytes, mmap.MADV_DONTNEED)
+            found.lent = False
+        return found
+
+    def __contains__(self, variable: int) -> bool:
+        return variable in self._places
+
+    def version(self, variable: int) -> int:
+        """Its version now; while it is written the one before."""
+        return versioned_page.version_of(self._words[self._places[variable].slot])
+
+    def copy(self, variable: int, target: torch.Tensor) -> int | None:
+        """Copies a variable's value.
+
+        Args:
+            variable: its number.
+            target: of as many bytes, contiguous.
+
+        Returns:
+            The version of the copy; ``None`` if the variable was being written all the time.
+        """
+        dtype, shape = target.dtype, target.shape
+        found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
+        return None if found is None else versioned_page.version_of(found[1])
+
+    def clone(self, variable: int, like: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        """A new tensor with a variable's value.
+
+        Args:
+            variable: its number.
+            like: has the variable's shape and dtype.
+
+        Returns:
+            The tensor and its version; ``None`` if the variable was being written all the time.
+        """
+        found = self._read(self._places[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
+        return None if found is None else (found[0], versioned_page.version_of(found[1]))
+
+    def rows(self, variable: int, numbers: torch.Tensor, target: torch.Tensor) -> bool:
+        """Copies some rows of a variable.
+
+        Args:
+            variable: its number.
+            numbers: int64 row numbers.
+            target: one row for each number, with the variable's dtype.
+
+        Returns:
+            Whether that was possible: not if the variable was being written all the time, or a number is out of range.
+        """
+        place, row_bytes = self._places[variable], target.nbytes // max(numbers.numel(), 1)
+        if row_bytes == 0:
+            return False
+        shape = (place.nbytes // row_bytes, *target.shape[1:])
+        low, high = torch.aminmax(numbers)
+        if int(low) < 0 or int(high) >= shape[0]:
+            return False
+
+        def pick(buffer: _Buffer) -> None:
+            torch.index_select(buffer.tensor(target.dtype, shape), 0, numbers, out=target)
+
+        return self._read(place, pick) is not None
+
+    def _read(self, place: _Place, take: Callable[[_Buffer], _T]) -> tuple[_T, int] | None:
+        """What ``take`` gives, and the word of it; ``None`` if the variable was being written all the time."""
+        for _ in range(TRIES):
+            before: int = self._words[place.slot]
+            if before & WRITING:
+                os.sched_yield()
+                continue
+            buffer = self._buffer(place, versioned_page.buffer_of(before))
+            if buffer.lent:
+                return None  # this process may have written into its pages
+            taken = take(buffer)
+            if self._words[place.slot] == before:
+                return taken, before
+        return None
+
+    # ---- values used in place ---------------------------------------------------------------------------------
+
+    def lease(self, variable: int) -> tuple[torch.Tensor, int] | None:
+        """A variable's bytes where they are; the server leaves them alone as long as any tensor refers to them.
+
+        What is written into them is seen by this process alone.
+
+        Args:
+            variable: its number.
+
+        Returns:
+            The bytes and their version; ``None`` if that is not possible now: then copy.
+        """
+        place = self._places[variable]
+        if place.marks is None or self._column < 0:
+            return None
+        self.sweep()
+        for _ in range(TRIES):
+            word = int(self._words[place.slot])
+            if word & WRITING:
+                os.sched_yield()
+                continue
+            if not word & LEASABLE:
+                return None
+            number = versioned_page.buffer_of(word)
+            mark = number * COLUMNS + self._column
+            buffer = self._buffer(place, number)
+            place.marks[mark] = 1
+            versioned_page.barrier()
+            if int(self._words[place.slot]) != word:
+                if not buffer.uses:
+                    place.marks[mark] = 0
+                continue
+            if buffer.lent:
+                return None  # an earlier tensor of this process is there, which may have been written into
+            holder = memoryview(buffer.memory)
+            buffer.uses, buffer.lent = buffer.uses + 1, True
+            self._lent.append((weakref.ref(holder), buffer, place.marks, mark))
+            return torch.frombuffer(holder, dtype=torch.uint8), versioned_page.version_of(word)
+        return None
+
+    def sweep(self) -> None:
+        """Gives back what no tensor refers to any more."""
+        if not any(entry[0]() is None for entry in self._lent):
+            return
+        kept = []
+        for entry in self._lent:
+            holder, buffer, marks, mark = entry
+            if holder() is not None:
+                kept.append(entry)
+                continue
+            buffer.uses -= 1
+            if not buffer.uses:
+                marks[mark] = 0
+        self._lent = kept
+
+    def keep(self) -> None:
+        """Never gives back what is in use now: this process was copied, and its copy may use it too."""
+        for holder, *_ in self._lent:
+            _kept.append(holder())
+
+
+_readers: weakref.WeakSet[ValuesReader] = weakref.WeakSet()
+_kept: list[Any] = []
+
+
+def _keep_all() -> None:
+    for reader in list(_readers):
+        reader.keep()
+
+
+os.register_at_fork(after_in_parent=_keep_all)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Advice for whole pages; one that the kernel does not know is left out."""
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_pagemap: dict[int, int] = {}  # by process: a copy of this one has pages of its own
+
+
+def _written(address: int, nbytes: int) -> bool:
+    """Whether this process has pages of its own in a private mapping; ``True`` where that cannot be told."""
+    try:
+        handle = _pagemap.get(os.getpid())
+        if handle is None:
+            handle = _pagemap[os.getpid()] = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        found = (ctypes.c_uint64 * 3)()
+        present = _PRESENT | _SWAPPED
+        request = struct.pack(
+            "<12Q", 96, 0, address, end, 0, ctypes.addressof(found), 1, 1, _FILE, _FILE, present, present
+        )
+        return int(fcntl.ioctl(handle, _SCAN, bytearray(request))) != 0
+    except OSError:
+        return True

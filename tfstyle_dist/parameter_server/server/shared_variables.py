@@ -1,0 +1,198 @@
+"""A server's variables in memory that the clients of its host read without asking.
+
+Small variables and tables have one place: a client copies, and sees by the word on the board whether the copy is whole.
+A large variable has several buffers: clients use the one that is published in place, and an update that finds it in
+use is written into another one, which is published then. A buffer without marks is used again. The server never waits
+for a client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm import shared_files
+from tfstyle_dist.parameter_server.protocol import versioned_page
+from tfstyle_dist.parameter_server.protocol.versioned_page import BUFFERS, COLUMNS, Board
+from tfstyle_dist.parameter_server.server.shared_segments import FREE, ManyPlaces, OnePlace
+
+LEASED_BYTES = 1 << 18
+"""Variables from this size on have several buffers; smaller ones are copied."""
+_HUGE = 1 << 21
+_MOST_FILES = 256
+_MOST_GROUPS = 16
+_LARGEST_MOVED = 1 << 30
+"""Moving a variable needs its memory twice for a moment."""
+
+
+class SharedVariables:
+    """The server's end: moves variables into shared memory when the first client of this host asks."""
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+        self._owner = uuid.uuid4().hex
+        self._board: Board | None = None
+        self._known: dict[int, list[int]] = {}  # variable: slot, place of its marks or -1, first file, offset, bytes
+        self._leased = self._groups = 0
+        self._columns: set[int] = set()
+
+    def _file(self, nbytes: int) -> mmap.mmap:
+        handle = shared_files.create(versioned_page.file_name(self._owner, len(self._files)), nbytes)
+        try:
+            memory = mmap.mmap(handle, nbytes)
+        except BaseException:
+            os.close(handle)
+            raise
+        self._files.append(handle)
+        return memory
+
+    def _words(self) -> Any:
+        if self._board is None:
+            self._board = Board(self._file(versioned_page.BYTES))
+        return self._board.words
+
+    def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, OnePlace] | None:
+        """Memory of its own for a new, large variable: zeros that cost nothing until they are written.
+
+        Args:
+            number: of the variable.
+            nbytes: its size.
+
+        Returns:
+            The bytes and their home; ``None`` where nothing can be shared.
+        """
+        room = len(self._known) < versioned_page.MOST_VARIABLES and len(self._files) < _MOST_FILES
+        if not versioned_page.possible() or not room or nbytes == 0:
+            return None
+        try:
+            words, memory = self._words(), self._file(nbytes)
+        except OSError:
+            return None
+        self._known[number] = [len(self._known), -1, len(self._files) - 1, 0, nbytes]
+        return torch.frombuffer(memory, dtype=torch.uint8), OnePlace(words, self._known[number][0])
+
+    def describe(self, variables: Mapping[int, Any], column: int = -1) -> dict[str, Any]:
+        """Shares the variables that are not shared yet.
+
+        Args:
+            variables: ``StoredVariable`` by number.
+            column: where the client may put marks; -1: it copies.
+
+        Returns:
+            What ``ValuesReader`` needs: process, the part of its files' names that was drawn, files with their sizes,
+            and of each variable its places.
+        """
+        new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
+        new = new[: max(versioned_page.MOST_VARIABLES - len(self._known), 0)]
+        if new and self._groups < _MOST_GROUPS:
+            with contextlib.suppress(OSError):  # not enough memory: pulls go by message
+                self._share(new)
+        sizes = [os.fstat(handle).st_size for handle in self._files]
+        known = [[number, *place] for number, place in self._known.items() if number in variables]
+        return {
+            "process": os.getpid(), "owner": self._owner, "files": list(self._files), "bytes": sizes,
+            "variables": known, "column": column,
+        }  # fmt: skip
+
+    def _share(self, new: list[Any]) -> None:
+        words = self._words()
+        large = [v for v in new if v.parameter.nbytes >= LEASED_BYTES][: versioned_page.MOST_LEASED - self._leased]
+        chosen = {v.number for v in large}
+        small = [v for v in new if v.number not in chosen]
+        if small:
+            places, total = _places(small, 64)
+            memory = self._file(max(total, mmap.PAGESIZE))
+            os.posix_fallocate(self._files[-1], 0, total)
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+            for variable, place in zip(small, places, strict=True):
+                slot = self._note(variable, -1, len(self._files) - 1, place)
+                _settle(variable, data, place, OnePlace(words, slot))
+        if large:
+            self._groups += 1
+            places, total = _places(large, mmap.PAGESIZE)
+            first = len(self._files)
+            memories = [self._file(total) for _ in range(BUFFERS)]
+            for memory in memories:
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            all_bytes = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
+            assert self._board is not None
+            for variable, (offset, nbytes) in zip(large, places, strict=True):
+                old = variable.parameter.data
+                slot = self._note(variable, self._leased, first, (offset, nbytes))
+                buffers = [data[offset : offset + nbytes].view(old.dtype).view(old.shape) for data in all_bytes]
+                home = ManyPlaces(words, slot, self._board.marks(self._leased), buffers)
+                self._leased += 1
+                _settle(variable, all_bytes[0], (offset, nbytes), home)
+
+    def _note(self, variable: Any, marks: int, file: int, place: tuple[int, int]) -> int:
+        slot = len(self._known)
+        self._known[variable.number] = [slot, marks, file, *place]
+        return slot
+
+    # ---- clients ----------------------------------------------------------------------------------------------
+
+    def join(self) -> int:
+        """A column for a client that can use buffers in place; -1: there is none left."""
+        column = next((c for c in range(COLUMNS) if c not in self._columns), -1)
+        if column >= 0:
+            self._columns.add(column)
+        return column
+
+    def leave(self, column: int) -> None:
+        """A client is gone: what it used is free."""
+        if column in self._columns:
+            self._columns.remove(column)
+            if self._board is not None:
+                self._board.clear(column, self._leased)
+
+    def leases(self) -> int:
+        """How many buffers are in use by clients."""
+        if self._board is None:
+            return 0
+        rows = (self._board.marks(place).tobytes() for place in range(self._leased))
+        return sum(row[i : i + COLUMNS] != FREE for row in rows for i in range(0, len(row), COLUMNS))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives up the files; the memory goes with the last mapping."""
+        for handle in self._files:
+            os.close(handle)
+        self._files.clear()
+        self._known.clear()
+
+
+def _movable(variable: Any) -> bool:
+    return not variable.rows_only and variable.parameter.nbytes <= _LARGEST_MOVED
+
+
+def _places(variables: list[Any], alignment: int) -> tuple[list[tuple[int, int]], int]:
+    """Offsets and sizes of variables in one file, and the file's size."""
+    places, total = [], 0
+    for variable in variables:
+        nbytes = variable.parameter.nbytes
+        step = _HUGE if nbytes >= _HUGE else alignment
+        total = -(-total // step) * step
+        places.append((total, nbytes))
+        total += -(-nbytes // alignment) * alignment
+    return places, total
+
+
+def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], home: OnePlace) -> None:
+    """Moves a variable to its home."""
+    offset, nbytes = place
+    old = variable.parameter.data
+    if nbytes:
+        shared = data[offset : offset + nbytes].view(old.dtype).view(old.shape)
+        shared.copy_(old)
+        variable.parameter.data = shared
+    variable.home = home
+    home.publish(variable.version)
