@@ -18,7 +18,7 @@ import pytest
 
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(90)
 

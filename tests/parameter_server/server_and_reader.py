@@ -10,21 +10,21 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
 from tfstyle_dist.parameter_server.protocol.work import NO_WORK
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 SIZE = 1 << 18
 
 
 def value_at(context: zeromq_sockets.Context, address: str, session: str) -> list[object]:
     """The least and the greatest element of the variable, before one is added to it and after, and the lane."""
-    hello = {"role": "worker", "task": "/job:worker/task:0", "session": session}
-    link = ServerLink(context, address, f"the server at {address}", hello, timedelta(seconds=20))
+    handshake = {"role": "worker", "task": "/job:worker/task:0", "session": session}
+    link = ServerLink(context, address, f"the server at {address}", handshake, timedelta(seconds=20))
     before, one = read(link), torch.ones(SIZE)
     link.batch(NO_WORK, [Operation(Op.ADD, 0, 1, 0, 0, one.nbytes)], [one], None)
     link.finish()
-    seen = [*before, *read(link), link.lane]
+    seen = [*before, *read(link), link.transport_name]
     link.close()
     return seen
 

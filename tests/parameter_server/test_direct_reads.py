@@ -10,24 +10,24 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
 from tfstyle_dist.parameter_server.protocol import byte_streams, versioned_page
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
 from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 needs_x86 = pytest.mark.skipif(not versioned_page.possible(), reason="needs Linux on x86-64")
 
 
-def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
+def shared_table(size: int) -> tuple[VariableTable, ValueReader]:
     table = VariableTable()
     table.create(1, "v", (size,), torch.float32, torch.zeros(size))
     table.create(2, "scalar", (), torch.int64, torch.tensor(7))
     table.create(4, "empty", (0, 3), torch.float32, torch.empty(0, 3))
     table.create_filled(3, "rows", (10, 2), torch.float32, ("constant", 1.5, 0.0, 0))
-    return table, ValuesReader(table.shared.describe(table.variables))
+    return table, ValueReader(table.shared.describe(table.variables))
 
 
 def add(table: VariableTable, value: torch.Tensor) -> None:
@@ -104,11 +104,11 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "other", "wb+") as file:
         file.truncate(4096)
         with pytest.raises(PermissionError, match="is not the memory"):
-            ValuesReader({**told, "files": [file.fileno()], "bytes": [4096]})
+            ValueReader({**told, "files": [file.fileno()], "bytes": [4096]})
     with pytest.raises(PermissionError, match="is not the memory"):  # the numbers are right in another process too
-        ValuesReader({**told, "owner": told_by_another["owner"]})
+        ValueReader({**told, "owner": told_by_another["owner"]})
     with pytest.raises(PermissionError, match="is smaller than"):
-        ValuesReader({**told, "bytes": [1 << 40] * len(told["files"])})
+        ValueReader({**told, "bytes": [1 << 40] * len(told["files"])})
     table.shared.close()
     other.shared.close()
     assert SharedVariables().describe({})["variables"] == []
@@ -160,7 +160,7 @@ def test_a_message_is_taken_apart_into_its_tensors() -> None:
         torch.arange(5), torch.randn(5, 3), torch.tensor(2.5, dtype=torch.float64), torch.zeros(0, 4),
         torch.randn(2, 3, 4), torch.tensor([True, False, True]), torch.randn(7).bfloat16(), torch.arange(3),
     ]  # fmt: skip
-    pieces = byte_streams.pieces([tensor for tensor in tensors if tensor.numel()])
+    pieces = byte_streams.views([tensor for tensor in tensors if tensor.numel()])
     data = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces])
     later = torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:]  # not at the storage's start
     taken = byte_streams.Tensors(later)

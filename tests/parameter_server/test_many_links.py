@@ -14,7 +14,7 @@ import resource, sys
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server.transports.zeromq_sockets import Context
+from tfstyle_dist.parameter_server.protocol.zeromq_sockets import Context
 context = Context(None)
 try:
     links = [context.connect("127.0.0.1:9", b"c%d" % number) for number in range(int(sys.argv[3]))]

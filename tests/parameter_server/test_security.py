@@ -134,10 +134,10 @@ class Raw:
 
     def introduce(self, session: str, role: str = "worker") -> tuple[Kind, dict[str, Any]]:
         meta = pack_json({"role": role, "task": "test", "session": session})
-        self.send(pack_message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        self.send(pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=len(meta)), meta))
         return self.answer()
 
-    def hello(self, session: str) -> None:
+    def handshake(self, session: str) -> None:
         assert self.introduce(session)[0] is Kind.OK
 
     def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
@@ -147,7 +147,9 @@ class Raw:
         self.send(*([head, data] if flags else [head]))
 
     def close(self) -> None:
-        zeromq_sockets.close_link(self.socket, self.monitor)
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
         self.context.close()
 
 
@@ -169,14 +171,14 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     }
     for name, (operations, announced, message) in cases.items():
         raw = Raw(c.spec["ps"][0])
-        raw.hello(c.strategy.session)
+        raw.handshake(c.strategy.session)
         raw.batch(operations, b"", announced)
         kind, answer = raw.answer()
         assert kind is Kind.ERROR, name
         assert message in answer["message"], (name, answer)
         raw.close()
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     rows = struct.pack("<2q", 0, 7) + struct.pack("<2f", 1.0, 1.0) + bytes(8)
     raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=FLAG_INLINE)
     assert "Row numbers 0..7" in raw.answer()[1]["message"]
@@ -197,7 +199,7 @@ def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def ask(tcp: bool) -> Any:
         c = cluster(workers=1, ps=1)
         raws.append(Raw(c.spec["ps"][0]))
-        raws[-1].hello(c.strategy.session)
+        raws[-1].handshake(c.strategy.session)
         meta = pack_json({"method": "door", "tcp": tcp})
         raws[-1].send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
         kind, told = raws[-1].answer()
@@ -217,7 +219,7 @@ def test_a_stranger_is_listened_to_for_a_tokens_length(admitted: Any, tcp: bool)
             stranger.connect("\0" + place)
         stranger.settimeout(5)  # less than the time that a token may take
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(16))
+            stranger.sendall(Header(Kind.HANDSHAKE, 0, meta_bytes=1 << 20).pack() + bytes(16))
             stranger.sendall(bytes(100_000))
             assert stranger.recv(1) == b""
 
@@ -284,8 +286,8 @@ def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
         [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     context = zeromq_sockets.Context(None)
-    hello = {"role": "coordinator", "task": "chief", "session": "s"}
-    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", hello, timedelta(seconds=20))
+    handshake = {"role": "coordinator", "task": "chief", "session": "s"}
+    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", handshake, timedelta(seconds=20))
     try:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -294,7 +296,7 @@ def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
         server.stdin.flush()
         assert server.stdout.readline() == "full\n"
         assert link.call({"method": "statistics"})["clients"] == 1
-        assert link.lane.endswith("ZeroMQ")
+        assert link.transport_name.endswith("ZeroMQ")
     finally:
         link.close()
         server.kill()
@@ -312,7 +314,7 @@ def test_a_small_request_for_a_very_long_answer_is_refused(cluster: Any) -> None
     again = [Operation(Op.PULL, 0, numbers[0]) for _ in range(300)]
     rows = Operation(Op.PULL_ROWS, 0, numbers[1], 0, 300)
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     for operations, data in (([write, *again], bytes(16)), (again, b""), ([rows], bytes(8 * 300))):
         raw.batch(operations, data, flags=FLAG_INLINE if data else 0)
         kind, answer = raw.answer()
@@ -335,7 +337,7 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
         for _ in range(60):
             raw = Raw(address)
             if chance.random() < 0.5 and job == "ps":
-                raw.hello(c.strategy.session)
+                raw.handshake(c.strategy.session)
             for _ in range(4):
                 message = bytearray(good)
                 for _ in range(chance.randrange(1, 6)):
@@ -357,7 +359,7 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     opened = Path(f"/proc/{c.pids['ps', 0]}/fd")
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     memory = os.memfd_create("tfstyle-ps-segment")
     try:
         os.ftruncate(memory, 4096)
@@ -397,7 +399,7 @@ def test_a_server_that_cannot_open_another_socket_is_used_without(
         c.start("worker", 0)
         c.make_coordinator()
         assert c.add_three_times(300_000).eq(3).all()
-        assert "ZeroMQ" in c.strategy.servers.links[0].lane
+        assert "ZeroMQ" in c.strategy.servers.links[0].transport_name
         c.strategy.close()
         assert server.wait(30) == 0
     finally:
@@ -447,7 +449,7 @@ def refused_clients(c: Any) -> None:
     for number in range(9):
         raw = Raw(address)
         meta = pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
-        raw.send(pack_message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        raw.send(pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=len(meta)), meta))
         kind, told = raw.answer()
         raw.close()
     assert kind is Kind.ERROR

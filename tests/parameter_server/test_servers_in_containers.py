@@ -17,8 +17,8 @@ from containers import CONTAINER, beside, needs_containers
 
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.operations import dtype_number, tensor_bytes
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(90)
 PROGRAM = Path(__file__).with_name("server_and_reader.py")
@@ -56,8 +56,8 @@ def test_a_worker_reads_the_server_that_it_asked(in_containers: Any, monkeypatch
     context, session = zeromq_sockets.Context(None), uuid.uuid4().hex
     links = []
     for index, address in enumerate(cluster["ps"]):
-        hello = {"role": "coordinator", "task": "chief", "session": session}
-        links.append(ServerLink(context, address, f"/job:ps/task:{index}", hello, timedelta(seconds=20)))
+        handshake = {"role": "coordinator", "task": "chief", "session": session}
+        links.append(ServerLink(context, address, f"/job:ps/task:{index}", handshake, timedelta(seconds=20)))
         value = torch.full((SIZE,), 100.0 * (index + 1))
         variable = {"number": 1, "name": "v", "shape": [SIZE], "dtype": dtype_number(value.dtype)}
         links[-1].call({"method": "create", "variables": [variable]}, [tensor_bytes(value)])

@@ -18,11 +18,11 @@ from until import wait_until
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_json, pack_message
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
 from tfstyle_dist.parameter_server.protocol.work import NO_WORK
 from tfstyle_dist.parameter_server.server.loop import ParameterServer
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -103,7 +103,7 @@ def test_a_server_that_stops_while_it_is_sent_a_tensor(far: Any) -> None:
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
-    link._timeout = timedelta(seconds=30)
+    link.timeout = timedelta(seconds=30)
     c.signal("ps", 0, signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(UnavailableError, match="/job:ps/task:0"):
@@ -121,10 +121,10 @@ def test_a_tensor_that_was_sent_in_part_is_not_completed_by_the_next(here: Any) 
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
-    link._timeout = timedelta(seconds=1.2)
+    link.timeout = timedelta(seconds=1.2)
     with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         add_to(link, place_of(v), torch.ones(LARGE))
-    link._timeout = timedelta(seconds=20)
+    link.timeout = timedelta(seconds=20)
     v.assign_add(torch.full((LARGE,), 2.0))
     assert v.value().eq(2).all()
 
@@ -166,11 +166,11 @@ def test_threads_that_cannot_be_started(here: Any, monkeypatch: pytest.MonkeyPat
     with c.strategy.scope():
         v = td.Variable(torch.ones(LARGE // 16))
     link = c.strategy.servers.links[0]
-    assert link.lane == "TCP"
-    link._broken("is connected to once more", alive=True)
+    assert link.transport_name == "TCP"
+    link.lose("is connected to once more", alive=True)
     monkeypatch.setattr(threading.Thread, "start", fail)
     assert v.value().eq(1).all()
-    assert link.lane == "ZeroMQ"
+    assert link.transport_name == "ZeroMQ"
 
 
 def test_a_hello_over_tcp_is_refused(here: Any) -> None:
@@ -181,15 +181,15 @@ def test_a_hello_over_tcp_is_refused(here: Any) -> None:
     assert float(v.value().sum()) == 0
     link = c.strategy.servers.links[0]
     body = pack_json({"role": "coordinator", "session": "another", "task": "x"})
-    link._send_message([pack_message(Header(Kind.HELLO, 1, meta_bytes=len(body)), body)])
+    link._send_message([pack_message(Header(Kind.HANDSHAKE, 1, meta_bytes=len(body)), body)])
     answer = link._next_message()
     assert Header.unpack(answer[0]).kind is Kind.ERROR
     assert server.session == c.strategy.servers.links[0]._hello["session"]
 
 
 def ask_and_take_nothing(context: Any, server: ParameterServer, address: str, task: str, number: int) -> ServerLink:
-    hello = {"role": "worker", "session": server.session, "task": task}
-    link = ServerLink(context, address, "server", hello, timedelta(seconds=20))
+    handshake = {"role": "worker", "session": server.session, "task": task}
+    link = ServerLink(context, address, "server", handshake, timedelta(seconds=20))
     link.batch(NO_WORK, [Operation(Op.PULL, 0, number)], [], lambda answers: [])
     return link
 
@@ -284,4 +284,4 @@ def test_clients_on_different_ways_see_whole_values(cluster: Any) -> None:
 
 
 def lane() -> str:
-    return str(td.get_strategy().servers.links[0].lane)
+    return str(td.get_strategy().servers.links[0].transport_name)

@@ -50,7 +50,7 @@ def test_values_come_and_go_whole(cluster: Any, monkeypatch: pytest.MonkeyPatch,
     c.coordinator.join(timeout=50)
     assert all(r.fetch() for r in results)
     assert all(v.value().eq(24).all() for v in variables)
-    assert c.strategy.servers.links[0].lane == ("TCP" if tcp == "1" else "ZeroMQ")
+    assert c.strategy.servers.links[0].transport_name == ("TCP" if tcp == "1" else "ZeroMQ")
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served(
@@ -82,7 +82,7 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
     assert v.value().eq(0).all()
     told = c.strategy.servers.links[0].call({"method": "door", "tcp": True})
     address = ("127.0.0.1", told["port"])
-    false_token = pack_message(Header(Kind.HELLO, 0, meta_bytes=16), bytes(16))
+    false_token = pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=16), bytes(16))
     batch = pack_message(Header(Kind.BATCH, 1, data_bytes=1 << 40), b"")
     for sent in (b"x" * 5000, false_token, batch, bytes.fromhex(told["token"]) * 9, b"\0" * 60):
         with socket.create_connection(address, 5) as stranger:
@@ -92,7 +92,7 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
     with socket.create_connection(address, 5) as stranger:
         stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with pytest.raises(ConnectionError):  # before it has told who it is
-            send_slowly(stranger, Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(200))
+            send_slowly(stranger, Header(Kind.HANDSHAKE, 0, meta_bytes=1 << 20).pack() + bytes(200))
     assert v.value().eq(0).all()
     assert c.statistics()[0]["clients"] <= 2
 
@@ -109,7 +109,7 @@ def test_with_keys_tensors_come_by_tcp_if_both_ends_say_so(
     monkeypatch.setenv("TFSTYLE_PS_TCP", "always")
     c.make_coordinator()
     assert c.add_three_times(300_000).eq(3).all()
-    assert c.strategy.servers.links[0].lane == ("TCP" if servers == "always" else "ZeroMQ")
+    assert c.strategy.servers.links[0].transport_name == ("TCP" if servers == "always" else "ZeroMQ")
 
 
 def test_what_comes_in_the_clear_cancels_no_functions(
@@ -125,7 +125,7 @@ def test_what_comes_in_the_clear_cancels_no_functions(
     with c.strategy.scope():
         value = td.Variable(torch.zeros(4))
     link = c.strategy.servers.links[0]
-    assert link.lane == "TCP"
+    assert link.transport_name == "TCP"
     forged = Work(1 << 40, 1, 1 << 40)  # everything before is finished
     link.post(forged, [Operation(Op.ADD, 0, value._tfstyle_record.shards[0].number, 0, 0, 16)], [torch.ones(4)])
     link.finish()

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind
 from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, Op, Operation, padded
 from tfstyle_dist.parameter_server.server import coalesced_writes
 from tfstyle_dist.parameter_server.server.coalesced_writes import Write, rate_of, write_together
 from tfstyle_dist.parameter_server.server.optimizer_rules import TorchRule
 from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -51,7 +51,7 @@ def test_together_gives_the_bits_of_one_after_another(shared: bool) -> None:
     alone, joint = make_table(), make_table()
     held: Any = None
     if shared:
-        reader = ValuesReader(joint.shared.describe(joint.variables, joint.shared.join()))
+        reader = ValueReader(joint.shared.describe(joint.variables, joint.shared.join()))
         held = reader.lease(1)
         before = held[0].clone()
     for table in (alone, joint):

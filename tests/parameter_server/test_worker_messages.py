@@ -14,8 +14,8 @@ from tfstyle_dist.coordinator.closures import ClosureQueue
 from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.network import free_ports
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_message
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(60)
 NO_MESSAGES = {
@@ -43,7 +43,7 @@ class Odd:
             if self._poller.poll(100):
                 identity, head, *_ = self._socket.recv_multipart()
                 header = Header.unpack(head)
-                if header.kind is Kind.HELLO:
+                if header.kind is Kind.HANDSHAKE:
                     self._send(identity, [messages.plain(Kind.OK, {"incarnation": "x"})])
                 elif header.kind is Kind.RUN:
                     good = messages.result(header.closure, header.attempt, False, messages.parts_of(7))

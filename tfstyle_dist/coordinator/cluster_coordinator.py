@@ -69,7 +69,7 @@ class ClusterCoordinator:
         self._resources: dict[int, list[bytes]] = {}
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
-        hello = {
+        handshake = {
             "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
             "snapshots": strategy.snapshots,
             "wire": {"bfloat16": strategy.wire_options.dtype is not None, "ahead": strategy.wire_options.ahead},
@@ -82,7 +82,7 @@ class ClusterCoordinator:
             strategy.coordinator = None
             raise
         self._pool = WorkerPool(
-            strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
+            strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], handshake, self._queue,
             self._functions, self._resources,
             # A call that waits at its worker counts as one at work.
             IN_FLIGHT if strategy.max_staleness is None or strategy.wire_options.ahead else 1,

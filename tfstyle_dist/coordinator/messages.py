@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     Header,
     Kind,
@@ -15,7 +15,6 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_numbers,
     unpack_numbers,
 )
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 
 def send(socket: Any, parts: Sequence[Any]) -> None:

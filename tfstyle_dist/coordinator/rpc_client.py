@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +17,7 @@ from tfstyle_dist.core.errors import (
     DeadlineExceededError,
     UnavailableError,
 )
-from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     HEADER_SIZE,
     Header,
@@ -27,7 +26,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_message,
     unpack_json,
 )
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.peer_loop import News, Peer
 
 __all__ = ["Client", "Server", "StatusOrResult"]
 
@@ -92,10 +91,10 @@ class Client:
         self._number = 0
         self._pending: set[int] = set()
         self._outcomes: dict[int, tuple[int, Any]] = {}
-        self._socket, self._monitor = self._context.connect(address, b"r" + uuid.uuid4().bytes)
-        self._poller = zeromq_sockets.poller(self._socket, self._monitor)
-        self._failures, self._up = 0, False
-        self._finalizer = weakref.finalize(self, _close, self._context, self._socket, self._monitor)
+        self._peer = Peer(self._context, address, b"r")
+        self._socket = self._peer.socket
+        self._poller = zeromq_sockets.poller(self._socket, self._peer.monitor)
+        self._finalizer = weakref.finalize(self, _close, self._context, self._peer)
 
     @staticmethod
     def create(rpc_layer: str, address: str, name: str = "", timeout_in_ms: int = 0) -> Client:
@@ -169,7 +168,7 @@ class Client:
     def _learn_methods(self) -> None:
         with self._lock:
             number = self._next()
-            self._socket.send_multipart([messages.plain(Kind.HELLO, {}, number)])
+            self._socket.send_multipart([messages.plain(Kind.HANDSHAKE, {}, number)])
         code, value = self._outcome(number, Deadline(self._timeout))
         if code != OK:
             raise (DeadlineExceededError if code == CODES[DeadlineExceededError] else UnavailableError)(value)
@@ -201,8 +200,11 @@ class Client:
 
     def _receive(self, milliseconds: float) -> None:
         ready = dict(self._poller.poll(int(milliseconds)))
-        if self._monitor in ready:
-            self._news(zeromq_sockets.news(self._monitor))
+        while self._peer.monitor in ready and (news := self._peer.news()) is not None:
+            if news is News.LOST:
+                self._fail_all(f"The rpc server at {self._address} closed the connection or is gone.")
+            elif news is News.REFUSED:
+                self._fail_all(f"The rpc server at {self._address} refused this process' key (TFSTYLE_PS_KEYS).")
         if self._socket not in ready:
             return
         parts = self._socket.recv_multipart()
@@ -222,23 +224,12 @@ class Client:
                 outcome = UNKNOWN, f"the result cannot be read here: {error!r}"
             self._outcomes[header.request] = outcome
 
-    def _news(self, event: str | None) -> None:
-        if event == "up":
-            self._failures, self._up = 0, True
-        elif event == "down" and self._up:
-            self._up = False
-            self._fail_all(f"The rpc server at {self._address} closed the connection or is gone.")
-        elif event is not None:
-            self._failures += 1
-            if event == "refused" or self._failures >= zeromq_sockets.MOST_FAILURES:
-                self._fail_all(f"The rpc server at {self._address} refused this process' key (TFSTYLE_PS_KEYS).")
-
     def _fail_all(self, message: str) -> None:
         for number in self._pending:
             self._outcomes[number] = CODES[UnavailableError], message
         self._pending.clear()
 
 
-def _close(context: zeromq_sockets.Context, socket: Any, monitor: Any) -> None:
-    zeromq_sockets.close_link(socket, monitor)
+def _close(context: zeromq_sockets.Context, peer: Peer) -> None:
+    peer.close()
     context.close()

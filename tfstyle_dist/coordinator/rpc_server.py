@@ -20,7 +20,7 @@ from tfstyle_dist.core.errors import (
     UnavailableError,
 )
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     HEADER_SIZE,
     Header,
@@ -30,8 +30,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_message,
     unpack_json,
 )
-from tfstyle_dist.parameter_server.protocol.peer_loop import Bell
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.peer_loop import PeerLoop
 
 OK, UNKNOWN = 0, 2
 CODES: dict[type[BaseException], int] = {
@@ -79,7 +78,7 @@ class Server:
         self._address = address
         self._functions: dict[str, Callable[..., Any]] = {}
         self._thread: threading.Thread | None = None
-        self._bell: Bell  # made by start()
+        self._loop: PeerLoop  # made by start()
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._stopping = False
 
@@ -130,7 +129,7 @@ class Server:
         except BaseException:
             context.close()
             raise
-        self._bell = Bell()
+        self._loop = PeerLoop()
         self._thread = threading.Thread(target=self._serve, args=(context, socket), name="tfstyle-rpc", daemon=True)
         self._thread.start()
 
@@ -139,19 +138,15 @@ class Server:
         if self._thread is None or self._stopping:
             return
         self._stopping = True
-        self._bell.ring()
+        self._loop.wake()
         self._thread.join(30)
 
     def _serve(self, context: zeromq_sockets.Context, socket: Any) -> None:
         pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
-        poller = zeromq_sockets.poller(socket, self._bell.file)
+        self._loop.add(socket, lambda: self._take(socket.recv_multipart(), pool))
         try:
             while not self._stopping:
-                for entry, _ in poller.poll(1000):
-                    if entry == self._bell.file:
-                        self._bell.heard()
-                    else:
-                        self._take(socket.recv_multipart(), pool)
+                self._loop.turn(1000)
                 while not self._answers.empty():
                     with contextlib.suppress(zeromq_sockets.ZMQError):  # that client is gone
                         socket.send_multipart(self._answers.get())
@@ -159,7 +154,7 @@ class Server:
             pool.shutdown(wait=False, cancel_futures=True)
             socket.close(0)
             context.close()
-            self._bell.close()
+            self._loop.close()
 
     def _take(self, parts: list[bytes], pool: ThreadPoolExecutor) -> None:
         identity, request = parts[0], 0
@@ -167,7 +162,7 @@ class Server:
             header = Header.unpack(parts[1])
             request = header.request
             meta = unpack_json(memoryview(parts[1])[HEADER_SIZE:])
-            if header.kind is Kind.HELLO:
+            if header.kind is Kind.HANDSHAKE:
                 self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
             elif header.kind is Kind.CALL:
                 sizes = meta.get("sizes")
@@ -190,7 +185,7 @@ class Server:
             body = pack_json({"sizes": sizes})
             head = pack_message(Header(Kind.OK, request, meta_bytes=len(body)), body)
             self._answers.put([identity, head, *frames])
-            self._bell.ring()
+            self._loop.wake()
         except BaseException as error:
             self._fail(identity, request, error)
 
@@ -198,4 +193,4 @@ class Server:
         text = str(error) if type(error) in CODES else f"{type(error).__name__}: {error}"
         body = {"code": error_code(error), "message": text[:4000]}
         self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
-        self._bell.ring()
+        self._loop.wake()

@@ -124,19 +124,19 @@ class Server:
         """Starts listening; nothing when it has."""
         if self._thread is not None:
             return
+        from tfstyle_dist.parameter_server.protocol import zeromq_sockets
         from tfstyle_dist.parameter_server.server.loop import ParameterServer
-        from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
         path = env.parameter_server_keys()
         context = zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
-        job, index, patience = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
+        job, index, grace_seconds = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
         try:
             if job == "ps":
-                task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", patience)
+                task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", grace_seconds)
             else:
                 from tfstyle_dist.coordinator.worker_task import WorkerTask
 
-                task = WorkerTask(context, self._address, job, index, patience)
+                task = WorkerTask(context, self._address, job, index, grace_seconds)
         except BaseException:
             context.close()
             raise

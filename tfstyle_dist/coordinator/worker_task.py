@@ -11,7 +11,7 @@ from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Sess
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.parameter_server.protocol import byte_streams
+from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     FLAG_AGAIN,
     FLAG_KEEP,
@@ -25,7 +25,6 @@ from tfstyle_dist.parameter_server.protocol.header import (
     unpack_json,
 )
 from tfstyle_dist.parameter_server.protocol.work import Work
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
 
 
 class WorkerTask:
@@ -36,11 +35,13 @@ class WorkerTask:
         address: ``host:port`` to listen at.
         job: name of the job.
         index: of the task.
-        patience: seconds without a sign of life of the coordinator after which ``run`` gives up.
+        grace_seconds: seconds without a sign of life of the coordinator after which ``run`` gives up.
     """
 
-    def __init__(self, context: zeromq_sockets.Context, address: str, job: str, index: int, patience: float) -> None:
-        self._name, self._index, self._patience = f"/job:{job}/task:{index}", index, patience
+    def __init__(
+        self, context: zeromq_sockets.Context, address: str, job: str, index: int, grace_seconds: float
+    ) -> None:
+        self._name, self._index, self._grace_seconds = f"/job:{job}/task:{index}", index, grace_seconds
         self._socket = context.listen(address)
         self._incarnation = uuid.uuid4().hex
         self._coordinators: set[bytes] = set()
@@ -62,8 +63,8 @@ class WorkerTask:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = time.monotonic()
-        elif time.monotonic() - self._alone_since > self._patience:
-            raise UnavailableError(f"{self._name} has had no coordinator for {self._patience:g} s and ends.")
+        elif time.monotonic() - self._alone_since > self._grace_seconds:
+            raise UnavailableError(f"{self._name} has had no coordinator for {self._grace_seconds:g} s and ends.")
 
     def run(self) -> None:
         """Runs functions until the coordinator says goodbye.
@@ -77,8 +78,8 @@ class WorkerTask:
                 if self._early or poller.poll(500):
                     parts = self._early.pop() if self._early else messages.receive(self._socket)
                     self._take(parts[0], parts[1:])
-                elif self._heard is not None and time.monotonic() - self._heard > self._patience:
-                    raise zeromq_sockets.silence(self._name, self._patience)
+                elif self._heard is not None and time.monotonic() - self._heard > self._grace_seconds:
+                    raise zeromq_sockets.silence(self._name, self._grace_seconds)
         finally:
             if self._session is not None:
                 self._session.close()
@@ -90,11 +91,11 @@ class WorkerTask:
         try:
             header = Header.unpack(parts[0])
             meta = memoryview(parts[0])[HEADER_SIZE:]
-            if header.kind is Kind.HELLO:
-                self._hello(identity, unpack_json(meta))
+            if header.kind is Kind.HANDSHAKE:
+                self._handshake(identity, unpack_json(meta))
                 return
             if identity not in self._coordinators:
-                raise ProtocolError("the first message must be the HELLO of a coordinator")
+                raise ProtocolError("the first message must be the handshake of a coordinator")
             self._heard = time.monotonic()
             if header.kind is Kind.RUN:
                 self._run(identity, header, messages.numbers(meta), parts[1:])

@@ -98,10 +98,10 @@ class ParameterServerStrategy(Strategy):
         self.wire_options = wire_options(wire_dtype, pull_ahead)
         self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
-        hello = {
+        handshake = {
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
         }  # fmt: skip
-        self._start(cluster, session, hello, variable_partitioner)
+        self._start(cluster, session, handshake, variable_partitioner)
 
     def _embedded(self) -> LocalCluster:
         """A cluster on this machine, which lives as long as the strategy: articles leave the resolver out."""
@@ -118,15 +118,15 @@ class ParameterServerStrategy(Strategy):
         self,
         cluster: Mapping[str, Sequence[str]],
         session: str,
-        hello: Mapping[str, Any],
+        handshake: Mapping[str, Any],
         partitioner: Callable[..., Sequence[int]] | None,
     ) -> None:
-        from tfstyle_dist.parameter_server.transports import zeromq_sockets
+        from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
         path = env.parameter_server_keys()
         self.cluster, self.session = {job: list(addresses) for job, addresses in cluster.items()}, session
         self.context = zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
-        self.servers = Servers.of(self.context, self.cluster["ps"], hello, env.timeout(), self.wire_options)
+        self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
         super().__init__(StrategyExtended(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
@@ -155,8 +155,8 @@ class ParameterServerStrategy(Strategy):
         strategy.max_staleness, strategy.snapshots = None, snapshots
         told = wire or {}
         strategy.wire_options = wire_options(torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead")))
-        hello = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
-        strategy._start(cluster, session, hello, None)
+        handshake = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
+        strategy._start(cluster, session, handshake, None)
         return strategy
 
     # ---- facts ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The life of a client's connection to one parameter server: introduction, waiting, loss, coming back."""
+"""The life of a client's connection to one parameter server: handshake, waiting, loss, coming back."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import contextlib
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.core import env
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     HEADER_SIZE,
     Header,
@@ -24,17 +23,18 @@ from tfstyle_dist.parameter_server.protocol.header import (
     unpack_error,
     unpack_json,
 )
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
-from tfstyle_dist.parameter_server.transports.shared_memory import LocalLane
-from tfstyle_dist.parameter_server.transports.socket_session import Visit
-from tfstyle_dist.parameter_server.transports.transfer_segment import host_id
+from tfstyle_dist.parameter_server.protocol.peer_loop import News, Peer
+from tfstyle_dist.parameter_server.transports.available import open_transport
+from tfstyle_dist.parameter_server.transports.transport import Transport
+from tfstyle_dist.parameter_server.transports.zeromq import ZeroMQTransport
 
 _ADVICE = (
     ", and its variables with it. Start the program again from a checkpoint; under "
     "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
 )
 _PROBE_SECONDS = 1.0
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
+_GOODBYE_MS = 1000
 
 
 class Connection:
@@ -44,32 +44,51 @@ class Connection:
         context: sockets and keys.
         address: of the server.
         name: of the server, for messages.
-        hello: role, task and session of this process.
+        handshake: role, task and session of this process.
         timeout: limit of each wait; ``None``: none.
 
     Attributes:
-        lane: how tensors travel.
-        local: shared memory, if the server is on this host.
-        stream: a TCP connection for requests and tensors, if there is one.
+        timeout: limit of each wait.
+        transport: how requests and tensors travel; ``None`` while there is no connection.
+        transport_name: of the latest one.
     """
 
     def __init__(
-        self, context: zeromq_sockets.Context, address: str, name: str, hello: dict[str, Any], timeout: timedelta | None
+        self,
+        context: zeromq_sockets.Context,
+        address: str,
+        name: str,
+        handshake: dict[str, Any],
+        timeout: timedelta | None,
     ) -> None:
-        self._context, self.address, self.name, self._hello, self._timeout = context, address, name, hello, timeout
+        self._context, self.address, self.name, self.timeout = context, address, name, timeout
+        self.handshake = handshake
         self._lock = threading.RLock()
         self._lost: str | None = None
-        self._socket: Any = None
-        self._monitor: Any = None
-        self._up = False
+        self._peer: Peer | None = None
         self._poller: Any = None
-        self.lane = "none"
-        self.local: LocalLane | None = None
-        self.stream: Visit | None = None
-        snapshots = hello.get("snapshots")
+        self.transport: Transport | None = None
+        self.transport_name = "none"
+        snapshots = handshake.get("snapshots")
         self._returns: str | None = None if snapshots is None else str(snapshots["folder"])
         self._alive = False  # it was lost, but something listens at its address
         self._incarnation = ""
+
+    @property
+    def socket(self) -> Any:
+        """Of ZeroMQ."""
+        assert self._peer is not None
+        return self._peer.socket
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether messages by ZeroMQ are encrypted."""
+        return self._context.keys is not None
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the server is on this host, and its variables can be read where they are."""
+        return self.transport is not None and self.transport.is_near
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -83,45 +102,28 @@ class Connection:
         with self._lock:
             if self._lost is not None:
                 raise UnavailableError(self._lost)
-            if self._socket is not None:
+            if self._peer is not None:
                 return
             answer = self._introduce()
-            if env.shared_memory() and answer.get("host") and answer["host"] == host_id():
-                self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
-            elif env.parameter_server_tcp(self._context.keys is not None):
-                self._open_stream()
-            self.lane = "ZeroMQ" if self.stream is None else "TCP"
-            if self.local is not None:
-                self.lane = self.local.description
-            get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.lane)
+            self.transport = ZeroMQTransport(self)
+            self.use(open_transport(self, answer))
+            get_logger().info("%s at %s: tensors travel by %s", self.name, self.address, self.transport_name)
 
-    def _open_stream(self) -> None:
-        host = self.address.rpartition(":")[0].strip("[]")
-        try:
-            told = self._call_now({"method": "door", "tcp": True})
-            self.stream = Visit((host, int(told["port"])), str(told["token"]), self._timeout)
-        except DeadlineExceededError:
-            raise
-        except OSError as error:  # of either end
-            get_logger().info("%s: tensors go by ZeroMQ (%s)", self.name, error)
-
-    @property
-    def visit(self) -> Visit | None:
-        """The socket that requests go through; ``None``: ZeroMQ."""
-        return self.stream if self.local is None else self.local.visit
+    def use(self, transport: Transport) -> None:
+        """From now on requests and tensors travel by a transport."""
+        self.transport, self.transport_name = transport, transport.name
 
     def _introduce(self) -> dict[str, Any]:
-        """Connects and says hello; with snapshots also to a server that is just being started again."""
-        meta, deadline, said = pack_json(self._hello), Deadline(self._timeout), False
+        """Connects and makes the handshake; with snapshots also with a server that is just being started again."""
+        meta, deadline, said = pack_json(self.handshake), Deadline(self.timeout), False
         while True:
-            self._up = False
-            self._socket, self._monitor = self._context.connect(self.address, b"c" + uuid.uuid4().bytes)
-            self._poller = zeromq_sockets.poller(self._socket, self._monitor)
+            self._peer = Peer(self._context, self.address, b"c")
+            self._poller = zeromq_sockets.poller(self._peer.socket, self._peer.monitor)
             try:
-                answer = self._exchange(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta, [])
+                answer = self._exchange(Header(Kind.HANDSHAKE, 0, meta_bytes=len(meta)), meta, [])
                 break
             except Exception as error:
-                if self._socket is not None:
+                if self._peer is not None:
                     self._drop()
                 starting = isinstance(error, UnavailableError) and self._lost is None  # it has no coordinator yet
                 again = starting or (bool(self._incarnation) and isinstance(error, UnavailableError | TimeoutError))
@@ -142,15 +144,15 @@ class Connection:
         before, self._incarnation = self._incarnation, str(answer["incarnation"])
         if before not in ("", self._incarnation) and not answer.get("restored"):
             folder, self._returns = self._returns, None
-            raise self._broken(
+            raise self.lose(
                 f"was started again and found nothing of this program in {folder}"
                 if folder
                 else "was started again" + _ADVICE
             )
         return answer
 
-    def forgive(self) -> bool:
-        """Lets a server that was lost come back, if it can; whether it was lost."""
+    def reconnect(self) -> bool:
+        """Lets a server that was lost come back, if it can, at the next request; whether it was lost."""
         if not self.may_return:
             return False
         self._lost = None
@@ -162,135 +164,100 @@ class Connection:
         return self._lost is not None and (self._returns is not None or self._alive)
 
     def close(self, goodbye: bool = True) -> None:
-        """Takes leave and closes the connection."""
+        """Says goodbye and closes the connection."""
         with self._lock:
-            if self._socket is None:
+            if self._peer is None:
                 return
-            if goodbye and self._lost is None:
-                self._socket.linger = 1000
-                with contextlib.suppress(UnavailableError, TimeoutError):
-                    farewell = [pack_message(Header(Kind.GOODBYE, 0), b"")]
-                    if self.stream is None:
-                        self._send_message(farewell)
-                    else:
-                        self._socket.send_multipart(farewell)
-                        self.stream.await_end()  # were it closed first, the farewell would be a stranger's
-            if self._socket is None:
-                return
-            self._drop()
+            if goodbye and self._lost is None and self.transport is not None:
+                with contextlib.suppress(UnavailableError, TimeoutError), self.reporting():
+                    self.transport.say_goodbye(pack_message(Header(Kind.GOODBYE, 0), b""))
+            if self._peer is not None:
+                self._drop(_GOODBYE_MS)
 
-    def _drop(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._socket = self._monitor = self._poller = None
-        if self.local is not None:
-            self.local.close()
-            self.local = None
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
+    def _drop(self, linger_ms: int = 0) -> None:
+        assert self._peer is not None
+        self._peer.close(linger_ms)
+        self._peer = self._poller = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
-    def _abandon(self, why: str) -> None:
+    def _abort(self, why: str) -> None:
         """The connection is lost: what was sent and not answered may or may not have been applied."""
 
     # ---- asking and waiting -----------------------------------------------------------------------------------
 
     def _exchange(self, header: Header, meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
         """Asks over ZeroMQ and waits for the answer; nothing else may be on its way."""
-        self._socket.send_multipart([pack_message(header, meta), *frames])
-        message = self._next_over_zmq()
+        self.socket.send_multipart([pack_message(header, meta), *frames])
+        self.wait()
+        message: list[bytes] = self.socket.recv_multipart()
         answer = Header.unpack(message[0])
         body = memoryview(message[0])[HEADER_SIZE:]
         if answer.kind is Kind.ERROR:
             raise unpack_error(body, self.name)
         return unpack_json(body)
 
-    def _call_now(self, meta: dict[str, Any]) -> dict[str, Any]:
+    def call_now(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Calls a method of the server that takes no data; nothing else may be on its way."""
         body = pack_json(meta)
         return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, [])
 
-    def _next_over_zmq(self) -> list[bytes]:
-        self._wait()
-        message: list[bytes] = self._socket.recv_multipart()
-        return message
-
-    def _next_message(self) -> list[bytes]:
-        """The next answer, on whichever way they come."""
-        if self._lost is not None:
-            raise UnavailableError(self._lost)
-        if (visit := self.visit) is None:
-            return self._next_over_zmq()
-        with self._reporting():
-            return visit.receive(self._timeout, self._look)
-
-    def _receive_into(self, rooms: Sequence[memoryview]) -> None:
-        """The bytes of tensors in an answer that comes over TCP."""
-        assert self.stream is not None
-        with self._reporting():
-            self.stream.receive_into(rooms, self._timeout, self._look)
-
-    def _send_message(self, parts: Sequence[Any]) -> None:
-        """Sends a request; over ZeroMQ its tensors are in its parts or in shared memory."""
-        if (visit := self.visit) is None:
-            self._socket.send_multipart(parts)
-            return
-        with self._reporting():
-            visit.send(parts, self._timeout, self._look)
-
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turns what a socket raises into what users see."""
+    def reporting(self) -> Iterator[None]:
+        """Turns what a transport raises into what users see."""
         try:
             yield
         except DeadlineExceededError:
             raise
         except ConnectionError:
-            raise self._gone() from None
+            raise self.gone() from None
         except TimeoutError:
             # Half a message may be on its way: the next one must not be taken for the rest of it.
-            late = self._silent(Deadline(self._timeout))
-            self._broken("did not answer in time", alive=True)
+            late = self._silent(Deadline(self.timeout))
+            self.lose("did not answer in time", alive=True)
             get_logger().warning("%s", late)
             raise late from None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits for a message by ZeroMQ.
+
+        Raises:
+            UnavailableError: the server is gone.
+            DeadlineExceededError: nothing came in time.
+        """
         if self._lost is not None:
             raise UnavailableError(self._lost)
-        deadline, failures = Deadline(self._timeout), 0
+        assert self._peer is not None
+        peer, deadline = self._peer, Deadline(self.timeout)
         # A killed process closes its sockets one by one: it may have looked alive when it was lost.
         was_there = bool(self._incarnation) and self._returns is None
         while True:
-            left, wait = deadline.remaining(), _LOOK_SECONDS if was_there and not self._up else 1.0
+            left, wait = deadline.remaining(), _CHECK_SECONDS if was_there and not peer.up else 1.0
             ready = dict(self._poller.poll(1000 * (wait if left is None else min(left, wait))))
             # News first: what comes after a connection was lost is no answer to what was sent before.
-            if self._monitor in ready:
-                event = zeromq_sockets.news(self._monitor)
-                if event == "up":
-                    self._up = True
-                elif event == "down" and self._up:
-                    raise self._gone()
-                elif event is not None:
-                    failures += 1  # while keys were exchanged
-                if event == "refused" or failures >= zeromq_sockets.MOST_FAILURES:
-                    raise self._broken("refused this process' key (TFSTYLE_PS_KEYS)")
-            if self._socket in ready:
+            if peer.monitor in ready:
+                self._take_news()
+            if peer.socket in ready:
                 return
             if deadline.passed():
                 raise self._silent(deadline)
-            if not ready and not self._up and was_there and not _listens(self.address):
-                raise self._broken("is gone" + _ADVICE)
+            if not ready and not peer.up and was_there and not is_listening(self.address):
+                raise self.lose("is gone" + _ADVICE)
 
-    def _look(self) -> None:
-        """Notices that the server is gone."""
+    def check(self) -> None:
+        """Raises if the server is gone."""
         if self._lost is not None:
             raise UnavailableError(self._lost)
-        while (event := zeromq_sockets.news(self._monitor)) is not None:
-            if event == "up":
-                self._up = True
-            elif event == "down" and self._up:
-                raise self._gone()
+        self._take_news()
+
+    def _take_news(self) -> None:
+        assert self._peer is not None
+        while (news := self._peer.news()) is not None:
+            if news is News.LOST:
+                raise self.gone()
+            if news is News.REFUSED:
+                raise self.lose("refused this process' key (TFSTYLE_PS_KEYS)")
 
     def _silent(self, deadline: Deadline) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -298,23 +265,29 @@ class Connection:
             "have the same keys (TFSTYLE_PS_KEYS)?"
         )
 
-    def _gone(self) -> UnavailableError:
+    def gone(self) -> UnavailableError:
         """The connection was closed: has the server died, or only the link?"""
         if self._returns is not None:
-            return self._broken("closed the connection or is gone")
-        alive = _listens(self.address)
+            return self.lose("closed the connection or is gone")
+        alive = is_listening(self.address)
         why = "closed the connection" if alive else "closed the connection or is gone" + _ADVICE
-        return self._broken(why, alive)
+        return self.lose(why, alive)
 
-    def _broken(self, what: str, alive: bool = False) -> UnavailableError:
-        """Remembers that the server is lost."""
+    def lose(self, what: str, alive: bool = False) -> UnavailableError:
+        """Remembers that the server is lost.
+
+        Args:
+            what: has become of it, for the message.
+            alive: whether something listens at its address.
+        """
         self._lost, self._alive = f"{self.name} at {self.address} {what}.", alive
-        self._abandon(self._lost)
+        self._abort(self._lost)
         self._drop()
         return UnavailableError(self._lost)
 
 
-def _listens(address: str) -> bool:
+def is_listening(address: str) -> bool:
+    """Whether something takes connections at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()

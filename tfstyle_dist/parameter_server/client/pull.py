@@ -13,7 +13,6 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.client.local_copies import Pull
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard, by_shard
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
-from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
 from tfstyle_dist.parameter_server.protocol.operations import (
     FLAG_UNCHANGED,
     MOST_COPIED,
@@ -23,6 +22,7 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     padded,
 )
 from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 _T = TypeVar("_T")
 
@@ -74,9 +74,9 @@ class Reader:
         self._lock = threading.RLock()
         self._ahead: dict[int, _Ahead] = {}
 
-    def forgive(self) -> bool:
+    def reconnect(self) -> bool:
         """Lets servers that were lost come back, if there are snapshots; whether one was lost."""
-        return sum(link.forgive() for link in self.links) > 0
+        return sum(link.reconnect() for link in self.links) > 0
 
     def _persist(self, action: Callable[[], _T]) -> _T:
         """On the coordinator: waits for a server that was lost and can come back, and does ``action`` once more."""
@@ -84,7 +84,7 @@ class Reader:
             try:
                 return action()
             except UnavailableError:
-                if self.steps is not None or not self.forgive():
+                if self.steps is not None or not self.reconnect():
                     raise
 
     # ---- reading ----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Reader:
                     rest.append((record, place))
         return rest
 
-    def _copy(self, values: ValuesReader, record: RemoteRecord, place: int, pull: Pull) -> bool:
+    def _copy(self, values: ValueReader, record: RemoteRecord, place: int, pull: Pull) -> bool:
         """Copies a shard out of shared memory, if it is not written all the time."""
         number = record.shards[place].number
         if pull.may_replace:
@@ -267,7 +267,7 @@ class Reader:
 
     def is_near(self, record: RemoteRecord) -> bool:
         """Whether all of a tensor is on this host, in shared memory."""
-        return all(self.links[shard.server].local is not None for shard in record.shards)
+        return all(self.links[shard.server].is_near for shard in record.shards)
 
     def pull_rows(self, record: RemoteRecord, rows: torch.Tensor) -> torch.Tensor:
         """Some rows of a tensor.

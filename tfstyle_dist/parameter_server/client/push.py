@@ -40,13 +40,13 @@ class Servers(Reader):
         cls,
         context: Any,
         addresses: Sequence[str],
-        hello: Mapping[str, Any],
+        handshake: Mapping[str, Any],
         timeout: timedelta | None,
         options: WireOptions | None = None,
     ) -> Servers:
         """Links to the servers at ``addresses``; each connects when it is first needed."""
         links = [
-            ServerLink(context, address, f"/job:ps/task:{index}", dict(hello), timeout)
+            ServerLink(context, address, f"/job:ps/task:{index}", dict(handshake), timeout)
             for index, address in enumerate(addresses)
         ]
         return cls(links, options or WireOptions())
@@ -61,7 +61,7 @@ class Servers(Reader):
     def begin(self, work: Work) -> None:
         """A scheduled function starts in this process."""
         self.work, self.reads = work, {}
-        self.forgive()
+        self.reconnect()
         self.steps = 1 if self.steps is None else self.steps + 1
         self._writes.clear()
         if work.attempt > 1:
@@ -150,7 +150,7 @@ class Servers(Reader):
 
     def _before_write(self) -> None:
         if self.work.closure == 0:
-            self.forgive()
+            self.reconnect()
 
     def _after_write(self, records: Sequence[RemoteRecord]) -> None:
         for record in records:

@@ -13,13 +13,9 @@ import torch
 
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.client.connection import Connection
-from tfstyle_dist.parameter_server.client.value_reader import ValuesReader
-from tfstyle_dist.parameter_server.protocol import byte_streams
+from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
-    FLAG_INLINE,
-    FLAG_SHARED,
     HEADER_SIZE,
-    INLINE,
     Header,
     Kind,
     pack_json,
@@ -34,14 +30,14 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     unpack_operations,
 )
 from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
+from tfstyle_dist.parameter_server.transports.transport import Transport
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.parameter_server.transports.zeromq import ZeroMQTransport
 
 _MOST_POSTED = 256
 _GATHERED = 1 << 20
 """Writes are sent together until they have so many bytes."""
 _MOST_GATHERED = 1024
-_MOST_OWED = 1 << 12
-"""Operations: their answers fit into a socket, so a server that sends them goes on to take what this end sends."""
 Taker = Callable[[list[Operation]], list[torch.Tensor]]
 
 
@@ -59,14 +55,19 @@ class ServerLink(Connection):
         context: sockets and keys.
         address: of the server.
         name: of the server, for messages.
-        hello: role, task and session of this process.
+        handshake: role, task and session of this process.
         timeout: limit of each wait; ``None``: none.
     """
 
     def __init__(
-        self, context: zeromq_sockets.Context, address: str, name: str, hello: dict[str, Any], timeout: timedelta | None
+        self,
+        context: zeromq_sockets.Context,
+        address: str,
+        name: str,
+        handshake: dict[str, Any],
+        timeout: timedelta | None,
     ) -> None:
-        super().__init__(context, address, name, hello, timeout)
+        super().__init__(context, address, name, handshake, timeout)
         self._number = 0
         self._waiting: deque[_Waiting] = deque()
         self._posted_error: Exception | None = None
@@ -76,13 +77,13 @@ class ServerLink(Connection):
         self._receiver: ThreadPoolExecutor | None = None
         self._room_bytes = memoryview(b"")
 
-    def forgive(self) -> bool:
+    def reconnect(self) -> bool:
         """Lets a server that was lost come back: what was not answered is made again by whoever made it."""
-        if forgiven := super().forgive():
+        if reconnects := super().reconnect():
             self._posted_error = None
-        return forgiven
+        return reconnects
 
-    def _abandon(self, why: str) -> None:
+    def _abort(self, why: str) -> None:
         """Writes that were not answered are lost, or perhaps not: ``finish`` says so."""
         writes = len(self._gathered) + sum(w.take is None for w in self._waiting)
         if writes and self._posted_error is None:
@@ -90,8 +91,8 @@ class ServerLink(Connection):
         self._waiting.clear()
         self._gathered, self._gathered_bytes = [], 0
 
-    def _drop(self) -> None:
-        super()._drop()
+    def _drop(self, linger_ms: int = 0) -> None:
+        super()._drop(linger_ms)
         if self._receiver is not None:
             self._receiver.shutdown(wait=False)
             self._receiver = None
@@ -111,8 +112,8 @@ class ServerLink(Connection):
     def alive(self) -> None:
         """Tells the server that this process lives."""
         with self._lock:
-            if self._socket is not None and self._lost is None:
-                self._socket.send(pack_message(Header(Kind.ALIVE, 0), b""))
+            if self._peer is not None and self._lost is None:
+                self.socket.send(pack_message(Header(Kind.ALIVE, 0), b""))
 
     def post(self, work: Work, operations: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
         """Sends writes whose answers ``finish`` waits for; small ones wait a little and go together.
@@ -178,36 +179,38 @@ class ServerLink(Connection):
             self.connect()
             self.flush()
             total = sum(padded(t.nbytes) for t in tensors)
-            shared = self._use_segment(total, answer_bytes)
+            transport = self._ready_transport(total, answer_bytes)
             if take is None and len(self._waiting) >= _MOST_POSTED:
                 self.finish()
-            while self.stream is not None and sum(w.operations for w in self._waiting) > _MOST_OWED:
-                self._receive()
             self._number += 1
             meta = pack_operations(operations)
-            flags = FLAG_SHARED if shared else FLAG_INLINE if 0 < total <= INLINE else 0
-            header = Header(
-                Kind.BATCH, self._number, work.closure, work.low_water, work.attempt, len(meta), total, flags
-            )
-            head = pack_message(header, meta)
-            if shared:
-                assert self.local is not None
-                assert self.local.segment is not None
-                byte_streams.pack(tensors, self.local.segment.request(total))
-                self._send_message([head])
-            elif total == 0:
-                self._send_message([head])
-            elif flags:
-                self._send_message([head, _in_one(tensors, total)])
-            elif self.visit is not None:
-                if any(waiting.take is not None for waiting in self._waiting):
-                    self._drain()  # neither end must wait until the other one takes its tensors
-                self._send_message([head, *byte_streams.pieces(tensors)])
-            else:
-                self._socket.send(head)
-                for chunk in byte_streams.stream(tensors):
-                    self._socket.send(chunk)
+            header = Header(Kind.BATCH, self._number, work.closure, work.low_water, work.attempt, len(meta), total)
+            with self.reporting():
+                transport.send(header, meta, tensors, answer_bytes)
             self._waiting.append(_Waiting(self._number, take, len(operations)))
+
+    def _ready_transport(self, request_bytes: int, answer_bytes: int) -> Transport:
+        """The transport, when it can take a request."""
+        transport = self._transport()
+        data_due = any(waiting.take is not None for waiting in self._waiting)
+        if transport.needs_all_answers(request_bytes, answer_bytes, data_due):
+            self._drain()
+        if transport.most_unanswered is not None:
+            while sum(w.operations for w in self._waiting) > transport.most_unanswered:
+                self._receive()
+        if not transport.make_room(max(request_bytes, answer_bytes)):
+            self.use(ZeroMQTransport(self))
+        return self._transport()
+
+    def _transport(self) -> Transport:
+        """The transport.
+
+        Raises:
+            UnavailableError: the server was lost meanwhile.
+        """
+        if self.transport is None:
+            raise UnavailableError(self._lost or f"{self.name} at {self.address} is not connected.")
+        return self.transport
 
     def finish(self) -> None:
         """Waits for the answers of all that was sent.
@@ -232,7 +235,7 @@ class ServerLink(Connection):
 
         Over ZeroMQ they come anyway.
         """
-        if self.stream is None:
+        if self.transport is None or not self.transport.must_be_read:
             return
         if self._receiver is None:
             self._receiver = ThreadPoolExecutor(1, "tfstyle-ps-ahead")
@@ -248,42 +251,34 @@ class ServerLink(Connection):
     def _receive(self) -> None:
         """Takes the next answer: they come in the order of the requests."""
         waiting = self._waiting.popleft()
-        message = self._next_message()
+        transport = self._transport()
+        with self.reporting():
+            message = transport.receive()
         header = Header.unpack(message[0])
         body = memoryview(message[0])[HEADER_SIZE:]
         if header.kind is Kind.ERROR:
             self._posted_error = self._posted_error or unpack_error(body, self.name)
             return
         if header.request != waiting.number:
-            raise self._broken(f"answered request {header.request} instead of {waiting.number}")
+            raise self.lose(f"answered request {header.request} instead of {waiting.number}")
         if waiting.take is not None:
-            self._fill(header, message, byte_streams.Filler(waiting.take(unpack_operations(body))))
+            filler = byte_streams.Filler(waiting.take(unpack_operations(body)))
+            if filler.total != header.data_bytes:
+                raise self.lose(f"sent {header.data_bytes} bytes for {filler.total}")
+            if header.data_bytes:
+                with self.reporting():
+                    transport.fill(header, message, filler)
         elif header.data_bytes:
-            raise self._broken(f"sent {header.data_bytes} bytes in answer to a write")
+            raise self.lose(f"sent {header.data_bytes} bytes in answer to a write")
 
-    def _fill(self, header: Header, message: list[bytes], filler: byte_streams.Filler) -> None:
-        """Puts the bytes of an answer where they belong."""
-        if filler.total != header.data_bytes:
-            raise self._broken(f"sent {header.data_bytes} bytes for {filler.total}")
-        if header.flags & FLAG_SHARED:
-            assert self.local is not None
-            assert self.local.segment is not None
-            filler.take(tensor_bytes(self.local.segment.answer(header.data_bytes)))
-        elif header.flags & FLAG_INLINE:
-            filler.take(memoryview(message[1]))
-        elif self.stream is not None:
-            self._receive_into(list(filler.rooms()))
-        else:
-            taken = 0
-            while taken < header.data_bytes:
-                self._wait()
-                frame = self._socket.recv(copy=False)
-                taken += len(frame.buffer)
-                filler.take(frame.buffer)
+    def _drain(self) -> None:
+        """Takes all answers that are on their way; ``finish`` raises their errors."""
+        while self._waiting:
+            self._receive()
 
     # ---- shared memory ----------------------------------------------------------------------------------------
 
-    def values(self, variables: Iterable[int]) -> ValuesReader | None:
+    def values(self, variables: Iterable[int]) -> ValueReader | None:
         """The variables that this process can read without asking; what it has written is among them.
 
         Args:
@@ -295,44 +290,17 @@ class ServerLink(Connection):
         """
         with self._lock:
             self.connect()
-            if self.local is None:
+            if not self.is_near:
                 return None
             if self._gathered or self._waiting:
                 self.finish()
-            if not self.local.open:
-                self._look()
-            elif self.local.ended():
-                raise self._gone()
-            found: ValuesReader | None = self.local.values(variables)
-            return found
+            transport = self._transport()
+            if transport.has_ended():
+                raise self.gone()
+            return transport.values(variables)
 
     def sweep(self) -> None:
         """Gives back values that are not used in place any more."""
         with self._lock:
-            if self.local is not None:
-                self.local.sweep()
-
-    def _drain(self) -> None:
-        """Takes all answers that are on their way; ``finish`` raises their errors."""
-        while self._waiting:
-            self._receive()
-
-    def _use_segment(self, request_bytes: int, answer_bytes: int) -> bool:
-        """Whether this batch uses shared memory; makes the segment large enough and free for it."""
-        needed = max(request_bytes, answer_bytes)
-        if self.local is None or needed <= INLINE:
-            return False
-        self._drain()  # the earlier requests' bytes must have been taken before they are overwritten
-        if self.local.make_segment(needed):
-            return True
-        self.local, self.lane = None, "ZeroMQ"
-        return False
-
-
-def _in_one(tensors: Sequence[torch.Tensor], total: int) -> memoryview:
-    """The bytes of tensors and of the padding between them, copied only if there is more than one piece."""
-    if tensors[0].nbytes == total:
-        return tensor_bytes(tensors[0])
-    flat = torch.empty(total, dtype=torch.uint8)
-    byte_streams.pack(tensors, flat)
-    return tensor_bytes(flat)
+            if self.transport is not None:
+                self.transport.sweep()

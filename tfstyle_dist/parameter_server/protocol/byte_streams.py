@@ -44,19 +44,19 @@ def stream(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         yield pack_views(waiting, _enough(scratch, total), total)
 
 
-def pieces(tensors: Sequence[torch.Tensor], copied: Collection[int] = ()) -> list[memoryview]:
+def views(tensors: Sequence[torch.Tensor], copied: Collection[int] = ()) -> list[memoryview]:
     """The bytes of tensors and of the padding between them: large ones without a copy, small ones together.
 
     Args:
         tensors: contiguous, on the CPU.
-        copied: places of those that are to be copied, however large.
+        copied: indices of those that are to be copied, however large.
     """
     found: list[memoryview] = []
     waiting: list[tuple[memoryview, int]] = []
     total = 0
-    for place, tensor in enumerate([*tensors, None]):
+    for index, tensor in enumerate([*tensors, None]):
         view = None if tensor is None else tensor_bytes(tensor)
-        if view is None or (len(view) >= _LARGE and place not in copied):
+        if view is None or (len(view) >= _LARGE and index not in copied):
             if total:
                 found.append(pack_views(waiting, torch.empty(total, dtype=torch.uint8), total))
                 waiting, total = [], 0
@@ -82,6 +82,20 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         nbytes = tensor.nbytes
         streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
         offset += padded(nbytes)
+
+
+def join_tensors(tensors: Sequence[torch.Tensor], total: int) -> torch.Tensor:
+    """Tensors and the padding between them as one, copied only if there is more than one.
+
+    Args:
+        tensors: contiguous, on the CPU.
+        total: bytes of all.
+    """
+    if tensors[0].nbytes == total:
+        return tensors[0]
+    flat = torch.empty(total, dtype=torch.uint8)
+    pack(tensors, flat)
+    return flat
 
 
 def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:

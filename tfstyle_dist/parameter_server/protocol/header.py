@@ -36,7 +36,7 @@ class ProtocolError(InvalidArgumentError):
 class Kind(enum.IntEnum):
     """What a message is."""
 
-    HELLO = 1
+    HANDSHAKE = 1
     BATCH = 2
     CALL = 3
     GOODBYE = 4

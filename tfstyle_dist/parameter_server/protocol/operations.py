@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -99,6 +99,35 @@ class Operation:
         """Its room in the stream: row numbers first, then values."""
         ids = padded(8 * self.rows) if self.op in ROW_OPERATIONS else 0
         return ids + padded(self.nbytes)
+
+
+class Lease(Protocol):
+    """A value that stays as it is until it is released."""
+
+    def release(self) -> None:
+        """It is not used any more."""
+
+
+class Source(Protocol):
+    """A variable whose own memory an answer takes."""
+
+    def lease(self) -> Lease | None:
+        """The value as it is now, which later writes leave alone; ``None``: copy it."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The result of a batch.
+
+    Attributes:
+        operations: its table.
+        tensors: whose bytes follow, in order.
+        sources: of each tensor the variable whose own memory it is; ``None``: it is a copy.
+    """
+
+    operations: list[Operation]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sources: list[Source | None] = field(default_factory=list)
 
 
 def pack_operations(operations: Sequence[Operation]) -> bytes:

@@ -40,7 +40,7 @@ def file_name(owner: str, place: int) -> str:
     return f"tfstyle-ps-values-{owner}-{place}"
 
 
-def possible() -> bool:
+def is_possible() -> bool:
     """Whether this machine can share variables in this way."""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
@@ -66,7 +66,7 @@ def buffer_of(word: int) -> int:
     return word >> 8 & 0xFF
 
 
-class Board:
+class VersionedPage:
     """One end's view of the page.
 
     Args:

@@ -13,9 +13,9 @@ from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import DTYPES
 from tfstyle_dist.parameter_server.server.background_jobs import Jobs
-from tfstyle_dist.parameter_server.server.sessions import Client
 from tfstyle_dist.parameter_server.server.table import VariableTable
-from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
+from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 
 
 class ServerState:
@@ -34,10 +34,6 @@ class ServerState:
         self.table, self.jobs = VariableTable(), Jobs()
         self.keeper: SnapshotKeeper | None = None
         self.restored = False
-
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        raise NotImplementedError
 
     def begin_session(self, session: str, snapshots: dict[str, Any] | None) -> None:
         """Works for a coordinator from now on; if this process was started again, with what the one before had."""
@@ -65,7 +61,7 @@ class ServerState:
 
     # ---- calls ------------------------------------------------------------------------------------------------
 
-    def call(self, client: Client, meta: dict[str, Any], frames: list[bytes]) -> dict[str, Any]:
+    def call(self, client: ClientSession, meta: dict[str, Any], frames: list[bytes]) -> dict[str, Any]:
         """Carries out a call.
 
         Raises:
@@ -75,27 +71,20 @@ class ServerState:
         method = meta.get("method")
         if method == "segment":
             client.drop_segment()
-            client.segment = Segment.attach(meta)
+            client.segment = TransferSegment.attach(meta)
             return {}
         if method == "leave":  # it stays, and sends by ZeroMQ from now on
-            if client.visitor is not None:
-                client.visitor.client = None
-                client.visitor = None
+            if client.connection is not None:
+                client.connection.detach()
+                client.connection = None
             return {}
         if method == "values":
-            if client.column < 0 and client.visitor is not None:  # its end will be noticed
+            if client.column < 0 and client.connection is not None:  # its end will be noticed
                 client.column = self.table.shared.join()
             return self.table.shared.describe(self.table.variables, client.column)
         if method == "fence":
             self.table.fence(int(meta["closure"]), int(meta["attempt"]))
             return {}
-        if method == "statistics":
-            return {
-                "variables": len(self.table.variables), "applied": self.table.applied,
-                "duplicates": self.table.duplicates, "clients": self.num_clients(),
-                "leases": self.table.shared.leases(), "functions": len(self.table.closures),
-                "unsaved": int(self.keeper is not None and self.keeper.unsaved),
-            }  # fmt: skip
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
         parts = byte_streams.join([int(n) for n in meta.get("sizes", ())], frames)
@@ -105,6 +94,15 @@ class ServerState:
         if self.keeper is not None:
             self.keeper.note_call(meta, parts)
         return {}
+
+    def statistics(self) -> dict[str, int]:
+        """Counts of this moment."""
+        return {
+            "variables": len(self.table.variables), "applied": self.table.applied,
+            "duplicates": self.table.duplicates,
+            "leases": self.table.shared.leases(), "functions": len(self.table.closures),
+            "unsaved": int(self.keeper is not None and self.keeper.unsaved),
+        }  # fmt: skip
 
     def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
         """Functions of the coordinator on the table, e.g. those of checkpoints."""

@@ -1,6 +1,6 @@
 """Writes of several clients to one variable that wait at the same time: one pass over the variable makes them all.
 
-The variable is cut into pieces that stay in the processor's cache; of each piece the writes are made one after another,
+The variable is cut into blocks that stay in the processor's cache; of each block the writes are made one after another,
 in the order in which they came. So each element gets exactly what it gets when the writes are made one by one, and only
 what can be seen in between is left out. This is done for ``assign_add``, ``assign_sub`` and for gradients of plain SGD;
 other optimizers look at more than one element, or count their steps.
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from tfstyle_dist.parameter_server.protocol.header import Header
-from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, Op, Operation
-from tfstyle_dist.parameter_server.server.table import Answer, VariableTable, reply
+from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, Answer, Op, Operation
+from tfstyle_dist.parameter_server.server.table import VariableTable, reply
 
 _SMALLEST = 1 << 16
-_PIECE = 1 << 16
+_BLOCK = 1 << 16
 """Elements."""
 
 
@@ -37,7 +37,7 @@ class Write:
     data: torch.Tensor
 
 
-def rate_of(table: VariableTable, operation: Operation) -> float | None:
+def coalescing_rate(table: VariableTable, operation: Operation) -> float | None:
     """By what the data are multiplied before they are added; ``None``: the write must be made alone."""
     parameter = table.variable(operation.variable).parameter
     if parameter.numel() < _SMALLEST or operation.nbytes != parameter.nbytes:
@@ -50,8 +50,8 @@ def rate_of(table: VariableTable, operation: Operation) -> float | None:
     return None
 
 
-def write_together(table: VariableTable, writes: Sequence[Write]) -> list[Answer]:
-    """Makes writes to one variable for which ``rate_of`` gave a number.
+def coalesce(table: VariableTable, writes: Sequence[Write]) -> list[Answer]:
+    """Makes writes to one variable for which ``coalescing_rate`` gave a number.
 
     Args:
         table: of the server.
@@ -73,18 +73,18 @@ def write_together(table: VariableTable, writes: Sequence[Write]) -> list[Answer
         else:
             stored.begin_write()
         values = write.data[: write.operation.nbytes].view(stored.parameter.dtype)
-        data.append((values, write.operation.op, rate_of(table, write.operation) or 0.0))
+        data.append((values, write.operation.op, coalescing_rate(table, write.operation) or 0.0))
         table.applied += 1
         answers.append(Answer([reply(stored)]))
     if data:
         target = stored.parameter.detach().view(-1)
         source = target if old is None else old.view(-1)
         try:
-            for start in range(0, len(target), _PIECE):
-                piece, last = target[start : start + _PIECE], source[start : start + _PIECE]
+            for start in range(0, len(target), _BLOCK):
+                block, last = target[start : start + _BLOCK], source[start : start + _BLOCK]
                 for values, op, rate in data:
-                    _one(op, last, values[start : start + _PIECE], rate, piece)
-                    last = piece
+                    _one(op, last, values[start : start + _BLOCK], rate, block)
+                    last = block
         finally:
             stored.end_write()
     return answers

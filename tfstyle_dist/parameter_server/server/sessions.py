@@ -1,63 +1,127 @@
-"""What a parameter server knows of its clients."""
+"""The clients of one server, and the coordinator's session that it works for: who is admitted, displaced, forgotten."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+import uuid
+from typing import Any
 
-import torch
+from tfstyle_dist.core.errors import CancelledError, UnavailableError
+from tfstyle_dist.parameter_server.protocol.handshake import Tokens
+from tfstyle_dist.parameter_server.protocol.header import ProtocolError
+from tfstyle_dist.parameter_server.server.batches import Batches, refusal
+from tfstyle_dist.parameter_server.server.calls import ServerState
+from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.transfer_segment import host_id
 
-from tfstyle_dist.parameter_server.protocol.header import Header
-from tfstyle_dist.parameter_server.protocol.operations import Operation, tensor_bytes
-from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
-from tfstyle_dist.parameter_server.transports.unix_listener import Visitor
-
-if TYPE_CHECKING:
-    from tfstyle_dist.parameter_server.transports.tcp import Carrier
+_SILENT_SECONDS = 5.0
+"""A coordinator tells every second that it lives; one that has not for so long is taken for dead."""
 
 
-class Client:
-    """What the server knows of one client.
+class Sessions:
+    """All methods are called with the server's lock held.
 
     Args:
-        identity: of its first connection.
-        way: of that one.
+        name: of the task, for messages.
+        state: of the server.
+        tokens: of its clients.
+
+    Attributes:
+        clients: those that have introduced themselves, by the identity of their ZeroMQ connection.
+        batches: what they send.
     """
 
-    __slots__ = (
-        "buffer", "carrier", "column", "header", "identity", "name", "operations", "refused", "role", "segment", "skip",
-        "taken", "view", "visitor", "way",
-    )  # fmt: skip
+    def __init__(self, name: str, state: ServerState, tokens: Tokens) -> None:
+        self._name, self._state, self._tokens = name, state, tokens
+        self.clients: dict[bytes, ClientSession] = {}
+        self.batches = Batches(state, self.forget)
+        self._incarnation = uuid.uuid4().hex
+        self._heard: float | None = None
+        self._former: set[str] = set()  # sessions that a newer one has displaced
 
-    def __init__(self, identity: bytes, way: Any) -> None:
-        self.identity, self.way, self.role, self.name = identity, way, "", "somebody"
-        self.visitor: Visitor | None = None
-        self.carrier: Carrier | None = None
-        self.column = -1  # where it marks what it uses in place
-        self.header: Header | None = None  # of the batch whose bytes are on their way
-        self.operations: list[Operation] = []
-        self.taken = self.skip = 0
-        self.buffer, self.view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
-        self.refused = False
-        self.segment: Segment | None = None
+    def note_sign_of_life(self) -> None:
+        """The coordinator lives."""
+        self._heard = time.monotonic()
 
-    @property
-    def has_entered(self) -> bool:
-        """Whether it has a socket beside ZeroMQ: one is enough."""
-        return self.visitor is not None or self.carrier is not None
+    def seconds_of_silence(self) -> float:
+        """How long nothing was heard of the coordinator; 0 if there was none yet."""
+        return 0.0 if self._heard is None else time.monotonic() - self._heard
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """A buffer for the bytes of one batch; it is kept for the next one."""
-        if self.buffer.numel() < nbytes:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
-            self.view = tensor_bytes(self.buffer)
-        return self.buffer[:nbytes]
+    def introduce(self, client: ClientSession, meta: dict[str, Any]) -> dict[str, Any]:
+        """Admits a client.
 
-    def drop_buffer(self) -> None:
-        """No more tensors will come."""
-        self.buffer, self.view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        Args:
+            client: the client.
+            meta: what it says of itself.
 
-    def drop_segment(self) -> None:
-        """Gives its shared memory back."""
-        if self.segment is not None:
-            self.segment.close()
-            self.segment = None
+        Returns:
+            What the server says of itself.
+
+        Raises:
+            ProtocolError: it has no role here.
+            UnavailableError: it cannot be admitted now.
+            CancelledError: the server works for another coordinator.
+        """
+        role, session = str(meta.get("role")), str(meta.get("session"))
+        if role not in ("coordinator", "worker"):
+            raise ProtocolError(f"unknown role {role!r}")
+        if role == "worker" and not self._state.session:
+            raise UnavailableError(f"{self._name} has not heard from a coordinator yet.")
+        if session in self._former or (role == "worker" and session != self._state.session):
+            raise self._displaced()
+        if role == "coordinator":
+            if session != self._state.session:
+                self._check_snapshots(meta.get("snapshots"))
+                self._displace(client)
+                self._state.begin_session(session, meta.get("snapshots"))
+            self.note_sign_of_life()
+        client.role, client.name = role, str(meta.get("task"))[:200]
+        self._forget_earlier(client)
+        return {
+            "incarnation": self._incarnation, "task": self._name, "host": host_id(),
+            "restored": self._state.restored, "empty": not self._state.table.variables,
+        }  # fmt: skip
+
+    def _check_snapshots(self, wanted: dict[str, Any] | None) -> None:
+        """A new coordinator deletes the snapshots in its folder: they must not be those of one that is at work.
+
+        Raises:
+            UnavailableError: they are.
+        """
+        keeper = self._state.keeper
+        lives = self._heard is not None and self.seconds_of_silence() < _SILENT_SECONDS
+        if lives and wanted is not None and keeper is not None and keeper.keeps_in(str(wanted["folder"])):
+            raise UnavailableError(
+                f"{self._name} works for a coordinator that lives and keeps its snapshots in {wanted['folder']!r}; a "
+                "second one would delete them. End the first program, or give this one a snapshot_folder and tasks of "
+                "its own."
+            )
+
+    def _displace(self, newer: ClientSession) -> None:
+        """Ends the work for the coordinator before: it and its workers are told."""
+        if self._state.session:
+            self._former.add(self._state.session)
+        for other in list(self.clients.values()):
+            if other is not newer:
+                self.batches.send(other, other.channel, [refusal(0, self._displaced())])
+                self.forget(other)
+
+    def _displaced(self) -> CancelledError:
+        return CancelledError(f"{self._name} works for another coordinator now.")
+
+    def _forget_earlier(self, client: ClientSession) -> None:
+        """A task that was started again, or connects anew: what its earlier link had is not needed."""
+        for other in list(self.clients.values()):
+            if other is not client and (other.role, other.name) == (client.role, client.name):
+                self.forget(other)
+
+    def forget(self, client: ClientSession) -> None:
+        """A client is gone: its shared memory and what it used in place are free."""
+        self.clients.pop(client.identity, None)
+        client.drop_segment()
+        self.batches.drop(client)
+        self._state.table.shared.leave(client.column)
+        client.column, client.role = -1, ""
+        self._tokens.forget(client)
+        if client.connection is not None:
+            client.connection.end()

@@ -1,9 +1,9 @@
 """A server's variables in memory that the clients of its host read without asking.
 
-Small variables and tables have one place: a client copies, and sees by the word on the board whether the copy is whole.
-A large variable has several buffers: clients use the one that is published in place, and an update that finds it in
-use is written into another one, which is published then. A buffer without marks is used again. The server never waits
-for a client.
+Small variables and tables have one place: a client copies, and sees by the word on the versioned page whether the copy
+is whole. A large variable has several buffers: clients use the one that is published in place, and an update that finds
+it in use is written into another one, which is published then. A buffer without marks is used again. The server never
+waits for a client.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from tfstyle_dist.comm import shared_files
 from tfstyle_dist.parameter_server.protocol import versioned_page
-from tfstyle_dist.parameter_server.protocol.versioned_page import BUFFERS, COLUMNS, Board
-from tfstyle_dist.parameter_server.server.shared_segments import FREE, ManyPlaces, OnePlace
+from tfstyle_dist.parameter_server.protocol.versioned_page import BUFFERS, COLUMNS, VersionedPage
+from tfstyle_dist.parameter_server.server.owner_segments import FREE, CopiedSegment, LeasedSegment
 
 LEASED_BYTES = 1 << 18
 """Variables from this size on have several buffers; smaller ones are copied."""
@@ -37,8 +37,8 @@ class SharedVariables:
     def __init__(self) -> None:
         self._files: list[int] = []
         self._owner = uuid.uuid4().hex
-        self._board: Board | None = None
-        self._known: dict[int, list[int]] = {}  # variable: slot, place of its marks or -1, first file, offset, bytes
+        self._page: VersionedPage | None = None
+        self._known: dict[int, list[int]] = {}  # variable: index, place of its marks or -1, first file, offset, bytes
         self._leased = self._groups = 0
         self._columns: set[int] = set()
 
@@ -53,11 +53,11 @@ class SharedVariables:
         return memory
 
     def _words(self) -> Any:
-        if self._board is None:
-            self._board = Board(self._file(versioned_page.BYTES))
-        return self._board.words
+        if self._page is None:
+            self._page = VersionedPage(self._file(versioned_page.BYTES))
+        return self._page.words
 
-    def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, OnePlace] | None:
+    def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, CopiedSegment] | None:
         """Memory of its own for a new, large variable: zeros that cost nothing until they are written.
 
         Args:
@@ -65,17 +65,17 @@ class SharedVariables:
             nbytes: its size.
 
         Returns:
-            The bytes and their home; ``None`` where nothing can be shared.
+            The bytes and their owner; ``None`` where nothing can be shared.
         """
         room = len(self._known) < versioned_page.MOST_VARIABLES and len(self._files) < _MOST_FILES
-        if not versioned_page.possible() or not room or nbytes == 0:
+        if not versioned_page.is_possible() or not room or nbytes == 0:
             return None
         try:
             words, memory = self._words(), self._file(nbytes)
         except OSError:
             return None
         self._known[number] = [len(self._known), -1, len(self._files) - 1, 0, nbytes]
-        return torch.frombuffer(memory, dtype=torch.uint8), OnePlace(words, self._known[number][0])
+        return torch.frombuffer(memory, dtype=torch.uint8), CopiedSegment(words, self._known[number][0])
 
     def describe(self, variables: Mapping[int, Any], column: int = -1) -> dict[str, Any]:
         """Shares the variables that are not shared yet.
@@ -85,7 +85,7 @@ class SharedVariables:
             column: where the client may put marks; -1: it copies.
 
         Returns:
-            What ``ValuesReader`` needs: process, the part of its files' names that was drawn, files with their sizes,
+            What ``ValueReader`` needs: process, the part of its files' names that was drawn, files with their sizes,
             and of each variable its places.
         """
         new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
@@ -111,8 +111,8 @@ class SharedVariables:
             os.posix_fallocate(self._files[-1], 0, total)
             data = torch.frombuffer(memory, dtype=torch.uint8)
             for variable, place in zip(small, places, strict=True):
-                slot = self._note(variable, -1, len(self._files) - 1, place)
-                _settle(variable, data, place, OnePlace(words, slot))
+                index = self._note(variable, -1, len(self._files) - 1, place)
+                _settle(variable, data, place, CopiedSegment(words, index))
         if large:
             self._groups += 1
             places, total = _places(large, mmap.PAGESIZE)
@@ -122,19 +122,19 @@ class SharedVariables:
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
             all_bytes = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
-            assert self._board is not None
+            assert self._page is not None
             for variable, (offset, nbytes) in zip(large, places, strict=True):
                 old = variable.parameter.data
-                slot = self._note(variable, self._leased, first, (offset, nbytes))
+                index = self._note(variable, self._leased, first, (offset, nbytes))
                 buffers = [data[offset : offset + nbytes].view(old.dtype).view(old.shape) for data in all_bytes]
-                home = ManyPlaces(words, slot, self._board.marks(self._leased), buffers)
+                owner = LeasedSegment(words, index, self._page.marks(self._leased), buffers)
                 self._leased += 1
-                _settle(variable, all_bytes[0], (offset, nbytes), home)
+                _settle(variable, all_bytes[0], (offset, nbytes), owner)
 
     def _note(self, variable: Any, marks: int, file: int, place: tuple[int, int]) -> int:
-        slot = len(self._known)
-        self._known[variable.number] = [slot, marks, file, *place]
-        return slot
+        index = len(self._known)
+        self._known[variable.number] = [index, marks, file, *place]
+        return index
 
     # ---- clients ----------------------------------------------------------------------------------------------
 
@@ -149,14 +149,14 @@ class SharedVariables:
         """A client is gone: what it used is free."""
         if column in self._columns:
             self._columns.remove(column)
-            if self._board is not None:
-                self._board.clear(column, self._leased)
+            if self._page is not None:
+                self._page.clear(column, self._leased)
 
     def leases(self) -> int:
         """How many buffers are in use by clients."""
-        if self._board is None:
+        if self._page is None:
             return 0
-        rows = (self._board.marks(place).tobytes() for place in range(self._leased))
+        rows = (self._page.marks(place).tobytes() for place in range(self._leased))
         return sum(row[i : i + COLUMNS] != FREE for row in rows for i in range(0, len(row), COLUMNS))
 
     def __del__(self) -> None:
@@ -186,13 +186,13 @@ def _places(variables: list[Any], alignment: int) -> tuple[list[tuple[int, int]]
     return places, total
 
 
-def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], home: OnePlace) -> None:
-    """Moves a variable to its home."""
+def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], owner: CopiedSegment) -> None:
+    """Moves a variable to its shared memory."""
     offset, nbytes = place
     old = variable.parameter.data
     if nbytes:
         shared = data[offset : offset + nbytes].view(old.dtype).view(old.shape)
         shared.copy_(old)
         variable.parameter.data = shared
-    variable.home = home
-    home.publish(variable.version)
+    variable.segment = owner
+    owner.publish(variable.version)

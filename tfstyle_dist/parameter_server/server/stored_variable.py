@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server.protocol.operations import Op
-from tfstyle_dist.parameter_server.server.owner_segments import SMALLEST, Home, Loan, OwnMemory
+from tfstyle_dist.parameter_server.server.owner_segments import SMALLEST, OwnerSegment, PrivateSegment, SegmentLease
 
 
 class GradientRule(Protocol):
@@ -47,16 +47,16 @@ class StoredVariable:
         rows_only: a table that is never pulled as a whole.
 
     Attributes:
-        home: what is to be asked before it is written, once others read it where it is.
+        segment: what is to be asked before it is written, once others use its memory.
     """
 
-    __slots__ = ("_version", "_writing", "home", "name", "number", "parameter", "rows_only")
+    __slots__ = ("_version", "_writing", "name", "number", "parameter", "rows_only", "segment")
 
     def __init__(
         self, number: int, name: str, parameter: torch.nn.Parameter, version: int = 1, rows_only: bool = False
     ) -> None:
         self.number, self.name, self.parameter, self.rows_only = number, name, parameter, rows_only
-        self.home: Home | None = None
+        self.segment: OwnerSegment | None = None
         self._version, self._writing = version, False
 
     @property
@@ -67,8 +67,8 @@ class StoredVariable:
     @version.setter
     def version(self, value: int) -> None:
         self._version = value
-        if self.home is not None:
-            self.home.publish(value)
+        if self.segment is not None:
+            self.segment.publish(value)
 
     def begin_write(self, keep: bool = True) -> torch.Tensor | None:
         """Counts a change; what others use in place is left alone until ``end_write``.
@@ -80,9 +80,9 @@ class StoredVariable:
             The old value, if ``parameter`` does not hold it now.
         """
         self._version += 1
-        if self.home is None or self._writing:
+        if self.segment is None or self._writing:
             return None
-        old = self.home.begin(self, keep)  # may find no memory
+        old = self.segment.begin(self, keep)  # may find no memory
         self._writing = True
         return old
 
@@ -91,18 +91,18 @@ class StoredVariable:
         self._writing = False
         self.version = self._version
 
-    def lend(self) -> Loan | None:
-        """The value as it is now, which later writes leave alone until it is given back; ``None``: copy it."""
-        if self.home is None:
+    def lease(self) -> SegmentLease | None:
+        """The value as it is now, which later writes leave alone until it is released; ``None``: copy it."""
+        if self.segment is None:
             if self.parameter.nbytes < SMALLEST:
                 return None
-            self.home = OwnMemory()
-        return self.home.lend(self)
+            self.segment = PrivateSegment()
+        return self.segment.lease(self)
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes can read it where it is."""
-        return self.home is not None and not isinstance(self.home, OwnMemory)
+        return self.segment is not None and not isinstance(self.segment, PrivateSegment)
 
 
 def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | None, rate: float) -> None:

@@ -26,6 +26,7 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     MOST_COPIED,
     ROW_OPERATIONS,
     WRITES,
+    Answer,
     Op,
     Operation,
     dtype_number,
@@ -46,21 +47,6 @@ class ClosureWrites:
 
     attempt: int = 0
     writes: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Answer:
-    """The result of a batch.
-
-    Attributes:
-        operations: its table.
-        tensors: whose bytes follow, in order.
-        sources: of each tensor the variable whose own memory it is; ``None``: it is a copy.
-    """
-
-    operations: list[Operation]
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    sources: list[StoredVariable | None] = field(default_factory=list)
 
 
 class VariableTable:
@@ -113,7 +99,7 @@ class VariableTable:
             data.fill_(first)
         stored = self.variables[number] = StoredVariable(number, name, torch.nn.Parameter(data), rows_only=True)
         if room is not None:
-            stored.home = room[1]
+            stored.segment = room[1]
             stored.end_write()
 
     def variable(self, number: int) -> StoredVariable:

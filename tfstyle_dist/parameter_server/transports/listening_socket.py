@@ -13,7 +13,7 @@ _MOST = 4096
 _NO_FILES = {errno.EMFILE, errno.ENFILE}
 
 
-class Listener:
+class ListeningSocket:
     """Takes connections one by one.
 
     One that no open file is left for is ended at once: it would wake the server again and again until it is taken. Its

@@ -1,8 +1,8 @@
-"""TCP connections of clients on other hosts: each has a thread, so that bytes of several come and go at one time.
+"""TCP between hosts: each connection has a thread at the server, so that bytes of several come and go at one time.
 
 A thread waits for bytes without the server's lock and works on the table with it; large updates are made by one thread
 for all, so that torch has one team of threads. What it sends it sends without the lock too, straight from the
-variables: they are lent meanwhile, and a write that comes goes into other memory.
+variables: they are leased meanwhile, and a write that comes goes into other memory.
 """
 
 from __future__ import annotations
@@ -11,56 +11,112 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tfstyle_dist.core import env
+from tfstyle_dist.core.errors import DeadlineExceededError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops.threads import work_alone
-from tfstyle_dist.parameter_server.protocol import byte_streams
-from tfstyle_dist.parameter_server.protocol.header import CHUNK, ProtocolError
-from tfstyle_dist.parameter_server.server.owner_segments import Loan
-from tfstyle_dist.parameter_server.server.sessions import Client
-from tfstyle_dist.parameter_server.server.table import Answer
-from tfstyle_dist.parameter_server.transports.frames import JOINED, Frames, tune
-from tfstyle_dist.parameter_server.transports.listening_socket import Listener
-from tfstyle_dist.parameter_server.transports.unix_listener import TOKEN_BYTES, TOKEN_SECONDS, WELCOME, Tokens
+from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.handshake import TOKEN_BYTES, TOKEN_SECONDS, WELCOME
+from tfstyle_dist.parameter_server.protocol.header import CHUNK, INLINE, Header, ProtocolError, pack_message
+from tfstyle_dist.parameter_server.protocol.operations import Answer, Lease
+from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
+from tfstyle_dist.parameter_server.transports.stream_socket import JOINED, Frames, StreamSocket, tune
+from tfstyle_dist.parameter_server.transports.transport import Host, Link, Transport
 
 _PIECE = 1 << 14
 _LARGE = 1 << 20
 _END_SECONDS = 5.0
 
 
-class Desk(Protocol):
-    """What the server does with the messages of a connection, all with its lock held."""
+class TcpTransport(Transport):
+    """The client's end: messages and tensors through one socket.
 
-    lock: threading.Lock
+    Raises:
+        OSError: the server lets no such socket in, or it cannot be reached.
+    """
 
-    def take_message(self, client: Client, parts: list[bytes], way: Any) -> None:
-        """Works on a message."""
+    name = "TCP"
+    most_unanswered = 1 << 12
+    """Their answers fit into a socket, so a server that sends them goes on to take what this end sends."""
+    must_be_read = True
 
-    def execute_taken(self, client: Client, way: Any) -> None:
-        """Carries out a batch whose tensors have come."""
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        told = link.call_now({"method": "listen", "transport": "tcp"})
+        address = link.address.rpartition(":")[0].strip("[]"), int(told["port"])
+        self.socket = StreamSocket(address, str(told["token"]), link.timeout)
 
-    def forget(self, client: Client) -> None:
-        """A client is gone."""
+    @classmethod
+    def open(cls, link: Link, server: dict[str, Any]) -> TcpTransport | None:
+        """Where it is not switched off and the server lets it in."""
+        if not env.parameter_server_tcp(link.has_keys):
+            return None
+        try:
+            return cls(link)
+        except DeadlineExceededError:
+            raise
+        except OSError as error:  # of either end
+            get_logger().info("%s: tensors go by ZeroMQ (%s)", link.name, error)
+            return None
+
+    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_due: bool) -> bool:
+        """Neither end must wait until the other one takes its tensors."""
+        return data_due and request_bytes > INLINE
+
+    def send_message(self, parts: Sequence[Any]) -> None:
+        """Sends a message."""
+        self.socket.send(parts, self._link.timeout, self._link.check)
+
+    def send_tensors(self, header: Header, meta: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Sends a request and its tensors."""
+        self.send_message([pack_message(header, meta), *byte_streams.views(tensors)])
+
+    def receive(self) -> list[bytes]:
+        """Waits for the next message."""
+        return self.socket.receive(self._link.timeout, self._link.check)
+
+    def receive_tensors(self, header: Header, filler: byte_streams.Filler) -> None:
+        """Takes the tensors of an answer."""
+        self.socket.receive_into(list(filler.rooms()), self._link.timeout, self._link.check)
+
+    def say_goodbye(self, message: bytes) -> None:
+        """Sends the last message by ZeroMQ, and waits until the server has ended the socket."""
+        self._link.socket.send_multipart([message])
+        self.socket.await_end()  # were it closed first, the goodbye would be a stranger's
+
+    def close(self) -> None:
+        """Ends the socket."""
+        self.socket.close()
 
 
-class Carrier:
-    """The server's end of one connection.
+class TcpConnection:
+    """The server's end of one connection, and its thread.
 
     Args:
         connection: a new one.
-        port: that it came in at.
+        listener: where it came in.
     """
 
-    def __init__(self, connection: socket.socket, port: StreamPort) -> None:
-        self._connection, self._port, self._frames = connection, port, Frames()
-        self._outbox: list[tuple[list[Any], list[Loan]]] = []
+    batches_only = True
+
+    def __init__(self, connection: socket.socket, listener: TcpListener) -> None:
+        self._connection, self._listener, self._frames = connection, listener, Frames()
+        self._host = listener.host
+        self.is_trusted = not self._host.has_keys  # else its bytes are the only ones that are not encrypted
+        self._outbox: list[tuple[list[Any], list[Lease]]] = []
         self.thread = threading.Thread(target=self._run, name="tfstyle-ps-tcp", daemon=True)
 
-    def shut(self) -> None:
+    def detach(self) -> None:
+        """Its end is always the client's."""
+
+    def end(self) -> None:
         """Ends the connection; its thread notices."""
         with contextlib.suppress(OSError):  # the other end was faster
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -74,17 +130,17 @@ class Carrier:
 
     def stream(self, head: bytes, answer: Answer) -> bool:
         """Sends a message and tensors, as they are now, after the lock is free."""
-        loans, copied = [], set()
-        for place, stored in enumerate(answer.sources):
-            loan = None if stored is None else stored.lend()
-            if loan is not None:
-                loans.append(loan)
+        leases, copied = [], set()
+        for index, stored in enumerate(answer.sources):
+            lease = None if stored is None else stored.lease()
+            if lease is not None:
+                leases.append(lease)
             elif stored is not None:
-                copied.add(place)
+                copied.add(index)
         try:
-            self._outbox.append(([head, *byte_streams.pieces(answer.tensors, copied)], loans))
+            self._outbox.append(([head, *byte_streams.views(answer.tensors, copied)], leases))
         except BaseException:
-            _give_back(loans)
+            _release(leases)
             raise
         return True
 
@@ -93,13 +149,13 @@ class Carrier:
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # of this thread
         work_alone()
-        desk, client = self._port.desk, None
+        host, client = self._host, None
         try:
             client = self._identify()
             while client is not None and not client.refused:
                 parts = self._message()
-                with desk.lock:
-                    desk.take_message(client, parts, self)
+                with host.lock:
+                    host.take_message(client, parts, self)
                 self._send_all()
                 self._take_tensors(client)
             while client is not None:
@@ -107,17 +163,17 @@ class Carrier:
         except OSError:
             pass  # it is gone
         except ProtocolError as error:
-            get_logger().warning("%s closes a connection: %s", self._port.name, error)
+            get_logger().warning("%s closes a connection: %s", self._host.name, error)
         finally:
-            with desk.lock:
-                for _, loans in self._outbox:
-                    _give_back(loans)
+            with host.lock:
+                for _, leases in self._outbox:
+                    _release(leases)
                 if client is not None:
-                    desk.forget(client)
-                self._port.carriers.discard(self)
+                    host.forget(client)
+                self._listener.connections.discard(self)
             self._connection.close()
 
-    def _identify(self) -> Client | None:
+    def _identify(self) -> ClientSession | None:
         """The client that shows its token; strangers get no thread for longer, and no more memory."""
         end, room = time.monotonic() + TOKEN_SECONDS, TOKEN_BYTES
         while (parts := self._frames.take()) is None:
@@ -130,12 +186,12 @@ class Carrier:
             self._frames.feed(piece)
         self._connection.settimeout(None)
         message = parts[0]
-        with self._port.desk.lock:
-            client: Client | None = self._port.tokens.take(message)
-            if client is None or client.has_entered:
+        with self._host.lock:
+            client: ClientSession | None = self._host.tokens.take(message)
+            if client is None:
                 return None
             self._connection.sendall(WELCOME)  # a new connection has room for it
-            client.carrier = self
+            client.connection = client.data_channel = self
         return client
 
     def _message(self) -> list[bytes]:
@@ -150,7 +206,7 @@ class Carrier:
             raise ConnectionResetError
         return piece
 
-    def _take_tensors(self, client: Client) -> None:
+    def _take_tensors(self, client: ClientSession) -> None:
         """Takes the bytes that follow a batch, and carries it out; those of a refused one are dropped."""
         while client.skip:
             room = memoryview(bytearray(min(client.skip, CHUNK)))
@@ -158,7 +214,7 @@ class Carrier:
             client.skip -= len(room)
         if client.header is not None:
             self._fill(client.view[: client.header.data_bytes])
-            self._port.execute_taken(client, self)
+            self._listener.execute_taken(client, self)
             self._send_all()
 
     def _fill(self, room: memoryview) -> None:
@@ -171,82 +227,96 @@ class Carrier:
 
     def _send_all(self) -> None:
         while self._outbox:
-            parts, loans = self._outbox[0]
+            parts, leases = self._outbox[0]
             joined = len(parts) > 1 and sum(map(len, parts)) <= JOINED
             for part in [b"".join(parts)] if joined else parts:
                 self._connection.sendall(part)
-            if loans:
-                with self._port.desk.lock:
-                    _give_back(loans)
+            if leases:
+                with self._host.lock:
+                    _release(leases)
             del self._outbox[0]
 
 
-class StreamPort:
+class TcpListener:
     """Where clients of other hosts connect.
 
     Args:
-        host: the interface to listen at.
-        name: of the server, for messages.
-        tokens: of those who may come in.
-        desk: the server.
+        host: the server.
+
+    Raises:
+        PermissionError: TCP is switched off.
     """
 
-    def __init__(self, host: str, name: str, tokens: Tokens, desk: Desk) -> None:
-        self.name, self.tokens, self.desk = name, tokens, desk
-        self.carriers: set[Carrier] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    def __init__(self, host: Host) -> None:
+        if not env.parameter_server_tcp(host.has_keys):
+            raise PermissionError(f"{host.name} lets no tensors come by plain TCP (TFSTYLE_PS_TCP)")
+        self.host = host
+        self.connections: set[TcpConnection] = set()
+        family = socket.AF_INET6 if ":" in host.interface else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             tune(listening)
-            listening.bind((host, 0))
-            self._listener = Listener(listening, name)
+            listening.bind((host.interface, 0))
+            self._listening = ListeningSocket(listening, host.name)
         except OSError:
             listening.close()
             raise
-        self.number, self.port = self._listener.number, int(listening.getsockname()[1])
+        self.number, self._port = self._listening.number, int(listening.getsockname()[1])
         self._helped: ThreadPoolExecutor | None = None
         if torch.get_num_threads() > 1:
             self._helped = ThreadPoolExecutor(1, "tfstyle-ps-table", torch.set_grad_enabled, (False,))
+        host.poller.register(self.number, zeromq_sockets.POLLIN)
 
-    def execute_taken(self, client: Client, way: Any) -> None:
+    def invite(self, client: ClientSession) -> dict[str, Any]:
+        """The port, and a token."""
+        return {"token": self.host.tokens.give(client), "port": self._port}
+
+    def execute_taken(self, client: ClientSession, connection: TcpConnection) -> None:
         """Carries out a batch whose tensors have come; a large one in the thread that torch's other threads help."""
         assert client.header is not None
         if self._helped is None or client.header.data_bytes < _LARGE:
-            self._execute(client, way)
+            self._execute(client, connection)
         else:
-            self._helped.submit(self._execute, client, way).result()
+            self._helped.submit(self._execute, client, connection).result()
 
-    def _execute(self, client: Client, way: Any) -> None:
-        with self.desk.lock:
-            self.desk.execute_taken(client, way)
+    def _execute(self, client: ClientSession, connection: TcpConnection) -> None:
+        with self.host.lock:
+            self.host.execute_taken(client, connection)
 
     def admit(self) -> None:
         """Takes a new connection; who it is it has to tell."""
-        connection = self._listener.accept(len(self.carriers))
+        connection = self._listening.accept(len(self.connections))
         if connection is None:
             return
         connection.setblocking(True)
         tune(connection)
-        carrier = Carrier(connection, self)
+        admitted = TcpConnection(connection, self)
         try:
-            carrier.thread.start()
+            admitted.thread.start()
         except RuntimeError as error:  # no more threads, or no memory for one; the client goes on by ZeroMQ
-            get_logger().warning("%s takes no more TCP connections than %d: %s", self.name, len(self.carriers), error)
+            count = len(self.connections)
+            get_logger().warning("%s takes no more TCP connections than %d: %s", self.host.name, count, error)
             connection.close()
             return
-        self.carriers.add(carrier)
+        self.connections.add(admitted)
 
-    def shut(self) -> None:
+    def serve(self, number: int, event: int) -> None:
+        """Nothing: each connection has a thread."""
+
+    def tick(self) -> None:
+        """Nothing: each connection has a thread."""
+
+    def close(self) -> None:
         """Ends all; to be called without the server's lock."""
-        self._listener.close()
-        for carrier in (left := list(self.carriers)):
-            carrier.shut()
-        for carrier in left:
-            carrier.thread.join(_END_SECONDS)
+        self._listening.close()
+        for connection in (left := list(self.connections)):
+            connection.end()
+        for connection in left:
+            connection.thread.join(_END_SECONDS)
         if self._helped is not None:
             self._helped.shutdown()
 
 
-def _give_back(loans: list[Loan]) -> None:
-    for loan in loans:
-        loan.give_back()
+def _release(leases: list[Lease]) -> None:
+    for lease in leases:
+        lease.release()

@@ -31,11 +31,11 @@ def host_id() -> str:
         return ""
 
 
-class Segment:
+class TransferSegment:
     """A piece of memory mapped by both ends.
 
     Args:
-        handle: the open memory; ``forget_place`` closes it.
+        handle: the open memory; ``forget_location`` closes it.
         half: bytes of each half.
         name: of the memory.
 
@@ -48,7 +48,7 @@ class Segment:
         self._bytes = torch.frombuffer(mmap.mmap(handle, 2 * half), dtype=torch.uint8)
 
     @classmethod
-    def create(cls, half: int) -> Segment:
+    def create(cls, half: int) -> TransferSegment:
         """A new segment, which only processes of this user can open.
 
         Raises:
@@ -64,31 +64,31 @@ class Segment:
             raise
 
     @property
-    def place(self) -> dict[str, Any]:
-        """Where the other end finds it until ``forget_place``."""
+    def location(self) -> dict[str, Any]:
+        """Where the other end finds it until ``forget_location``."""
         return {"process": os.getpid(), "file": self._handle, "name": self._name, "half": self.half}
 
     @classmethod
-    def attach(cls, place: dict[str, Any]) -> Segment:
+    def attach(cls, location: dict[str, Any]) -> TransferSegment:
         """Maps a segment that the other end made.
 
         Args:
-            place: what ``place`` gives there.
+            location: what ``location`` gives there.
 
         Raises:
             PermissionError: it is no segment of this package, or another one.
             OSError: it is not there.
         """
-        name, half = str(place["name"]), int(place["half"])
+        name, half = str(location["name"]), int(location["half"])
         if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
-        handle = shared_files.find(int(place["process"]), int(place["file"]), name, 2 * half)
+        handle = shared_files.find(int(location["process"]), int(location["file"]), name, 2 * half)
         try:
             segment = cls(handle, half, name)
         except BaseException:
             os.close(handle)
             raise
-        segment.forget_place()
+        segment.forget_location()
         return segment
 
     def request(self, nbytes: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Segment:
         """The bytes that come back."""
         return self._bytes[self.half : self.half + nbytes]
 
-    def forget_place(self) -> None:
+    def forget_location(self) -> None:
         """Both ends have mapped it, and nobody else shall."""
         if self._handle >= 0:
             os.close(self._handle)
@@ -107,5 +107,5 @@ class Segment:
 
     def close(self) -> None:
         """Gives the memory back once no tensor refers to it."""
-        self.forget_place()
+        self.forget_location()
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,13 +1,12 @@
-"""A Unix socket for the clients of the server's host: small messages, with fewer threads to wake than ZeroMQ.
+"""A Unix socket for the clients of the server's host: their messages, whose tensors are in shared memory.
 
-Tensors are in shared memory. A client is told place and token over the link that it has already, so whoever may talk to
-the server may use the door if it is of the same user; others go on by ZeroMQ. When it dies, the server sees it at once.
-Whoever has not shown a token is listened to for a token's length, and not for long.
+A client is told name and token over the connection that it has already, so whoever may talk to the server may use the
+socket if it is of the same user; others go on by ZeroMQ. When it dies, the server sees it at once. Whoever has shown no
+token is listened to for a token's length, and not for long.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -15,56 +14,33 @@ from typing import Any
 
 from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.parameter_server.protocol.header import HEADER_SIZE, Header, Kind, pack_message
-from tfstyle_dist.parameter_server.protocol.operations import padded
-from tfstyle_dist.parameter_server.server.table import Answer
-from tfstyle_dist.parameter_server.transports.frames import JOINED, Frames
-from tfstyle_dist.parameter_server.transports.listening_socket import Listener
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.handshake import TOKEN_BYTES, TOKEN_SECONDS, WELCOME
+from tfstyle_dist.parameter_server.protocol.header import ProtocolError
+from tfstyle_dist.parameter_server.protocol.operations import Answer, padded
+from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
+from tfstyle_dist.parameter_server.transports.stream_socket import JOINED, Frames
+from tfstyle_dist.parameter_server.transports.transport import Host
 
 _PIECE = 1 << 18
 _MOST_UNSENT = 64 << 20
-_TOKEN = 16
-TOKEN_BYTES = HEADER_SIZE + _TOKEN
-"""Of the message with a token: more is not taken from a stranger."""
-TOKEN_SECONDS = 10.0
-"""So long it may take."""
 
 
-class Tokens:
-    """Who may come through a plain socket: a client that was told a token over its first link."""
-
-    def __init__(self) -> None:
-        self._clients: dict[bytes, Any] = {}
-
-    def give(self, client: Any) -> str:
-        """Lets a client in, once."""
-        made = secrets.token_bytes(_TOKEN)
-        self._clients[made] = client
-        return made.hex()
-
-    def take(self, message: bytes) -> Any:
-        """The client whose token is in the first message of a connection; ``None``: there is none."""
-        return self._clients.pop(bytes(message[HEADER_SIZE:]), None)
-
-    def forget(self, client: Any) -> None:
-        """A client is gone."""
-        self._clients = {token: other for token, other in self._clients.items() if other is not client}
-
-
-WELCOME = pack_message(Header(Kind.OK, 0), b"")
-"""The answer to a token."""
-
-
-class Visitor:
+class UnixConnection:
     """The server's end of one connection.
 
     Args:
         connection: non-blocking.
+        listener: where it came in.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.frames = connection, Frames()
-        self.client: Any = None  # once it has shown its token
+    batches_only, is_trusted = False, True
+
+    def __init__(self, connection: socket.socket, listener: UnixListener) -> None:
+        self.connection, self.frames, self._listener = connection, Frames(), listener
+        self.client: ClientSession | None = None  # once it has shown its token
         self._room = TOKEN_BYTES  # until then
         self._unsent: list[memoryview] = []
         self._broken = False
@@ -73,6 +49,14 @@ class Visitor:
     def waits(self) -> bool:
         """Whether something is left to be sent."""
         return bool(self._unsent)
+
+    def end(self) -> None:
+        """Ends the connection."""
+        self._listener.end(self)
+
+    def detach(self) -> None:
+        """Its end is not the client's any more."""
+        self.client = None
 
     def read(self) -> bool:
         """Takes the bytes that are there; ``False``: the client is gone."""
@@ -122,65 +106,90 @@ class Visitor:
         return []
 
 
-class Door:
+class UnixListener:
     """Where the clients of this host connect.
 
     Args:
-        poller: told of every connection.
-        flag: what the poller is to look for.
-        tokens: of those who may come in.
-        server: its name, for messages.
+        host: the server.
     """
 
-    def __init__(self, poller: Any, flag: int, tokens: Tokens, server: str) -> None:
-        self._poller, self._flag, self._tokens = poller, flag, tokens
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self.name = unix_sockets.new_name("ps")
-        self._listener = Listener(unix_sockets.listen(self.name, 128), server)
-        self.number = self._listener.number
-        self.visitors: dict[int, Visitor] = {}
-        self._strangers: dict[Visitor, float] = {}  # until when they have time; the first one has the least
-        poller.register(self.number, flag)
+        self._listening = ListeningSocket(unix_sockets.listen(self.name, 128), host.name)
+        self.number = self._listening.number
+        self.connections: dict[int, UnixConnection] = {}
+        self._strangers: dict[UnixConnection, float] = {}  # until when they have time; the first one has the least
+        host.poller.register(self.number, zeromq_sockets.POLLIN)
+
+    def invite(self, client: ClientSession) -> dict[str, Any]:
+        """The name of the socket, and a token."""
+        return {"token": self._host.tokens.give(client), "name": self.name}
 
     def admit(self) -> None:
         """Takes a new connection of this user; who it is it has to tell."""
-        connection = self._listener.accept(len(self.visitors))
+        connection = self._listening.accept(len(self.connections))
         if connection is None:
             return
         if not unix_sockets.is_same_user(connection):
             connection.close()
             return
         connection.setblocking(False)
-        visitor = self.visitors[connection.fileno()] = Visitor(connection)
-        self._strangers[visitor] = time.monotonic() + TOKEN_SECONDS
-        self._poller.register(connection.fileno(), self._flag)
+        admitted = self.connections[connection.fileno()] = UnixConnection(connection, self)
+        self._strangers[admitted] = time.monotonic() + TOKEN_SECONDS
+        self._host.poller.register(connection.fileno(), zeromq_sockets.POLLIN)
 
-    def identify(self, visitor: Visitor, message: bytes) -> bool:
+    def serve(self, number: int, event: int) -> None:
+        """Takes the messages of a client, and sends what waits for it."""
+        connection = self.connections.get(number)
+        if connection is None:
+            return
+        here = (not event & zeromq_sockets.POLLOUT or connection.flush()) and connection.read()
+        try:
+            while here and (parts := connection.frames.take()) is not None:
+                if connection.client is None:
+                    here = self._identify(connection, parts[0])
+                elif not connection.client.refused:
+                    self._host.take_message(connection.client, parts, connection)
+                here = here and self.connections.get(number) is connection
+        except ProtocolError as error:
+            get_logger().warning("%s closes a connection: %s", self._host.name, error)
+            here = False
+        if not here:
+            self.end(connection)
+            if connection.client is not None:
+                self._host.forget(connection.client)
+        elif connection.waits or event & zeromq_sockets.POLLOUT:
+            flags = zeromq_sockets.POLLIN | (zeromq_sockets.POLLOUT if connection.waits else 0)
+            self._host.poller.modify(number, flags)
+
+    def _identify(self, connection: UnixConnection, message: bytes) -> bool:
         """Whether the first message of a connection is a token that was given out; answers it."""
-        client = self._tokens.take(message)
-        if client is None or client.has_entered:
+        client = self._host.tokens.take(message)
+        if client is None:
             return False
-        visitor.client, client.visitor = client, visitor
-        self._strangers.pop(visitor, None)
-        return visitor.send([WELCOME])
+        connection.client, client.connection = client, connection
+        self._strangers.pop(connection, None)
+        return connection.send([WELCOME])
 
-    def send_strangers_away(self) -> None:
+    def tick(self) -> None:
         """Ends the connections that have not shown a token in time."""
-        for visitor, until in list(self._strangers.items()):
+        for connection, until in list(self._strangers.items()):
             if until > time.monotonic():
                 return
-            self.close(visitor)
+            self.end(connection)
 
-    def close(self, visitor: Visitor) -> None:
+    def end(self, connection: UnixConnection) -> None:
         """Ends a connection."""
-        self._strangers.pop(visitor, None)
-        number = visitor.connection.fileno()
-        if self.visitors.pop(number, None) is not None:
-            self._poller.unregister(number)
-            visitor.connection.close()
+        self._strangers.pop(connection, None)
+        number = connection.connection.fileno()
+        if self.connections.pop(number, None) is not None:
+            self._host.poller.unregister(number)
+            connection.connection.close()
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Ends all."""
-        for visitor in list(self.visitors.values()):
-            self.close(visitor)
-        self._poller.unregister(self.number)
-        self._listener.close()
+        for connection in list(self.connections.values()):
+            self.end(connection)
+        self._host.poller.unregister(self.number)
+        self._listening.close()

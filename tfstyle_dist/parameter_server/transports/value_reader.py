@@ -1,4 +1,4 @@
-"""The client's end of the variables that a server of this host shares: copies, rows, and values used in place."""
+"""The client's end of the variables that a server of this host shares: copies, rows, and values used in layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.comm import shared_files
 from tfstyle_dist.parameter_server.protocol import versioned_page
-from tfstyle_dist.parameter_server.protocol.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, Board
+from tfstyle_dist.parameter_server.protocol.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, VersionedPage
 
 _POPULATE_READ = 22
 _SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
@@ -24,13 +24,13 @@ _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _T = TypeVar("_T")
 
 
-class _Place:
+class _Layout:
     """What is known of one variable, and the buffers of it that this process has mapped."""
 
-    __slots__ = ("buffers", "first", "marks", "nbytes", "offset", "slot")
+    __slots__ = ("buffers", "first", "marks", "nbytes", "offset", "word_index")
 
-    def __init__(self, slot: int, marks: memoryview | None, first: int, offset: int, nbytes: int) -> None:
-        self.slot, self.marks, self.first, self.offset, self.nbytes = slot, marks, first, offset, nbytes
+    def __init__(self, word_index: int, marks: memoryview | None, first: int, offset: int, nbytes: int) -> None:
+        self.word_index, self.marks, self.first, self.offset, self.nbytes = word_index, marks, first, offset, nbytes
         self.buffers: dict[int, _Buffer] = {}
 
 
@@ -42,14 +42,14 @@ class _Buffer:
         private: what is written here stays here, and must be dropped before the buffer is used again.
     """
 
-    __slots__ = ("address", "data", "lent", "memory", "shaped", "uses")
+    __slots__ = ("address", "data", "is_leased", "memory", "shaped", "uses")
 
     def __init__(self, memory: memoryview, private: bool) -> None:
         self.memory = memory
         self.data = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
         self.shaped: torch.Tensor | None = None  # the same elements as the variable has them
         self.address = self.data.data_ptr()
-        self.lent = False  # since its pages were last known to be the server's
+        self.is_leased = False  # since its pages were last known to be the server's
         self.uses = 0
         if private:
             _advise(self.address, len(memory), _POPULATE_READ)
@@ -62,7 +62,7 @@ class _Buffer:
         return found
 
 
-class ValuesReader:
+class ValueReader:
     """Reads what ``SharedVariables`` shares.
 
     Args:
@@ -73,12 +73,12 @@ class ValuesReader:
     """
 
     def __init__(self, description: dict[str, Any]) -> None:
-        self._places: dict[int, _Place] = {}
+        self._layouts: dict[int, _Layout] = {}
         self.private: set[int] = set()
         self._files: list[int] = []
         self._sizes: list[int] = []
         self._mapped: dict[tuple[int, bool], memoryview] = {}
-        self._lent: list[tuple[weakref.ref[Any], _Buffer, memoryview, int]] = []
+        self._leases: list[tuple[weakref.ref[Any], _Buffer, memoryview, int]] = []
         self.update(description)
         _readers.add(self)
 
@@ -98,12 +98,12 @@ class ValuesReader:
             os.close(self._open(file))
         if not self._files:
             return
-        page = Board(self._map(0, private=False))
+        page = VersionedPage(self._map(0, private=False))
         self._words = page.words
-        for variable, slot, marks, first, offset, nbytes in description["variables"]:
-            if variable not in self._places:
+        for variable, word_index, marks, first, offset, nbytes in description["variables"]:
+            if variable not in self._layouts:
                 rows = page.marks(marks) if marks >= 0 else None
-                self._places[variable] = _Place(slot, rows, first, offset, nbytes)
+                self._layouts[variable] = _Layout(word_index, rows, first, offset, nbytes)
 
     def _open(self, file: int) -> int:
         name = versioned_page.file_name(self._owner, file)
@@ -121,25 +121,25 @@ class ValuesReader:
             self._mapped[file, private] = found
         return found
 
-    def _buffer(self, place: _Place, number: int) -> _Buffer:
-        found = place.buffers.get(number)
+    def _buffer(self, layout: _Layout, number: int) -> _Buffer:
+        found = layout.buffers.get(number)
         if found is None:
-            private = place.marks is not None
-            memory = self._map(place.first + number, private)[place.offset : place.offset + place.nbytes]
-            found = place.buffers[number] = _Buffer(memory, private)
-        if found.lent and not found.uses:
+            private = layout.marks is not None
+            memory = self._map(layout.first + number, private)[layout.offset : layout.offset + layout.nbytes]
+            found = layout.buffers[number] = _Buffer(memory, private)
+        if found.is_leased and not found.uses:
             # A tensor was here; what was written into it must not be taken for the server's value.
-            if _written(found.address, place.nbytes):
-                _advise(found.address, place.nbytes, mmap.MADV_DONTNEED)
-            found.lent = False
+            if _written(found.address, layout.nbytes):
+                _advise(found.address, layout.nbytes, mmap.MADV_DONTNEED)
+            found.is_leased = False
         return found
 
     def __contains__(self, variable: int) -> bool:
-        return variable in self._places
+        return variable in self._layouts
 
     def version(self, variable: int) -> int:
         """Its version now; while it is written the one before."""
-        return versioned_page.version_of(self._words[self._places[variable].slot])
+        return versioned_page.version_of(self._words[self._layouts[variable].word_index])
 
     def copy(self, variable: int, target: torch.Tensor) -> int | None:
         """Copies a variable's value.
@@ -152,7 +152,7 @@ class ValuesReader:
             The version of the copy; ``None`` if the variable was being written all the time.
         """
         dtype, shape = target.dtype, target.shape
-        found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
+        found = self._read(self._layouts[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
         return None if found is None else versioned_page.version_of(found[1])
 
     def clone(self, variable: int, like: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -165,7 +165,7 @@ class ValuesReader:
         Returns:
             The tensor and its version; ``None`` if the variable was being written all the time.
         """
-        found = self._read(self._places[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
+        found = self._read(self._layouts[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
         return None if found is None else (found[0], versioned_page.version_of(found[1]))
 
     def rows(self, variable: int, numbers: torch.Tensor, target: torch.Tensor) -> bool:
@@ -179,10 +179,10 @@ class ValuesReader:
         Returns:
             Whether that was possible: not if the variable was being written all the time, or a number is out of range.
         """
-        place, row_bytes = self._places[variable], target.nbytes // max(numbers.numel(), 1)
+        layout, row_bytes = self._layouts[variable], target.nbytes // max(numbers.numel(), 1)
         if row_bytes == 0:
             return False
-        shape = (place.nbytes // row_bytes, *target.shape[1:])
+        shape = (layout.nbytes // row_bytes, *target.shape[1:])
         low, high = torch.aminmax(numbers)
         if int(low) < 0 or int(high) >= shape[0]:
             return False
@@ -190,20 +190,20 @@ class ValuesReader:
         def pick(buffer: _Buffer) -> None:
             torch.index_select(buffer.tensor(target.dtype, shape), 0, numbers, out=target)
 
-        return self._read(place, pick) is not None
+        return self._read(layout, pick) is not None
 
-    def _read(self, place: _Place, take: Callable[[_Buffer], _T]) -> tuple[_T, int] | None:
+    def _read(self, layout: _Layout, take: Callable[[_Buffer], _T]) -> tuple[_T, int] | None:
         """What ``take`` gives, and the word of it; ``None`` if the variable was being written all the time."""
         for _ in range(TRIES):
-            before: int = self._words[place.slot]
+            before: int = self._words[layout.word_index]
             if before & WRITING:
                 os.sched_yield()
                 continue
-            buffer = self._buffer(place, versioned_page.buffer_of(before))
-            if buffer.lent:
+            buffer = self._buffer(layout, versioned_page.buffer_of(before))
+            if buffer.is_leased:
                 return None  # this process may have written into its pages
             taken = take(buffer)
-            if self._words[place.slot] == before:
+            if self._words[layout.word_index] == before:
                 return taken, before
         return None
 
@@ -220,12 +220,12 @@ class ValuesReader:
         Returns:
             The bytes and their version; ``None`` if that is not possible now: then copy.
         """
-        place = self._places[variable]
-        if place.marks is None or self._column < 0:
+        layout = self._layouts[variable]
+        if layout.marks is None or self._column < 0:
             return None
         self.sweep()
         for _ in range(TRIES):
-            word = int(self._words[place.slot])
+            word = int(self._words[layout.word_index])
             if word & WRITING:
                 os.sched_yield()
                 continue
@@ -233,27 +233,27 @@ class ValuesReader:
                 return None
             number = versioned_page.buffer_of(word)
             mark = number * COLUMNS + self._column
-            buffer = self._buffer(place, number)
-            place.marks[mark] = 1
+            buffer = self._buffer(layout, number)
+            layout.marks[mark] = 1
             versioned_page.barrier()
-            if int(self._words[place.slot]) != word:
+            if int(self._words[layout.word_index]) != word:
                 if not buffer.uses:
-                    place.marks[mark] = 0
+                    layout.marks[mark] = 0
                 continue
-            if buffer.lent:
+            if buffer.is_leased:
                 return None  # an earlier tensor of this process is there, which may have been written into
             holder = memoryview(buffer.memory)
-            buffer.uses, buffer.lent = buffer.uses + 1, True
-            self._lent.append((weakref.ref(holder), buffer, place.marks, mark))
+            buffer.uses, buffer.is_leased = buffer.uses + 1, True
+            self._leases.append((weakref.ref(holder), buffer, layout.marks, mark))
             return torch.frombuffer(holder, dtype=torch.uint8), versioned_page.version_of(word)
         return None
 
     def sweep(self) -> None:
         """Gives back what no tensor refers to any more."""
-        if not any(entry[0]() is None for entry in self._lent):
+        if not any(entry[0]() is None for entry in self._leases):
             return
         kept = []
-        for entry in self._lent:
+        for entry in self._leases:
             holder, buffer, marks, mark = entry
             if holder() is not None:
                 kept.append(entry)
@@ -261,15 +261,15 @@ class ValuesReader:
             buffer.uses -= 1
             if not buffer.uses:
                 marks[mark] = 0
-        self._lent = kept
+        self._leases = kept
 
     def keep(self) -> None:
         """Never gives back what is in use now: this process was copied, and its copy may use it too."""
-        for holder, *_ in self._lent:
+        for holder, *_ in self._leases:
             _kept.append(holder())
 
 
-_readers: weakref.WeakSet[ValuesReader] = weakref.WeakSet()
+_readers: weakref.WeakSet[ValueReader] = weakref.WeakSet()
 _kept: list[Any] = []
 
 

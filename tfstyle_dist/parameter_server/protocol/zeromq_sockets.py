@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     SNDMORE, DONTWAIT = zmq.SNDMORE, zmq.NOBLOCK
 
 _MAX_MESSAGE = max(CHUNK, MAX_META) + (1 << 16)
-MOST_FAILURES = 8
-"""So many failed exchanges of keys in a row mean that the keys differ."""
 _HEARTBEAT_MS, _LOST_MS = 500, 2000
 _FILES = 1 << 16
 _ZAP_DOMAIN = "tfstyle"
@@ -251,13 +249,6 @@ def _too_many(error: Exception) -> str:
     )
 
 
-def close_link(socket: Any, monitor: Any) -> None:
-    """Closes what ``Context.connect`` gave."""
-    socket.disable_monitor()
-    monitor.close(0)
-    socket.close(0)
-
-
 class ConnectionCount:
     """How many connections a listening socket has; any thread may ask.
 
@@ -274,7 +265,7 @@ class ConnectionCount:
     def count(self) -> int:
         """The number of connections now."""
         with self._lock:
-            while not self._closed and (event := news(self._monitor)) is not None:
+            while not self._closed and (event := next_event(self._monitor)) is not None:
                 self._count = self._count + 1 if event == "up" else max(self._count - 1, 0)
                 self.ever = self.ever or event == "up"
             return self._count
@@ -287,7 +278,7 @@ class ConnectionCount:
             self._monitor.close(0)
 
 
-def news(monitor: Any) -> str | None:
+def next_event(monitor: Any) -> str | None:
     """The next event of a connection, or ``None`` when there is none.
 
     Returns:
@@ -309,15 +300,15 @@ def news(monitor: Any) -> str | None:
             return "refused"
 
 
-def silence(name: str, patience: float) -> UnavailableError:
+def silence(name: str, grace_seconds: float) -> UnavailableError:
     """What a task raises that has lost its coordinator.
 
     Args:
         name: the task.
-        patience: how many seconds it waited.
+        grace_seconds: how many seconds it waited.
     """
     return UnavailableError(
-        f"{name} has not heard from its coordinator for {patience:g} s and ends. Start it again together with the "
+        f"{name} has not heard from its coordinator for {grace_seconds:g} s and ends. Start it again together with the "
         "coordinator."
     )
 

@@ -1,4 +1,4 @@
-"""The client's end of a plain socket to a server: a Unix socket on its host, or TCP."""
+"""Plain sockets, Unix or TCP: the client's end, messages in a stream of bytes, and the sockets' options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 
 from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_message
-from tfstyle_dist.parameter_server.transports.frames import JOINED, Frames, tune
+from tfstyle_dist.parameter_server.protocol.handshake import show_token
+from tfstyle_dist.parameter_server.protocol.header import message_lengths
 
+JOINED = 1 << 17
+"""Parts of a message up to this size are sent together."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _PIECE = 1 << 17
 _PIECE_BEFORE_TENSORS = 1 << 14
 """What comes with a message's head is copied once more."""
@@ -25,33 +28,77 @@ _MOST_ROOMS = 512
 _Done = TypeVar("_Done", bytes, int)
 
 
-class Visit:
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def take_into(self, room: memoryview) -> int:
+        """Moves bytes that belong to no message into a buffer; how many."""
+        count = min(len(room), len(self._data))
+        if count:
+            room[:count] = self._data[:count]
+            self._data = self._data[count:]
+        return count
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes."""
+        self._data = self._data + piece if self._data else piece
+
+    def take(self) -> list[bytes] | None:
+        """The next whole message: header with meta part, and inline data if there are any.
+
+        Raises:
+            ProtocolError: these bytes are no message.
+        """
+        lengths = message_lengths(self._data)
+        if lengths is None:
+            return None
+        head, data = lengths
+        if len(self._data) < head + data:
+            return None
+        message = [self._data[:head], self._data[head : head + data]] if data else [self._data[:head]]
+        self._data = self._data[head + data :]
+        return message
+
+
+def tune(connection: socket.socket) -> None:
+    """For tensors over TCP: no delay, large buffers, and a host that vanished is noticed after half a minute."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, buffer, 1 << 20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class StreamSocket:
     """The client's end.
 
     Args:
-        place: name of the door, or host and port.
+        address: name of a Unix socket, or host and port.
         token: that the server gave.
         limit: how long to wait for the answer.
 
     Raises:
-        OSError: there is no such door, e.g. in another network namespace, or it is another user's.
+        OSError: nobody listens there, e.g. in another network namespace, or it is another user's.
     """
 
-    def __init__(self, place: str | tuple[str, int], token: str, limit: timedelta | None) -> None:
-        if isinstance(place, str):
+    def __init__(self, address: str | tuple[str, int], token: str, limit: timedelta | None) -> None:
+        if isinstance(address, str):
             self._piece = _PIECE
-            self._socket = unix_sockets.connect(place, _CONNECT_SECONDS)
+            self._socket = unix_sockets.connect(address, _CONNECT_SECONDS)
         else:
             self._piece = _PIECE_BEFORE_TENSORS
-            self._socket = socket.create_connection(place, _CONNECT_SECONDS)
+            self._socket = socket.create_connection(address, _CONNECT_SECONDS)
             tune(self._socket)
         try:
             self._socket.settimeout(None)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 1, 0))
-            token_bytes = bytes.fromhex(token)
-            head = Header(Kind.HELLO, 0, meta_bytes=len(token_bytes))
-            self._socket.sendall(pack_message(head, token_bytes))
+            self._socket.sendall(show_token(token))
             self._frames = Frames()
             self.receive(limit, lambda: None)
         except BaseException:
@@ -60,17 +107,17 @@ class Visit:
         self._end = select.poll()
         self._end.register(self._socket.fileno(), select.POLLIN)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the server is gone; asked when no answer is on its way."""
         return bool(self._end.poll(0))
 
-    def send(self, parts: Sequence[Any], limit: timedelta | None, look: Callable[[], None]) -> None:
+    def send(self, parts: Sequence[Any], limit: timedelta | None, check: Callable[[], None]) -> None:
         """Sends a message.
 
         Args:
             parts: of it.
             limit: how long to wait while the server takes nothing.
-            look: called about once a second meanwhile.
+            check: called about once a second meanwhile.
 
         Raises:
             ConnectionError: the server is gone.
@@ -79,25 +126,25 @@ class Visit:
         for part in [b"".join(parts)] if sum(map(len, parts)) <= JOINED else parts:
             left = memoryview(part)
             while left:
-                left = left[self._when_ready(lambda: self._socket.send(left), limit, look) :]  # noqa: B023
+                left = left[self._when_ready(lambda: self._socket.send(left), limit, check) :]  # noqa: B023
 
-    def receive(self, limit: timedelta | None, look: Callable[[], None]) -> list[bytes]:
+    def receive(self, limit: timedelta | None, check: Callable[[], None]) -> list[bytes]:
         """The next message.
 
         Args:
             limit: how long to wait.
-            look: called about once a second.
+            check: called about once a second.
 
         Raises:
             ConnectionError: the server is gone.
             TimeoutError: nothing came in time.
         """
         while (message := self._frames.take()) is None:
-            piece = self._when_ready(lambda: self._socket.recv(self._piece), limit, look)
+            piece = self._when_ready(lambda: self._socket.recv(self._piece), limit, check)
             self._frames.feed(piece)
         return message
 
-    def receive_into(self, rooms: Sequence[memoryview], limit: timedelta | None, look: Callable[[], None]) -> None:
+    def receive_into(self, rooms: Sequence[memoryview], limit: timedelta | None, check: Callable[[], None]) -> None:
         """The bytes of tensors, one after another; other arguments and errors as ``receive``."""
         left = []
         for room in rooms:
@@ -106,7 +153,7 @@ class Visit:
                 left.append(rest)
         start = 0
         while start < len(left):
-            count = self._when_ready(lambda: self._receive_all(left[start : start + _MOST_ROOMS]), limit, look)  # noqa: B023
+            count = self._when_ready(lambda: self._receive_all(left[start : start + _MOST_ROOMS]), limit, check)  # noqa: B023
             while count:
                 taken = min(count, len(left[start]))
                 left[start] = left[start][taken:]
@@ -117,7 +164,7 @@ class Visit:
         return self._socket.recvmsg_into(rooms, 0, socket.MSG_WAITALL)[0]
 
     @staticmethod
-    def _when_ready(call: Callable[[], _Done], limit: timedelta | None, look: Callable[[], None]) -> _Done:
+    def _when_ready(call: Callable[[], _Done], limit: timedelta | None, check: Callable[[], None]) -> _Done:
         """What a call gives when it need not wait any more; other arguments and errors as ``receive``."""
         deadline: Deadline | None = None
         while True:
@@ -127,7 +174,7 @@ class Visit:
                 deadline = deadline or Deadline(limit)
                 if deadline.passed():
                     raise TimeoutError from None
-                look()
+                check()
                 continue
             if not done:
                 raise ConnectionResetError

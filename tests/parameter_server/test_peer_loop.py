@@ -12,8 +12,8 @@ from tfstyle_dist.coordinator.closures import ClosureQueue
 from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.experimental import rpc
-from tfstyle_dist.parameter_server.protocol.peer_loop import Bell
-from tfstyle_dist.parameter_server.transports import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.peer_loop import Wakeup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,16 +32,16 @@ def written_to(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_it_wakes_again_once_it_was_heard_and_not_after_its_end() -> None:
-    bell = Bell()
+def test_it_wakes_again_once_it_was_cleared_and_not_after_its_end() -> None:
+    wakeup = Wakeup()
     for _ in range(2):
-        bell.ring()
-        bell.ring()
-        assert select.select([bell.file], [], [], 0)[0]
-        bell.heard()
-        assert not select.select([bell.file], [], [], 0)[0]
-    bell.close()
-    bell.ring()  # nobody can write to what is closed
+        wakeup.set()
+        wakeup.set()
+        assert select.select([wakeup.file], [], [], 0)[0]
+        wakeup.clear()
+        assert not select.select([wakeup.file], [], [], 0)[0]
+    wakeup.close()
+    wakeup.set()  # nobody can write to what is closed
 
 
 def test_the_coordinators_thread(written_to: list[str]) -> None:
