@@ -15,6 +15,7 @@ MAX_LINES = 500
 # Higher layers import lower ones. Packages of one layer do not import each other, except for WITHIN_LAYER.
 LAYERS = {
     "core": 0,
+    "shm": 1,
     "comm": 1,
     "cluster_resolver": 1,
     "values": 1,
@@ -40,6 +41,7 @@ LAYERS = {
     "compare_aggregation": 6,
 }
 WITHIN_LAYER = {
+    ("comm", "shm"),
     ("gradients", "variables"),
     ("gradients", "cross_device_ops"),
     ("variables", "cross_device_ops"),

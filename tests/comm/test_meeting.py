@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tfstyle_dist.comm.meeting import Meeting, Members
-from tfstyle_dist.comm.places import this_peer
+from tfstyle_dist.comm.peer import this_peer
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 

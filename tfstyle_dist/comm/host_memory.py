@@ -12,10 +12,10 @@ import torch
 from tfstyle_dist.comm.compiled import FindSum
 from tfstyle_dist.comm.flat import Add, Flat
 from tfstyle_dist.comm.operations import Operation, Operations, name_of
-from tfstyle_dist.comm.shared_files import Presence, hand_out
 from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.core.tracing import region
+from tfstyle_dist.shm.memory_file import Presence, hand_out
 
 # What travels through shared memory; other element types are rare and take the sockets.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)

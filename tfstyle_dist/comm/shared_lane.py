@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 
-from tfstyle_dist.comm import shared_files
 from tfstyle_dist.comm.compiled import Call, CompiledSums, FindSum, Places, Said
 from tfstyle_dist.comm.flat import Add, BufferView, Flat
-from tfstyle_dist.comm.futex import Futex, available
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.shm import memory_file, ordering
+from tfstyle_dist.shm.futex import Futex
+from tfstyle_dist.shm.ordering import fence
 
 SLOT_BYTES = 512 * 1024  # what is still in the cache after the meeting, with the other slots beside it
 _WORDS = 16  # of 8 bytes, for each worker: two cache lines
@@ -55,22 +55,16 @@ def create_segment(size: int) -> int | None:
     Returns:
         The open file.
     """
-    if not available() or size >= _MOST_WORKERS:
+    if not ordering.possible() or size >= _MOST_WORKERS:
         get_logger().info(
             "no shared memory between workers: it needs Linux on x86-64 and fewer than %d workers a host", _MOST_WORKERS
         )
         return None
     try:
-        handle = shared_files.create("tfstyle-lane", segment_bytes(size))
-        try:
-            os.posix_fallocate(handle, 0, segment_bytes(size))
-        except OSError:
-            os.close(handle)
-            raise
+        return memory_file.create("tfstyle-lane", segment_bytes(size), reserve=True)
     except OSError as error:
         get_logger().info("no shared memory between workers: %s", error)
         return None
-    return handle
 
 
 class SharedLane:
@@ -100,7 +94,6 @@ class SharedLane:
         crowded = size > len(os.sched_getaffinity(0))
         self._spins, self._looks = (0, 0) if crowded else (_SPINS, _LOOKS)
         self._meeting = 0
-        self._lock = threading.Lock()
         self._compiled: CompiledSums | None = None
 
     def use_compiled(self, find: FindSum) -> None:
@@ -141,7 +134,7 @@ class SharedLane:
         words, mine, turn = self._words, self.rank * _WORDS, meeting % 2
         words[mine + _DIGEST + turn] = digest
         words[mine + _ARRIVED] = meeting
-        self._fence()
+        fence()
         if self._missing() is None:
             self._wake()
         else:
@@ -153,14 +146,6 @@ class SharedLane:
         """A worker that did not come yet to the meeting that this one came to."""
         words, meeting = self._words, self._meeting
         return next((r for r in self._others if words[r * _WORDS + _ARRIVED] < meeting), None)
-
-    def _fence(self) -> None:
-        """Of two workers who write a word, call this and read the other's word, one sees what the other wrote.
-
-        Taking a lock is the one atomic operation that Python has.
-        """
-        self._lock.acquire()
-        self._lock.release()
 
     def _wake(self) -> None:
         """Wakes those who sleep; the worker that comes last does so for all."""
@@ -176,7 +161,7 @@ class SharedLane:
         words, last, sleeps = self._words, self.size * _WORDS, self.rank * _WORDS + _SLEEPS
         deadline, looked = Deadline(self.timeout), time.monotonic()
         words[sleeps] = 1
-        self._fence()
+        fence()
         try:
             while True:
                 seen = words[last]

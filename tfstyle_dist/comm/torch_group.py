@@ -16,7 +16,7 @@ from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
 from tfstyle_dist.comm.flat import Flat
 from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
 from tfstyle_dist.comm.host_memory import HostMemory
-from tfstyle_dist.comm.places import Peer, this_peer
+from tfstyle_dist.comm.peer import Peer, this_peer
 from tfstyle_dist.comm.topology import Topology
 from tfstyle_dist.comm.torch_wire import TorchWire
 from tfstyle_dist.comm.worker_sums import WorkerSums

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
-import sys
 
-_NUMBERS = {"x86_64": 202, "AMD64": 202}
+_NUMBERS = {"x86_64": 202, "AMD64": 202}  # of the system call
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
 
 
@@ -15,13 +14,8 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def available() -> bool:
-    """Whether this system has futexes, and keeps plain stores in order so that data may be announced by a flag."""
-    return sys.platform == "linux" and platform.machine() in _NUMBERS
-
-
 class Futex:
-    """The words of a memory map as places to wait at.
+    """The words of a memory map, at which processes wait.
 
     Args:
         memory: the shared map; words are numbered in units of 8 bytes, their lower halves are waited at.
@@ -36,10 +30,10 @@ class Futex:
 
     def wait(self, word: int, value: int) -> None:
         """Sleeps while the word holds ``value``, until woken or the limit is over; may return early."""
-        place, wanted = ctypes.c_void_p(self._start + 8 * word), ctypes.c_uint32(value & 0xFFFFFFFF)
-        self._call(self._number, place, _WAIT, wanted, ctypes.byref(self._limit), None, 0)
+        address, wanted = ctypes.c_void_p(self._start + 8 * word), ctypes.c_uint32(value & 0xFFFFFFFF)
+        self._call(self._number, address, _WAIT, wanted, ctypes.byref(self._limit), None, 0)
 
     def wake(self, word: int) -> None:
         """Wakes all who wait at the word."""
-        place = ctypes.c_void_p(self._start + 8 * word)
-        self._call(self._number, place, _WAKE, _EVERYBODY, None, None, 0)
+        address = ctypes.c_void_p(self._start + 8 * word)
+        self._call(self._number, address, _WAKE, _EVERYBODY, None, None, 0)

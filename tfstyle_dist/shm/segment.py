@@ -11,21 +11,39 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.places import this_peer
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.shm import memory_file, pages
+from tfstyle_dist.shm.namespaces import host_and_boot
+from tfstyle_dist.shm.pages import PAGE
 
-PAGE = mmap.PAGESIZE
-# Of an entry of /proc/self/pagemap; see the kernel's Documentation/admin-guide/mm/pagemap.rst.
-_SWAPPED, _FILE_OR_SHARED = 1 << 62, 1 << 61
 _COMPARED_BYTES = 1 << 20
 
 
-class SharedSegment:
+class Workers(Protocol):
+    """Those who open a segment together: a worker group."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The limit of each wait; ``None``: there is none."""
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """The values of all workers in rank order; all workers call it."""
+
+
+class Segment:
     """One segment, as a worker sees it; make it with ``open_segment``.
 
     Args:
@@ -39,37 +57,24 @@ class SharedSegment:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._copied = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
-        self._mapped = mmap.mmap(descriptor, nbytes)
-        self.shared = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        self.private = torch.frombuffer(self._copied, dtype=torch.uint8)
+        self.shared = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        self.private = torch.frombuffer(mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
     def written(self) -> list[tuple[int, int]]:
         """The ranges of bytes, in whole pages, that this worker wrote through ``private``."""
-        count = self.nbytes // PAGE
-        entries = bytearray(count * 8)
-        try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-                pages.seek(self.private.data_ptr() // PAGE * 8)
-                if pages.readinto(entries) != len(entries):
-                    return self._differing()
-        except OSError:
-            return self._differing()
-        flags = torch.frombuffer(entries, dtype=torch.int64)
-        there = (flags < 0) | ((flags & _SWAPPED) != 0)  # the sign bit says that the page is in memory
-        own = there & ((flags & _FILE_OR_SHARED) == 0)
-        return _ranges(own.nonzero().flatten().tolist(), PAGE)
+        found = pages.copied_pages(self.private.data_ptr(), self.nbytes)
+        return self._differing() if found is None else found
 
     def forget(self, start: int, stop: int) -> None:
         """Drops what was written through ``private``, in whole pages: it shows again what is shared."""
         start -= start % PAGE
         stop += -stop % PAGE
         if stop > start:
-            self._copied.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            pages.drop(self.private.data_ptr() + start, stop - start)
 
     def unmap_shared(self) -> None:
         """Lets go of the pages seen through ``shared``, which stay: they count for this worker only when used again."""
-        self._mapped.madvise(mmap.MADV_DONTNEED)
+        pages.drop(self.shared.data_ptr(), self.nbytes)
 
     def _differing(self) -> list[tuple[int, int]]:
         """Where the kernel does not tell which pages were copied: those blocks that differ."""
@@ -81,10 +86,10 @@ class SharedSegment:
                 self.private[start : start + _COMPARED_BYTES], self.shared[start : start + _COMPARED_BYTES]
             )
         ]
-        return [(lo, min(hi, self.nbytes)) for lo, hi in _ranges(differ, _COMPARED_BYTES)]
+        return [(lo, min(hi, self.nbytes)) for lo, hi in pages.ranges_of(differ, _COMPARED_BYTES)]
 
 
-def open_segment(group: WorkerGroup, nbytes: int, name: str) -> SharedSegment:
+def open_segment(group: Workers, nbytes: int, name: str) -> Segment:
     """Makes a segment and maps it in all workers; collective.
 
     Args:
@@ -96,30 +101,27 @@ def open_segment(group: WorkerGroup, nbytes: int, name: str) -> SharedSegment:
         ValueError: the workers are on several hosts.
         UnavailableError: a worker cannot map the memory.
     """
-    me = this_peer(group.rank)
     nbytes = max(nbytes + -nbytes % PAGE, PAGE)
     problem, made, segment = "", None, None
     with ExitStack() as handles:
         if group.rank == 0:
             try:
-                made = shared_files.create(f"tfstyle-{name}", nbytes)
+                made = memory_file.create(f"tfstyle-{name}", nbytes)
                 handles.callback(os.close, made)
             except OSError as error:
                 problem = f"worker 0 cannot make {nbytes} bytes of shared memory: {error}"
-        facts = group.gather_objects([me.host, me.boot, problem], f"shared {name}")
+        facts = group.gather_objects([*host_and_boot(), problem], f"shared {name}")
         check_one_host([fact[:2] for fact in facts])
         problem = str(facts[0][2])
         if not problem:
             here = range(group.size)
-            handle = shared_files.hand_out(
-                made, group.rank, here, group.gather_objects, group.timeout, f"shared {name}"
-            )
+            handle = memory_file.hand_out(made, group.rank, here, group.gather_objects, group.timeout, f"shared {name}")
             if handle is not None and made is None:
                 handles.callback(os.close, handle)
             try:
                 if handle is None:
                     raise OSError("it was not handed over")
-                segment = SharedSegment(handle, nbytes)
+                segment = Segment(handle, nbytes)
             except (OSError, ValueError) as error:
                 problem = f"worker {group.rank} cannot map {nbytes} bytes of worker 0's memory: {error}"
         problems = group.gather_objects(problem, f"shared {name} is open")
@@ -143,14 +145,3 @@ def check_one_host(hosts: Sequence[Sequence[str]]) -> None:
             f"Central storage keeps one copy of the model in the memory of one host, but the workers are on several: "
             f"{names}. Start all ranks on one host, or use MultiWorkerMirroredStrategy."
         )
-
-
-def _ranges(numbers: Sequence[int], unit: int) -> list[tuple[int, int]]:
-    """Ranges of ``unit`` times consecutive numbers."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number * unit:
-            found[-1] = (found[-1][0], (number + 1) * unit)
-        else:
-            found.append((number * unit, (number + 1) * unit))
-    return found

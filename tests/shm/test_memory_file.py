@@ -11,25 +11,25 @@ import pytest
 from until import wait_until
 
 import tfstyle_dist as td
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.comm.shared_files import Presence
 from tfstyle_dist.core import unix_sockets
+from tfstyle_dist.shm import memory_file
+from tfstyle_dist.shm.memory_file import Presence
 
 two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
 
 def test_memory_is_this_users_and_is_found_by_its_drawn_name_alone() -> None:
-    handle = shared_files.create("tfstyle-test-1", 100)
+    handle = memory_file.create("tfstyle-test-1", 100)
     try:
         assert stat.S_IMODE(os.fstat(handle).st_mode) == 0o600
-        found = shared_files.find(os.getpid(), handle, "tfstyle-test-1", 100)
+        found = memory_file.find(os.getpid(), handle, "tfstyle-test-1", 100)
         os.pwrite(found, b"same", 0)
         os.close(found)
         assert os.pread(handle, 4, 0) == b"same"
         with pytest.raises(PermissionError, match="is not the memory tfstyle-test-2"):
-            shared_files.find(os.getpid(), handle, "tfstyle-test-2", 100)
+            memory_file.find(os.getpid(), handle, "tfstyle-test-2", 100)
         with pytest.raises(PermissionError, match="smaller than 101 bytes"):
-            shared_files.find(os.getpid(), handle, "tfstyle-test-1", 101)
+            memory_file.find(os.getpid(), handle, "tfstyle-test-1", 101)
     finally:
         os.close(handle)
 
@@ -41,8 +41,8 @@ def test_ranks_hand_it_out(rank: int, reachable: bool, monkeypatch: pytest.Monke
         monkeypatch.setattr(unix_sockets, "connect", lambda *_: (_ for _ in ()).throw(ConnectionRefusedError()))
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
-        mine = shared_files.create("tfstyle-test", 64) if rank == 0 else None
-        handle = shared_files.hand_out(mine, rank, (0, 1), group.gather_objects, group.timeout, "test")
+        mine = memory_file.create("tfstyle-test", 64) if rank == 0 else None
+        handle = memory_file.hand_out(mine, rank, (0, 1), group.gather_objects, group.timeout, "test")
         assert (handle is not None) == (reachable or rank == 0)
         if handle is not None:
             assert not os.get_inheritable(handle)
@@ -57,8 +57,8 @@ def test_ranks_hand_it_out(rank: int, reachable: bool, monkeypatch: pytest.Monke
 def test_a_killed_process_is_gone_and_one_that_forked_is_not(rank: int, ranks: Any) -> None:
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
-        mine = shared_files.create("tfstyle-test", 64) if rank == 0 else None
-        handle = shared_files.hand_out(mine, rank, (0, 1, 2), group.gather_objects, group.timeout, "test")
+        mine = memory_file.create("tfstyle-test", 64) if rank == 0 else None
+        handle = memory_file.hand_out(mine, rank, (0, 1, 2), group.gather_objects, group.timeout, "test")
         assert handle is not None
         presence = Presence(handle, rank)
         child = 0
@@ -90,8 +90,8 @@ def test_a_killed_process_is_gone_and_one_that_forked_is_not(rank: int, ranks: A
 def test_one_that_leaves_is_gone(rank: int) -> None:
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
-        mine = shared_files.create("tfstyle-test", 64) if rank == 0 else None
-        handle = shared_files.hand_out(mine, rank, (0, 1), group.gather_objects, group.timeout, "test")
+        mine = memory_file.create("tfstyle-test", 64) if rank == 0 else None
+        handle = memory_file.hand_out(mine, rank, (0, 1), group.gather_objects, group.timeout, "test")
         assert handle is not None
         presence = Presence(handle, rank)
         group.numbers(0, "locked")

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.comm import stacks
-
-
-def boot_id() -> str:
-    """Identifies this boot of this host; empty where the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def pid_namespace() -> str:
-    """Tells whether two processes of one boot mean the same process by a number, in ``/proc`` too: if this is equal.
-
-    Containers have pid namespaces of their own as a rule, so each has a process 1.
-
-    Returns:
-        Empty where the system does not tell, or ``/proc`` is that of another namespace.
-    """
-    try:
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return ""
-        return os.readlink("/proc/self/ns/pid") if os.path.lexists("/proc/self/ns/pid") else "the only one"
-    except OSError:
-        return ""
+from tfstyle_dist.shm.namespaces import host_and_boot, pid_namespace
 
 
 @dataclass(frozen=True)
@@ -69,7 +45,7 @@ class Peer:
     @property
     def is_here(self) -> bool:
         """Whether it runs on this host, perhaps in another container."""
-        return (self.host, self.boot) == (socket.gethostname(), boot_id())
+        return (self.host, self.boot) == host_and_boot()
 
     def visible(self) -> bool:
         """Whether its process can be seen from here: it runs on this host, and not in another container."""
@@ -95,4 +71,5 @@ class Peer:
 
 def this_peer(rank: int) -> Peer:
     """This process as others see it."""
-    return Peer(rank, os.getpid(), socket.gethostname(), boot_id(), pid_namespace(), stacks.place())
+    host, boot = host_and_boot()
+    return Peer(rank, os.getpid(), host, boot, pid_namespace(), stacks.place())

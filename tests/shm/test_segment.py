@@ -10,31 +10,39 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm import shared_segment
-from tfstyle_dist.comm.shared_segment import PAGE, SharedSegment, check_one_host, open_segment
 from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.shm import memory_file, pages, segment as segments
+from tfstyle_dist.shm.pages import PAGE
+from tfstyle_dist.shm.segment import Segment, check_one_host, open_segment
 
 
 @pytest.fixture
-def segment() -> SharedSegment:
+def segment() -> Segment:
     """Four pages that hold ones."""
-    descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, 4 * PAGE)
-    made = SharedSegment(descriptor, 4 * PAGE)
-    os.close(descriptor)
+    handle = memory_file.create("test", 4 * PAGE)
+    made = Segment(handle, 4 * PAGE)
+    os.close(handle)
     made.shared.fill_(1)
     return made
 
 
-def without_pagemap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise PermissionError
-
-    monkeypatch.setattr(shared_segment, "open", refuse, raising=False)
+def refuse(*_: Any, **__: Any) -> Any:
+    raise PermissionError
 
 
-def test_a_shared_write_is_seen_until_the_worker_writes_the_page_itself(segment: SharedSegment) -> None:
+@pytest.fixture(params=["the kernel scans", "entries are read", "pages are compared"])
+def knowledge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the pages that a process has copied are found: old kernels cannot scan, some containers tell nothing."""
+    if request.param != "the kernel scans":
+        monkeypatch.setattr(pages.fcntl, "ioctl", refuse)
+    if request.param == "pages are compared":
+        monkeypatch.setattr(pages.os, "pread", refuse)
+    monkeypatch.setattr(segments, "_COMPARED_BYTES", PAGE)
+
+
+@pytest.mark.usefixtures("knowledge")
+def test_a_shared_write_is_seen_until_the_worker_writes_the_page_itself(segment: Segment) -> None:
     assert segment.private.sum() == 4 * PAGE
     assert segment.written() == []
     segment.private[PAGE + 5] = 9
@@ -48,7 +56,8 @@ def test_a_shared_write_is_seen_until_the_worker_writes_the_page_itself(segment:
     assert segment.written() == []
 
 
-def test_neighbouring_pages_are_one_range(segment: SharedSegment) -> None:
+@pytest.mark.usefixtures("knowledge")
+def test_neighbouring_pages_are_one_range(segment: Segment) -> None:
     segment.private[2 * PAGE - 1 : 2 * PAGE + 1] = 3
     segment.private[0] = 3
     assert segment.written() == [(0, 3 * PAGE)]
@@ -56,17 +65,18 @@ def test_neighbouring_pages_are_one_range(segment: SharedSegment) -> None:
     assert segment.written() == [(0, PAGE), (2 * PAGE, 3 * PAGE)]
 
 
-def test_pages_are_compared_where_the_kernel_does_not_tell(
-    segment: SharedSegment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_pagemap(monkeypatch)
-    monkeypatch.setattr(shared_segment, "_COMPARED_BYTES", PAGE)
-    assert segment.written() == []
-    segment.private[PAGE] = 3
-    assert segment.written() == [(PAGE, 2 * PAGE)]
+@pytest.mark.usefixtures("knowledge")
+def test_many_ranges_are_found_in_order() -> None:
+    count = 300  # more than the kernel is asked for at once
+    handle = memory_file.create("test", count * PAGE)
+    segment = Segment(handle, count * PAGE)
+    os.close(handle)
+    for page in range(0, count, 2):
+        segment.private[page * PAGE] = 1
+    assert segment.written() == [(page * PAGE, (page + 1) * PAGE) for page in range(0, count, 2)]
 
 
-def test_the_memory_stays_when_a_worker_lets_go_of_its_pages(segment: SharedSegment) -> None:
+def test_the_memory_stays_when_a_worker_lets_go_of_its_pages(segment: Segment) -> None:
     segment.unmap_shared()
     assert segment.shared.sum() == segment.private.sum() == 4 * PAGE
 

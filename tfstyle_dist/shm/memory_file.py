@@ -25,18 +25,19 @@ _KIND, _HANDLE = struct.Struct("h"), struct.Struct("i")
 Gather = Callable[[Any, str], list[Any]]
 
 
-def create(name: str, nbytes: int) -> int:
-    """Makes memory, for this user alone; its pages are taken when they are written.
+def create(name: str, nbytes: int, reserve: bool = False) -> int:
+    """Makes memory, for this user alone.
 
     Args:
         name: shown where the system lists it.
         nbytes: its size.
+        reserve: take all of its pages now; else each is taken when it is written.
 
     Returns:
         The open file.
 
     Raises:
-        OSError: this system has no such memory, or there is no file left for it.
+        OSError: this system has no such memory, there is no file left for it, or not so much memory to reserve.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memory without a name (memfd_create)")
@@ -44,6 +45,8 @@ def create(name: str, nbytes: int) -> int:
     try:
         os.fchmod(handle, _MODE)
         os.ftruncate(handle, nbytes)
+        if reserve:
+            os.posix_fallocate(handle, 0, nbytes)
     except OSError:
         os.close(handle)
         raise
