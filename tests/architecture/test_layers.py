@@ -200,7 +200,7 @@ def test_annotations_are_not_evaluated() -> None:
 def test_architecture_page_names_existing_modules() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.split("## Interfaces")[1]
-    modules = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", table)
+    modules = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", table)
     missing = [module for module in modules if not (FOLDERS[PACKAGE] / module).is_file()]
     assert modules
     assert not missing, f"docs/architecture.md names modules that do not exist: {missing}"

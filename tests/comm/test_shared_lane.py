@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm import shared_lane
-from tfstyle_dist.comm.compiled import Said
-from tfstyle_dist.comm.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment
+from tfstyle_dist.comm.host_memory import shared_lane
+from tfstyle_dist.comm.host_memory.compiled import Said
+from tfstyle_dist.comm.host_memory.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment
 from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.gradients.pieces import GradientPieces
 from tfstyle_dist.ops import aggregate, aggregate_into, backends, lane_sums

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from containers import CONTAINER, needs_containers
 
-from tfstyle_dist.comm.peer import this_peer
+from tfstyle_dist.comm.peers.peer import this_peer
 from tfstyle_dist.core import env, network
 from tfstyle_dist.shm.namespaces import pid_namespace
 

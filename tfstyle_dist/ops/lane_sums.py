@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from tfstyle_dist.comm.compiled import Begin, Kind, Places
+from tfstyle_dist.comm.host_memory.compiled import Begin, Kind, Places
 from tfstyle_dist.ops.backends import WarmUp
 from tfstyle_dist.ops.cost_model import ORDERS
 from tfstyle_dist_kernels import cpu_exchange

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from tfstyle_dist.comm import diagnosis
-from tfstyle_dist.comm.peer import Peer
+from tfstyle_dist.comm.peers import diagnosis
+from tfstyle_dist.comm.peers.peer import Peer
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 
 _TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import routes, socket_sums
-from tfstyle_dist.comm.comparison import Comparison, digest_of
-from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
-from tfstyle_dist.comm.flat import Add, BufferView, Flat
+from tfstyle_dist.comm.collectives import routes, socket_sums
+from tfstyle_dist.comm.collectives.comparison import Comparison, digest_of
+from tfstyle_dist.comm.collectives.flat import Add, BufferView, Flat
+from tfstyle_dist.comm.collectives.routes import Route
+from tfstyle_dist.comm.collectives.topology import Topology
 from tfstyle_dist.comm.group import Done, Pending, SumInto
-from tfstyle_dist.comm.host_memory import DTYPES, HostMemory
-from tfstyle_dist.comm.routes import Route
-from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.comm.host_memory.compiled import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.host_memory import DTYPES, HostMemory
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
 

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch
 
-from tfstyle_dist.comm.compiled import Call, CompiledSums, FindSum, Places, Said
-from tfstyle_dist.comm.flat import Add, BufferView, Flat
+from tfstyle_dist.comm.collectives.flat import Add, BufferView, Flat
+from tfstyle_dist.comm.host_memory.compiled import Call, CompiledSums, FindSum, Places, Said
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger

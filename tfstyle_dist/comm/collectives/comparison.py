@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from tfstyle_dist.comm.host_memory import HostMemory
-from tfstyle_dist.comm.operations import Operations, call_site, name_of
+from tfstyle_dist.comm.collectives.operations import Operations, call_site, name_of
+from tfstyle_dist.comm.host_memory.host_memory import HostMemory
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CollectiveMismatchError
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.flat import Flat
 
 _LEAST_BYTES = 16 * 1024  # below, an addition costs less than a table of addresses
 

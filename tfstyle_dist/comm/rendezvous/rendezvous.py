@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tfstyle_dist.comm.peer import Peer, this_peer
+from tfstyle_dist.comm.peers.peer import Peer, this_peer
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 

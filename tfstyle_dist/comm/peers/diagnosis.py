@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from tfstyle_dist.comm.peer import Peer
+from tfstyle_dist.comm.peers.peer import Peer
 
 _GRACE_SECONDS = 1.5
 _MOST_STACKS = 4

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.compiled import FindSum
-from tfstyle_dist.comm.flat import Add, Flat
-from tfstyle_dist.comm.operations import Operation, Operations, name_of
-from tfstyle_dist.comm.shared_lane import LaneError, SharedLane, create_segment
-from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.comm.collectives.flat import Add, Flat
+from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
+from tfstyle_dist.comm.collectives.topology import Topology
+from tfstyle_dist.comm.host_memory.compiled import FindSum
+from tfstyle_dist.comm.host_memory.shared_lane import LaneError, SharedLane, create_segment
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.shm.memory_file import Presence, hand_out
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from tfstyle_dist.comm.flat import Add
+from tfstyle_dist.comm.collectives.flat import Add
+from tfstyle_dist.comm.collectives.halving import Messages, tree_all_reduce
 from tfstyle_dist.comm.group import Pending
-from tfstyle_dist.comm.halving import Messages, tree_all_reduce
 
 
 class Wire(Protocol):

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import stacks
-from tfstyle_dist.comm.diagnosis import SideChannel
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.meeting import Meeting, Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.peers import stacks
+from tfstyle_dist.comm.peers.diagnosis import SideChannel
+from tfstyle_dist.comm.rendezvous.rendezvous import Meeting, Members
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env, network
 from tfstyle_dist.core.deadline import Deadline

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.comparison import mismatch
+from tfstyle_dist.comm.collectives.comparison import mismatch
+from tfstyle_dist.comm.collectives.operations import call_site
 from tfstyle_dist.comm.group import Done, Pending, WorkerGroup
-from tfstyle_dist.comm.operations import call_site
-from tfstyle_dist.comm.xla_adapter import XlaAdapter
+from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import UnavailableError

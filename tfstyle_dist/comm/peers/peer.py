@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.peers import stacks
 from tfstyle_dist.shm.namespaces import host_and_boot, pid_namespace
 
 
