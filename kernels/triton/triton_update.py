@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import triton_plan, triton_sum
-from tfstyle_dist_kernels.triton_views import check_tensors, make_flat
+from tfstyle_dist_kernels.triton import triton_plan, triton_sum
+from tfstyle_dist_kernels.triton.triton_views import check_tensors, make_flat
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 

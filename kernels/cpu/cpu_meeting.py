@@ -5,8 +5,19 @@ from __future__ import annotations
 import enum
 from typing import Any, Final
 
-from tfstyle_dist_kernels.cpu_exchange import LaneRequest
-from tfstyle_dist_kernels.cpu_llvm import DOUBLE, WORD, WORDS, Module, Vector, begin, element_bytes, integer, loop, word
+from tfstyle_dist_kernels.cpu.cpu_exchange import LaneRequest
+from tfstyle_dist_kernels.cpu.cpu_llvm import (
+    DOUBLE,
+    WORD,
+    WORDS,
+    Module,
+    Vector,
+    begin,
+    element_bytes,
+    integer,
+    loop,
+    word,
+)
 
 VECTOR_BYTES: Final = 128
 

@@ -17,9 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference, triton_plan
-from tfstyle_dist_kernels.triton_plan import Plan, build_plan, find_overlaps, find_plan, plan_key
-from tfstyle_dist_kernels.triton_views import check_tensors, make_flat
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.triton import triton_plan
+from tfstyle_dist_kernels.triton.triton_plan import Plan, build_plan, find_overlaps, find_plan, plan_key
+from tfstyle_dist_kernels.triton.triton_views import check_tensors, make_flat
 
 ORDERS: Final = ("add_n", "tree", "accumulate_n")
 MIN_TRITON: Final = (3, 4)
@@ -67,7 +68,7 @@ def _interpreter_fails(version: str) -> str | None:
 @cache
 def load_kernels() -> ModuleType:
     """The module of the Triton kernels, which is imported at its first use."""
-    from tfstyle_dist_kernels import triton_kernels
+    from tfstyle_dist_kernels.triton import triton_kernels
 
     return triton_kernels
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_sum
+from tfstyle_dist_kernels.cpu import cpu_sum
 
 Key: TypeAlias = tuple[torch.dtype, torch.dtype, int, str, bool]
 
@@ -66,7 +66,7 @@ def copy(source: Tensor, out: Tensor) -> bool:
 @cache
 def _rounds_like_torch(dtype: torch.dtype) -> bool:
     """Whether torch rounds ``first + scale * second`` as the kernel does: once, in its vectors and after them."""
-    from tfstyle_dist_kernels import cpu_llvm
+    from tfstyle_dist_kernels.cpu import cpu_llvm
 
     scale = 1 + torch.finfo(dtype).eps * 2 ** (11 if dtype == torch.float32 else 25)
     second = torch.full((67,), scale, dtype=dtype)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_compile, cpu_sum
-from tfstyle_dist_kernels.cpu_steps import steps
-from tfstyle_dist_kernels.cpu_threads import ALONE
+from tfstyle_dist_kernels.cpu import cpu_compile, cpu_sum
+from tfstyle_dist_kernels.cpu.cpu_steps import steps
+from tfstyle_dist_kernels.cpu.cpu_threads import ALONE
 
 DONE, WAITS, WAKES, DIFFERS = range(4)
 # The words of a row of a table: three addresses of words, and those of two slots.
@@ -63,11 +63,11 @@ def prepare(dtype: torch.dtype, num_ranks: int = 2, order: str = "add_n") -> Non
     with cpu_compile.compiling():
         begin = time.perf_counter()
         if num_ranks == 2:
-            from tfstyle_dist_kernels import cpu_pair
+            from tfstyle_dist_kernels.cpu import cpu_pair
 
             _pairs[dtype] = cpu_pair.compile_pair(_NAMES[dtype])
         else:
-            from tfstyle_dist_kernels import cpu_slices
+            from tfstyle_dist_kernels.cpu import cpu_slices
 
             cpu_sum.prepare(dtype, dtype, num_ranks, order, False)
             if dtype not in _slices:
@@ -182,7 +182,7 @@ class PairSum(LaneSum):
     """One sum of two processes: each adds the other's values to its own."""
 
     def __init__(self, table: Table, tensors: Sequence[Tensor], *how: Any) -> None:
-        from tfstyle_dist_kernels.cpu_pair import Request
+        from tfstyle_dist_kernels.cpu.cpu_pair import Request
 
         super().__init__(tensors, *how)
         self._table, dtype = table, tensors[0].dtype
@@ -200,8 +200,8 @@ class SlicedSum(LaneSum):
     """One sum of several processes: each sums a slice of all values."""
 
     def __init__(self, table: Table, order: str, tensors: Sequence[Tensor], *how: Any) -> None:
-        from tfstyle_dist_kernels import cpu_kernel
-        from tfstyle_dist_kernels.cpu_slices import Request
+        from tfstyle_dist_kernels.cpu import cpu_kernel
+        from tfstyle_dist_kernels.cpu.cpu_slices import Request
 
         super().__init__(tensors, *how)
         dtype, count = tensors[0].dtype, table.num_ranks

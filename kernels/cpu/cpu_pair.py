@@ -11,9 +11,19 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from tfstyle_dist_kernels.cpu_exchange import ARRIVED, DIFFERS, DIGEST, DONE, SLEEPS, SLOTS, WAITS, WAKES, LaneRequest
-from tfstyle_dist_kernels.cpu_llvm import WORD, WORDS, Module, begin, integer
-from tfstyle_dist_kernels.cpu_meeting import Action, Fields, shared_word, write_walk
+from tfstyle_dist_kernels.cpu.cpu_exchange import (
+    ARRIVED,
+    DIFFERS,
+    DIGEST,
+    DONE,
+    SLEEPS,
+    SLOTS,
+    WAITS,
+    WAKES,
+    LaneRequest,
+)
+from tfstyle_dist_kernels.cpu.cpu_llvm import WORD, WORDS, Module, begin, integer
+from tfstyle_dist_kernels.cpu.cpu_meeting import Action, Fields, shared_word, write_walk
 
 
 class Request(LaneRequest):

@@ -14,7 +14,7 @@ import ctypes
 from functools import reduce
 from typing import Any, Final, NamedTuple
 
-from tfstyle_dist_kernels.cpu_llvm import (
+from tfstyle_dist_kernels.cpu.cpu_llvm import (
     DOUBLE,
     WORD,
     WORDS,
@@ -29,7 +29,7 @@ from tfstyle_dist_kernels.cpu_llvm import (
     total_name,
     word,
 )
-from tfstyle_dist_kernels.cpu_steps import CHAIN, OUT, SCALED, Row, steps
+from tfstyle_dist_kernels.cpu.cpu_steps import CHAIN, OUT, SCALED, Row, steps
 
 VECTOR_BYTES: Final = 128  # of running totals; two AVX-512 or four AVX2 registers hide the latency of an addition
 # A block of running totals stays in the first-level cache between the steps of a sum of more than 8 contributions.

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tfstyle_dist_kernels.cpu_kernel import VECTOR_BYTES, lanes
-from tfstyle_dist_kernels.cpu_llvm import element_bytes
+from tfstyle_dist_kernels.cpu.cpu_kernel import VECTOR_BYTES, lanes
+from tfstyle_dist_kernels.cpu.cpu_llvm import element_bytes
 
 # The running totals of one unit of work: enough for long reads, and enough units that threads end together.
 MIN_UNIT_BYTES: Final = 1 << 15

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import cpu_compile, reference
-from tfstyle_dist_kernels.cpu_steps import steps
-from tfstyle_dist_kernels.cpu_threads import ALONE, find_team
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.cpu import cpu_compile
+from tfstyle_dist_kernels.cpu.cpu_steps import steps
+from tfstyle_dist_kernels.cpu.cpu_threads import ALONE, find_team
 
 if TYPE_CHECKING:
-    from tfstyle_dist_kernels.cpu_plan import Plan
+    from tfstyle_dist_kernels.cpu.cpu_plan import Plan
 
 # Below this traffic a second thread costs more than it saves.
 SHARED_ABOVE_BYTES: Final = 1 << 18
@@ -95,14 +96,14 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divi
 
 @cache
 def _kernel() -> ModuleType:
-    from tfstyle_dist_kernels import cpu_kernel
+    from tfstyle_dist_kernels.cpu import cpu_kernel
 
     return cpu_kernel
 
 
 @cache
 def _planner() -> Callable[..., Plan]:
-    from tfstyle_dist_kernels.cpu_plan import make_plan
+    from tfstyle_dist_kernels.cpu.cpu_plan import make_plan
 
     return make_plan
 
@@ -222,7 +223,7 @@ def _takes(dtype: torch.dtype, divisor: int | float | None) -> bool:
 
 @cache
 def _has_float16() -> bool:
-    from tfstyle_dist_kernels import cpu_llvm
+    from tfstyle_dist_kernels.cpu import cpu_llvm
 
     return cpu_llvm.has_float16()
 
