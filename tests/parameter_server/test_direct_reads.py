@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server.protocol import byte_streams, versioned_page
+from tfstyle_dist.parameter_server.protocol import byte_streams
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
 from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.shm import ordering
 
-needs_x86 = pytest.mark.skipif(not versioned_page.possible(), reason="needs Linux on x86-64")
+needs_x86 = pytest.mark.skipif(not ordering.possible(), reason="needs Linux on x86-64")
 
 
 def shared_table(size: int) -> tuple[VariableTable, ValueReader]:

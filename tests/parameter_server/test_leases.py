@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server.protocol import versioned_page
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.shm import ordering, versioned_page
 
 pytestmark = [
     pytest.mark.timeout(90),
-    pytest.mark.skipif(not versioned_page.possible(), reason="needs Linux on x86-64"),
+    pytest.mark.skipif(not ordering.possible(), reason="needs Linux on x86-64"),
 ]
 SIZE = 100_000
 

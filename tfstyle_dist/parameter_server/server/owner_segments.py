@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.parameter_server.protocol import versioned_page
-from tfstyle_dist.parameter_server.protocol.versioned_page import BUFFERS, COLUMNS, LEASABLE, WRITING
+from tfstyle_dist.shm import versioned_page
+from tfstyle_dist.shm.ordering import fence
+from tfstyle_dist.shm.versioned_page import BUFFERS, COLUMNS, LEASABLE, WRITING
 
 SMALLEST = 1 << 18
 """Bytes; smaller variables are copied before they are sent."""
@@ -178,7 +179,7 @@ class LeasedSegment(CopiedSegment):
         if self._spare >= 0:
             if not self._in_use(self._current):
                 self._words[self._index] |= WRITING
-                versioned_page.barrier()
+                fence()
                 if not self._in_use(self._current):
                     return None
                 self._words[self._index] &= ~WRITING

@@ -12,7 +12,7 @@ from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 from tfstyle_dist.parameter_server.server.batches import Batches, refusal
 from tfstyle_dist.parameter_server.server.calls import ServerState
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
-from tfstyle_dist.parameter_server.transports.transfer_segment import host_id
+from tfstyle_dist.shm.namespaces import sharing_id
 
 _SILENT_SECONDS = 5.0
 """A coordinator tells every second that it lives; one that has not for so long is taken for dead."""
@@ -78,7 +78,7 @@ class Sessions:
         client.role, client.name = role, str(meta.get("task"))[:200]
         self._forget_earlier(client)
         return {
-            "incarnation": self._incarnation, "task": self._name, "host": host_id(),
+            "incarnation": self._incarnation, "task": self._name, "host": sharing_id(),
             "restored": self._state.restored, "empty": not self._state.table.variables,
         }  # fmt: skip
 

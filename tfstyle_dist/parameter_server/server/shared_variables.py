@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.parameter_server.protocol import versioned_page
-from tfstyle_dist.parameter_server.protocol.versioned_page import BUFFERS, COLUMNS, VersionedPage
 from tfstyle_dist.parameter_server.server.owner_segments import FREE, CopiedSegment, LeasedSegment
+from tfstyle_dist.parameter_server.transports.value_reader import file_name
+from tfstyle_dist.shm import memory_file, ordering, versioned_page
+from tfstyle_dist.shm.versioned_page import BUFFERS, COLUMNS, VersionedPage
 
 LEASED_BYTES = 1 << 18
 """Variables from this size on have several buffers; smaller ones are copied."""
@@ -43,7 +43,7 @@ class SharedVariables:
         self._columns: set[int] = set()
 
     def _file(self, nbytes: int) -> mmap.mmap:
-        handle = shared_files.create(versioned_page.file_name(self._owner, len(self._files)), nbytes)
+        handle = memory_file.create(file_name(self._owner, len(self._files)), nbytes)
         try:
             memory = mmap.mmap(handle, nbytes)
         except BaseException:
@@ -68,7 +68,7 @@ class SharedVariables:
             The bytes and their owner; ``None`` where nothing can be shared.
         """
         room = len(self._known) < versioned_page.MOST_VARIABLES and len(self._files) < _MOST_FILES
-        if not versioned_page.is_possible() or not room or nbytes == 0:
+        if not ordering.possible() or not room or nbytes == 0:
             return None
         try:
             words, memory = self._words(), self._file(nbytes)

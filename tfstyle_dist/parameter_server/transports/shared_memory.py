@@ -13,14 +13,16 @@ import torch
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server.protocol import byte_streams, versioned_page
+from tfstyle_dist.parameter_server.protocol import byte_streams
 from tfstyle_dist.parameter_server.protocol.header import FLAG_SHARED, INLINE, Header, pack_message
 from tfstyle_dist.parameter_server.protocol.operations import tensor_bytes
 from tfstyle_dist.parameter_server.transports.stream_socket import StreamSocket
-from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment, host_id
+from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 from tfstyle_dist.parameter_server.transports.transport import Link, Transport
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 from tfstyle_dist.parameter_server.transports.zeromq import ZeroMQTransport
+from tfstyle_dist.shm import ordering
+from tfstyle_dist.shm.namespaces import sharing_id
 
 _NOTHING: dict[str, Any] = {"process": 0, "owner": "", "files": [], "bytes": [], "variables": []}
 
@@ -48,7 +50,7 @@ class SharedMemoryTransport(Transport):
     @classmethod
     def open(cls, link: Link, server: dict[str, Any]) -> SharedMemoryTransport | None:
         """Between processes of one host."""
-        same = env.shared_memory() and server.get("host") and server["host"] == host_id()
+        same = env.shared_memory() and server.get("host") and server["host"] == sharing_id()
         return cls(link) if same else None
 
     def has_ended(self) -> bool:
@@ -128,7 +130,7 @@ class SharedMemoryTransport(Transport):
 
     def values(self, variables: Iterable[int]) -> ValueReader | None:
         """The variables that this process can read without asking."""
-        if not versioned_page.is_possible():
+        if not ordering.possible():
             return None
         found = self._values
         if found is None or any(v not in found and v not in found.private for v in variables):

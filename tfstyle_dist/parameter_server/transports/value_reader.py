@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.parameter_server.protocol import versioned_page
-from tfstyle_dist.parameter_server.protocol.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, VersionedPage
+from tfstyle_dist.shm import memory_file, pages, versioned_page
+from tfstyle_dist.shm.ordering import fence
+from tfstyle_dist.shm.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, VersionedPage
 
-_POPULATE_READ = 22
-_SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
-"""The kernel's PAGEMAP_SCAN."""
-_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _T = TypeVar("_T")
+
+
+def file_name(owner: str, index: int) -> str:
+    """The name of a memory file of a server: clients open no others.
+
+    Args:
+        owner: drawn by the server.
+        index: the file's among those of the server.
+    """
+    return f"tfstyle-ps-values-{owner}-{index}"
 
 
 class _Layout:
@@ -52,7 +55,7 @@ class _Buffer:
         self.is_leased = False  # since its pages were last known to be the server's
         self.uses = 0
         if private:
-            _advise(self.address, len(memory), _POPULATE_READ)
+            pages.populate(self.address, len(memory))
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The buffer as the variable's tensor."""
@@ -106,8 +109,8 @@ class ValueReader:
                 self._layouts[variable] = _Layout(word_index, rows, first, offset, nbytes)
 
     def _open(self, file: int) -> int:
-        name = versioned_page.file_name(self._owner, file)
-        return shared_files.find(self._process, self._files[file], name, self._sizes[file])
+        name = file_name(self._owner, file)
+        return memory_file.find(self._process, self._files[file], name, self._sizes[file])
 
     def _map(self, file: int, private: bool) -> memoryview:
         found = self._mapped.get((file, private))
@@ -129,8 +132,8 @@ class ValueReader:
             found = layout.buffers[number] = _Buffer(memory, private)
         if found.is_leased and not found.uses:
             # A tensor was here; what was written into it must not be taken for the server's value.
-            if _written(found.address, layout.nbytes):
-                _advise(found.address, layout.nbytes, mmap.MADV_DONTNEED)
+            if pages.has_copied_pages(found.address, layout.nbytes):
+                pages.drop(found.address, layout.nbytes)
             found.is_leased = False
         return found
 
@@ -235,7 +238,7 @@ class ValueReader:
             mark = number * COLUMNS + self._column
             buffer = self._buffer(layout, number)
             layout.marks[mark] = 1
-            versioned_page.barrier()
+            fence()
             if int(self._words[layout.word_index]) != word:
                 if not buffer.uses:
                     layout.marks[mark] = 0
@@ -279,30 +282,3 @@ def _keep_all() -> None:
 
 
 os.register_at_fork(after_in_parent=_keep_all)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advice for whole pages; one that the kernel does not know is left out."""
-    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_pagemap: dict[int, int] = {}  # by process: a copy of this one has pages of its own
-
-
-def _written(address: int, nbytes: int) -> bool:
-    """Whether this process has pages of its own in a private mapping; ``True`` where that cannot be told."""
-    try:
-        handle = _pagemap.get(os.getpid())
-        if handle is None:
-            handle = _pagemap[os.getpid()] = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        found = (ctypes.c_uint64 * 3)()
-        present = _PRESENT | _SWAPPED
-        request = struct.pack(
-            "<12Q", 96, 0, address, end, 0, ctypes.addressof(found), 1, 1, _FILE, _FILE, present, present
-        )
-        return int(fcntl.ioctl(handle, _SCAN, bytearray(request))) != 0
-    except OSError:
-        return True
