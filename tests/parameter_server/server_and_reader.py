@@ -18,7 +18,7 @@ SIZE = 1 << 18
 
 
 def value_at(context: zeromq_sockets.Context, address: str, session: str) -> list[object]:
-    """The least and the greatest element of the variable, before one is added to it and after, and the lane."""
+    """The least and the greatest element of the variable, before one is added to it and after, and the transport."""
     handshake = {"role": "worker", "task": "/job:worker/task:0", "session": session}
     link = ServerLink(context, address, f"the server at {address}", handshake, timedelta(seconds=20))
     before, one = read(link), torch.ones(SIZE)

@@ -15,7 +15,7 @@ from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, P
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
 from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
 from tfstyle_dist.parameter_server.server.table import VariableTable
-from tfstyle_dist.parameter_server.transports.transfer_segment import Segment
+from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 from tfstyle_dist.shm import ordering
 
@@ -116,8 +116,8 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
 
 
 def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open() -> None:
-    mine, other = Segment.create(4096), Segment.create(4096)
-    both = Segment.attach(mine.place)
+    mine, other = TransferSegment.create(4096), TransferSegment.create(4096)
+    both = TransferSegment.attach(mine.place)
     mine.request(8).fill_(7)
     assert both.request(8).tolist() == [7] * 8
     both.close()
@@ -134,7 +134,7 @@ def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open(
     ]
     for change in wrong:
         with pytest.raises(OSError):  # noqa: PT011  (PermissionError, or there is no such file)
-            Segment.attach({**mine.place, **change})
+            TransferSegment.attach({**mine.place, **change})
     assert len(os.listdir("/proc/self/fd")) == before
     mine.close()
     other.close()
@@ -207,7 +207,7 @@ def test_without_a_segment_tensors_go_another_way(cluster: Any) -> None:
             raise OSError(f"no memory for 2 x {half} bytes")
 
         if fails:
-            Segment.create = refuse  # type: ignore[assignment, method-assign]
+            TransferSegment.create = refuse  # type: ignore[assignment, method-assign]
         v.assign_add(torch.ones(1 << 18))
         return float(v.value().sum())
 

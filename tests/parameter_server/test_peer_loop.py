@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.experimental import rpc

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.parameter_server import keys
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.handshake import Tokens
 from tfstyle_dist.parameter_server.protocol.header import (
     FLAG_INLINE,
     HEADER_SIZE,
@@ -33,8 +36,9 @@ from tfstyle_dist.parameter_server.protocol.header import (
     pack_message,
     unpack_json,
 )
+from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, pack_operations
-from tfstyle_dist.parameter_server.transports import unix_listener, zeromq_sockets
+from tfstyle_dist.parameter_server.transports import unix_listener
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -53,11 +57,11 @@ def test_a_key_file_is_private_and_is_not_overwritten(key_file: Path) -> None:
     assert key_file.read_text() == before
     key_file.chmod(0o644)
     with pytest.raises(PermissionError, match="chmod 600"):
-        zeromq_sockets.Keys.load(key_file)
+        Keys.load(key_file)
     key_file.chmod(0o600)
     key_file.write_text("{}")
     with pytest.raises(ValueError, match="no key file"):
-        zeromq_sockets.Keys.load(key_file)
+        Keys.load(key_file)
 
 
 def test_training_with_keys(cluster: Any, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +94,7 @@ def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
     """A client that knows the server's public key, with a key of its own, when the allow-list's thread is gone."""
     for name in ("cluster", "other"):
         keys.main([str(tmp_path / name)])
-    cluster, other = (zeromq_sockets.Keys.load(tmp_path / name) for name in ("cluster", "other"))
+    cluster, other = (Keys.load(tmp_path / name) for name in ("cluster", "other"))
     server, client = zeromq_sockets.Context(cluster), zeromq_sockets.Context(None)
     address = f"127.0.0.1:{free_ports(1)[0]}"
     listening = server.listen(address)
@@ -193,14 +197,14 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
 
 @pytest.fixture
 def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
-    """Asks a server for its door, or its port for tensors: the name or the port."""
+    """Asks a server for its Unix socket, or its port for tensors: the name or the port."""
     raws: list[Raw] = []
 
     def ask(tcp: bool) -> Any:
         c = cluster(workers=1, ps=1)
         raws.append(Raw(c.spec["ps"][0]))
         raws[-1].handshake(c.strategy.session)
-        meta = pack_json({"method": "door", "tcp": tcp})
+        meta = pack_json({"method": "listen", "transport": "tcp" if tcp else "shared memory"})
         raws[-1].send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
         kind, told = raws[-1].answer()
         assert kind is Kind.OK
@@ -240,9 +244,8 @@ def test_another_user_is_not_listened_to(admitted: Any) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    entrance = unix_listener.Door(
-        zeromq_sockets.poller(), zeromq_sockets.POLLIN, unix_listener.Tokens(), "/job:ps/task:0"
-    )
+    host: Any = SimpleNamespace(name="/job:ps/task:0", poller=zeromq_sockets.poller(), tokens=Tokens())
+    entrance = unix_listener.UnixListener(host)
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         early.connect("\0" + entrance.name)
         monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 0.0)
@@ -250,15 +253,15 @@ def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 60.0)
         late.connect("\0" + entrance.name)
         entrance.admit()
-        entrance.send_strangers_away()
+        entrance.tick()
         early.settimeout(5)
         assert early.recv(1) == b""
-        assert len(entrance.visitors) == 1
-        entrance.shut()
+        assert len(entrance.connections) == 1
+        entrance.close()
         assert late.recv(1) == b""
 
 
-NO_FILE_FOR_A_DOOR = """
+NO_FILE_FOR_A_SOCKET = """
 import json, os, resource, sys
 import tfstyle_dist as td
 server = td.Server(json.loads(sys.argv[1]), "ps", 0)
@@ -269,19 +272,19 @@ try:
     while True:
         held.append(os.dup(0))
 except OSError:
-    os.close(held.pop())  # the client's own connection takes one; then there is none for a door
+    os.close(held.pop())  # the client's own connection takes one; then there is none for another socket
     print("full", flush=True)
 server.join()
 """
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
+def test_a_server_without_a_file_for_a_socket_takes_messages_by_zeromq(
     shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
     cluster = {"ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_DOOR
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_SOCKET
     server = subprocess.Popen(
         [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -380,10 +383,10 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
 SERVER_WITHOUT_SOCKETS = """
 import errno, json, os, sys
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server.server import loop
+from tfstyle_dist.parameter_server.transports.available import LISTENERS
 def no_files(*args):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-loop.Door = loop.StreamPort = no_files
+LISTENERS.update(dict.fromkeys(LISTENERS, no_files))
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 
@@ -411,7 +414,7 @@ SMALL_SERVER = """
 import json, sys
 import tfstyle_dist as td
 from tfstyle_dist.parameter_server.server import loop
-loop._MAX_CLIENTS = 8
+loop.MOST_CLIENTS = 8
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.network import free_ports

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.coordinator.closures import ClosureQueue, CoordinatorStatistics
+from tfstyle_dist.coordinator.closure import CoordinatorStatistics
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue

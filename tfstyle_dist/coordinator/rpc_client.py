@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.rpc_server import CODES, OK, UNKNOWN, Server, check_layer, new_context
+from tfstyle_dist.coordinator.rpc_server import CODES, OK, UNKNOWN, Server, check_layer
 from tfstyle_dist.core import env
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import (
@@ -86,7 +86,7 @@ class Client:
 
     def __init__(self, address: str, name: str, timeout: timedelta | None) -> None:
         self._address, self._name, self._timeout = address, name or "client", timeout
-        self._context = new_context()
+        self._context = zeromq_sockets.new_context()
         self._lock = threading.RLock()
         self._number = 0
         self._pending: set[int] = set()

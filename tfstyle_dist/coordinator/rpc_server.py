@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -47,12 +46,6 @@ def check_layer(rpc_layer: str) -> None:
     """
     if rpc_layer != "grpc":
         raise ValueError(f'rpc_layer={rpc_layer!r}: write "grpc", TensorFlow\'s name; the messages travel by ZeroMQ.')
-
-
-def new_context() -> zeromq_sockets.Context:
-    """Sockets with the keys that the environment names."""
-    path = env.parameter_server_keys()
-    return zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
 
 
 def error_code(error: BaseException) -> int:
@@ -123,7 +116,7 @@ class Server:
         """
         if self._thread is not None:
             raise RuntimeError("This rpc server was started already.")
-        context = new_context()
+        context = zeromq_sockets.new_context()
         try:
             socket = context.listen(self._address)
         except BaseException:

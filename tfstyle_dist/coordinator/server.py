@@ -127,8 +127,7 @@ class Server:
         from tfstyle_dist.parameter_server.protocol import zeromq_sockets
         from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
-        path = env.parameter_server_keys()
-        context = zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
+        context = zeromq_sockets.new_context()
         job, index, grace_seconds = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
         try:
             if job == "ps":

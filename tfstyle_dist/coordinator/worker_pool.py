@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.closures import Closure, ClosureQueue
+from tfstyle_dist.coordinator.closure import Closure
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets

@@ -18,11 +18,11 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.parameter_server.addresses import check_cluster, cluster_of
-from tfstyle_dist.parameter_server.client.pull import WireOptions
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.parameter_server.client.remote_variables import RemoteStore
+from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
 from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.protocol.work import WireOptions
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy, uninstall
@@ -123,9 +123,8 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
-        path = env.parameter_server_keys()
         self.cluster, self.session = {job: list(addresses) for job, addresses in cluster.items()}, session
-        self.context = zeromq_sockets.Context(None if path is None else zeromq_sockets.Keys.load(path))
+        self.context = zeromq_sockets.new_context()
         self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
         super().__init__(StrategyExtended(worker))

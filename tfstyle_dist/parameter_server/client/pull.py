@@ -21,23 +21,10 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     dtype_number,
     padded,
 )
-from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK, WireOptions, Work
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class WireOptions:
-    """How tensors travel between hosts.
-
-    Attributes:
-        dtype: of float32 parameters and their gradients on the way; ``None``: their own.
-        ahead: ask for the parameters of the next function while this one computes.
-    """
-
-    dtype: torch.dtype | None = None
-    ahead: bool = False
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.parameter_server.client.local_copies import give_back
-from tfstyle_dist.parameter_server.client.pull import Reader, WireOptions
+from tfstyle_dist.parameter_server.client.pull import Reader
 from tfstyle_dist.parameter_server.client.remote_record import (
     RemoteRecord,
     Shard,
@@ -20,7 +20,7 @@ from tfstyle_dist.parameter_server.client.remote_record import (
 )
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, tensor_bytes
-from tfstyle_dist.parameter_server.protocol.work import NO_WORK, Work
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK, WireOptions, Work
 
 
 class Servers(Reader):

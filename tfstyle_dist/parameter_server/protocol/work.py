@@ -1,8 +1,10 @@
-"""On whose behalf a request is made."""
+"""On whose behalf a request is made, and how its tensors are to travel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +23,16 @@ class Work:
 
 
 NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """How tensors travel between hosts.
+
+    Attributes:
+        dtype: of float32 parameters and their gradients on the way; ``None``: their own.
+        ahead: ask for the parameters of the next function while this one computes.
+    """
+
+    dtype: torch.dtype | None = None
+    ahead: bool = False

@@ -7,16 +7,14 @@ import ipaddress
 import json
 import os
 import resource
-import stat
 import threading
 import weakref
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, MAX_META
+from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 
 if TYPE_CHECKING:
     import zmq
@@ -55,38 +53,6 @@ def load() -> None:
         zmq=zmq, ZMQError=zmq.ZMQError, Again=zmq.Again, POLLIN=zmq.POLLIN, POLLOUT=zmq.POLLOUT, RCVMORE=zmq.RCVMORE,
         SNDMORE=zmq.SNDMORE, DONTWAIT=zmq.NOBLOCK,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The key pair of a cluster: whoever has it belongs to the cluster.
-
-    Attributes:
-        public: printable public key.
-        secret: printable secret key.
-    """
-
-    public: bytes
-    secret: bytes
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Keys:
-        """Reads a key file.
-
-        Raises:
-            PermissionError: others than the owner may read it.
-            ValueError: not a key file.
-        """
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-        if mode & 0o077:
-            raise PermissionError(f"The key file {path} has mode {mode:o}: others may read it. Run: chmod 600 {path}")
-        try:
-            value = json.loads(Path(path).read_text())
-            return cls(value["public"].encode("ascii"), value["secret"].encode("ascii"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is no key file ({error}); make one: python -m tfstyle_dist.parameter_server.keys {path}"
-            ) from None
 
 
 def new_keys(path: str | os.PathLike[str]) -> None:
@@ -215,6 +181,12 @@ class Context:
     def close(self) -> None:
         """Closes all its sockets."""
         self._finalizer()
+
+
+def new_context() -> Context:
+    """Sockets with the keys that the environment names."""
+    path = env.parameter_server_keys()
+    return Context(None if path is None else Keys.load(path))
 
 
 def _end(context: Any, sockets: list[Any], authenticators: list[Any]) -> None:

@@ -18,7 +18,7 @@ from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, An
 from tfstyle_dist.parameter_server.server.table import VariableTable, reply
 
 _SMALLEST = 1 << 16
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 """Elements."""
 
 
@@ -80,10 +80,10 @@ def coalesce(table: VariableTable, writes: Sequence[Write]) -> list[Answer]:
         target = stored.parameter.detach().view(-1)
         source = target if old is None else old.view(-1)
         try:
-            for start in range(0, len(target), _BLOCK):
-                block, last = target[start : start + _BLOCK], source[start : start + _BLOCK]
+            for start in range(0, len(target), BLOCK):
+                block, last = target[start : start + BLOCK], source[start : start + BLOCK]
                 for values, op, rate in data:
-                    _one(op, last, values[start : start + _BLOCK], rate, block)
+                    _one(op, last, values[start : start + BLOCK], rate, block)
                     last = block
         finally:
             stored.end_write()

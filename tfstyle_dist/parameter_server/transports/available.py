@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tfstyle_dist.parameter_server.transports.shared_memory import SharedMemoryTransport
-from tfstyle_dist.parameter_server.transports.tcp import TcpListener, TcpTransport
+from tfstyle_dist.parameter_server.transports.tcp import TcpTransport
+from tfstyle_dist.parameter_server.transports.tcp_listener import TcpListener
 from tfstyle_dist.parameter_server.transports.transport import Host, Link, Listener, Transport
 from tfstyle_dist.parameter_server.transports.unix_listener import UnixListener
 from tfstyle_dist.parameter_server.transports.zeromq import ZeroMQTransport

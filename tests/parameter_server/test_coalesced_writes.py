@@ -14,14 +14,14 @@ import tfstyle_dist as td
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind
 from tfstyle_dist.parameter_server.protocol.operations import FLAG_DUPLICATE, Op, Operation, padded
 from tfstyle_dist.parameter_server.server import coalesced_writes
-from tfstyle_dist.parameter_server.server.coalesced_writes import Write, rate_of, write_together
+from tfstyle_dist.parameter_server.server.coalesced_writes import Write, coalesce, coalescing_rate
 from tfstyle_dist.parameter_server.server.optimizer_rules import TorchRule
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-SIZE = 3 * coalesced_writes._PIECE + 7
+SIZE = 3 * coalesced_writes.BLOCK + 7
 
 
 def make_table(momentum: float = 0.0) -> VariableTable:
@@ -46,7 +46,7 @@ def writes(ops: tuple[Op, ...]) -> list[Write]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_together_gives_the_bits_of_one_after_another(shared: bool) -> None:
+def test_coalesced_writes_give_the_bits_of_one_after_another(shared: bool) -> None:
     ops = (Op.ADD, Op.GRADIENT, Op.SUB, Op.ADD, Op.GRADIENT)
     alone, joint = make_table(), make_table()
     held: Any = None
@@ -58,12 +58,12 @@ def test_together_gives_the_bits_of_one_after_another(shared: bool) -> None:
         for write in writes(ops):
             table.check(write.header, [write.operation])
     one_by_one = [alone.execute(w.header, [w.operation], w.data) for w in writes(ops)]
-    at_once = write_together(joint, writes(ops))
+    at_once = coalesce(joint, writes(ops))
     assert torch.equal(alone.variables[1].parameter, joint.variables[1].parameter)
     assert [a.operations[0].argument for a in at_once] == [a.operations[0].argument for a in one_by_one]
     assert alone.variables[1].version == joint.variables[1].version == 6
     assert alone.applied == joint.applied == 5
-    again = write_together(joint, writes(ops)[:2])  # the same functions once more
+    again = coalesce(joint, writes(ops)[:2])  # the same functions once more
     assert all(a.operations[0].extra & FLAG_DUPLICATE for a in again)
     assert torch.equal(alone.variables[1].parameter, joint.variables[1].parameter)
     if shared:
@@ -75,11 +75,11 @@ def test_together_gives_the_bits_of_one_after_another(shared: bool) -> None:
 def test_what_looks_at_more_is_made_alone() -> None:
     table = make_table(momentum=0.9)
     (gradient,) = writes((Op.GRADIENT,))
-    assert rate_of(table, gradient.operation) is None
-    assert rate_of(make_table(), gradient.operation) == -0.3
+    assert coalescing_rate(table, gradient.operation) is None
+    assert coalescing_rate(make_table(), gradient.operation) == -0.3
     assign = copy.copy(gradient.operation)
     assign.op = Op.ASSIGN
-    assert rate_of(table, assign) is None
+    assert coalescing_rate(table, assign) is None
 
 
 def test_many_workers_add_to_one_variable(cluster: Any) -> None:

@@ -80,7 +80,7 @@ def test_nobody_enters_without_a_token(cluster: Any, monkeypatch: pytest.MonkeyP
     with c.strategy.scope():
         v = td.Variable(torch.zeros(100_000))
     assert v.value().eq(0).all()
-    told = c.strategy.servers.links[0].call({"method": "door", "tcp": True})
+    told = c.strategy.servers.links[0].call({"method": "listen", "transport": "tcp"})
     address = ("127.0.0.1", told["port"])
     false_token = pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=16), bytes(16))
     batch = pack_message(Header(Kind.BATCH, 1, data_bytes=1 << 40), b"")
@@ -137,11 +137,11 @@ def test_nothing_but_tensors_comes_by_tcp(cluster: Any, monkeypatch: pytest.Monk
     with c.strategy.scope():
         td.Variable(torch.zeros(100_000))
     body = pack_json({"method": "statistics"})
-    stream = c.strategy.servers.links[0].stream
+    stream = c.strategy.servers.links[0].transport.socket
     stream.send([pack_message(Header(Kind.CALL, 7, meta_bytes=len(body)), body)], None, lambda: None)
     answer = stream.receive(timedelta(seconds=10), lambda: None)[0]
     assert Header.unpack(answer).kind is Kind.ERROR
-    assert b"tensors alone come by plain TCP" in answer
+    assert b"tensors alone come this way" in answer
 
 
 def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
