@@ -53,7 +53,7 @@ class Outgoing:
             self._on_resource(value)
             return "resource", value.number
         if isinstance(value, PerWorkerValues):
-            return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value._values]
+            return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value.values]
         if isinstance(value, RemoteValue):
             if self.values is None:
                 raise ValueError(

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.closure import Closure
 from tfstyle_dist.coordinator.closure_queue import ClosureQueue
+from tfstyle_dist.coordinator.task_link import Task
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
@@ -31,26 +31,6 @@ IN_FLIGHT = 2
 _ALIVE_EVERY = 1.0
 _GOODBYE_MS = 1000
 """So long a goodbye may take to be sent."""
-
-
-class _Task:
-    """One task, and the connection to it."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
-        self.peer: Peer | None = None
-        self.ready = self.ever = self.refused = False
-        self.incarnation = ""
-        self.functions: set[int] = set()
-        self.resources: set[int] = set()
-        self.values: set[int] = set()  # results that the task should have
-        self.running: dict[int, Closure] = {}
-
-    @property
-    def socket(self) -> Any:
-        """Of its present connection."""
-        assert self.peer is not None
-        return self.peer.socket
 
 
 class _DisplacedError(UnavailableError):
@@ -85,10 +65,10 @@ class WorkerPool:
         self._context, self._in_flight = context, in_flight
         self._snapshots: dict[str, Any] | None = handshake.get("snapshots")
         self._handshake, self._queue, self._functions, self._resources = dict(handshake), queue, functions, resources
-        self._workers = [_Task(f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
-        self._servers = [_Task(f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
+        self._workers = [Task(f"/job:worker/task:{i}", a) for i, a in enumerate(workers)]
+        self._servers = [Task(f"/job:ps/task:{i}", a) for i, a in enumerate(servers)]
         self._stopping = False
-        self._told_goodbye: Sequence[_Task] = self._workers  # who is told that it is over
+        self._told_goodbye: Sequence[Task] = self._workers  # who is told that it is over
         self._loop = PeerLoop()
         self._thread = threading.Thread(target=self._main, name="tfstyle-coordinator", daemon=True)
         self._thread.start()
@@ -120,7 +100,7 @@ class WorkerPool:
         self._stop([*self._workers, *self._servers])
         self._context.close()
 
-    def _stop(self, told_goodbye: Sequence[_Task]) -> None:
+    def _stop(self, told_goodbye: Sequence[Task]) -> None:
         if self._stopping:
             return
         self._told_goodbye, self._stopping = told_goodbye, True
@@ -153,7 +133,7 @@ class WorkerPool:
                         task.socket.send(messages.plain(Kind.GOODBYE))
                     task.peer.close(_GOODBYE_MS if ends else 0)
 
-    def _open(self, task: _Task) -> None:
+    def _open(self, task: Task) -> None:
         task.peer, task.ready = Peer(self._context, task.address, b"p"), False
         self._loop.add_peer(task.peer, partial(self._take, task), partial(self._take_news, task))
 
@@ -169,7 +149,7 @@ class WorkerPool:
                     if task.ready:
                         task.socket.send(messages.plain(Kind.ALIVE) if task in self._workers else finished)
 
-    def _take_news(self, task: _Task) -> None:
+    def _take_news(self, task: Task) -> None:
         assert task.peer is not None
         while (news := task.peer.news()) is not None:
             if news is News.UP:
@@ -184,7 +164,7 @@ class WorkerPool:
                 if task in self._workers and all(w.refused for w in self._workers):
                     self._queue.fail_all(error)
 
-    def _lose(self, task: _Task) -> None:
+    def _lose(self, task: Task) -> None:
         """A task is gone, or its connection is: what it had is given to others."""
         if task.ready and task in self._servers:
             waits = "functions that need it wait until it is started again" if self._snapshots else "functions fail"
@@ -202,7 +182,7 @@ class WorkerPool:
         if lost:
             self._queue.put_back(lost)
 
-    def _take(self, task: _Task) -> None:
+    def _take(self, task: Task) -> None:
         for _ in range(64):
             try:
                 parts = messages.receive(task.socket, zeromq_sockets.DONTWAIT)
@@ -220,7 +200,7 @@ class WorkerPool:
                 return
             self._ended(task, header, meta, parts[1:])
 
-    def _ended(self, task: _Task, header: Header, meta: memoryview, frames: Sequence[bytes]) -> None:
+    def _ended(self, task: Task, header: Header, meta: memoryview, frames: Sequence[bytes]) -> None:
         """A worker has run a call."""
         closure = task.running.get(header.closure)
         if closure is None or closure.attempt != header.attempt:
@@ -245,7 +225,7 @@ class WorkerPool:
         else:
             self._queue.fail(closure, value)
 
-    def _introduced(self, task: _Task, header: Header, meta: Any) -> None:
+    def _introduced(self, task: Task, header: Header, meta: Any) -> None:
         if header.kind is Kind.ERROR:
             error = unpack_error(meta, task.name)
             if isinstance(error, CancelledError):
@@ -269,7 +249,7 @@ class WorkerPool:
             task.values.clear()
         task.ready = task.ever = True
 
-    def _empty_server(self, task: _Task) -> UnavailableError:
+    def _empty_server(self, task: Task) -> UnavailableError:
         if self._snapshots:
             folder = self._snapshots["folder"]
             why = f"it found no snapshot of this program in {folder}. Is that folder on a disk it sees?"
@@ -290,29 +270,14 @@ class WorkerPool:
                     closure = self._queue.take(index)
                     if closure is not None:
                         try:
-                            self._give(task, closure)
+                            task.give(
+                                closure,
+                                self._functions,
+                                self._resources,
+                                self._queue.low_water(),
+                                self._queue.is_wanted(closure),
+                            )
                         except Exception as error:  # e.g. a result among its arguments that cannot be sent
                             task.running.pop(closure.number, None)
                             self._queue.fail(closure, error)
                         given = True
-
-    def _give(self, task: _Task, closure: Closure) -> None:
-        for number in self._resources.keys() - task.resources:
-            messages.send(task.socket, messages.call({"method": "resource", "number": number}, self._resources[number]))
-            task.resources.add(number)
-        if closure.function not in task.functions:
-            parts = self._functions[closure.function]
-            messages.send(task.socket, messages.call({"method": "function", "number": closure.function}, parts))
-            task.functions.add(closure.function)
-        for value in closure.values:
-            if value.number not in task.values:
-                parts = messages.parts_of(value.get())
-                messages.send(task.socket, messages.call({"method": "value", "number": value.number}, parts))
-                task.values.add(value.number)
-        task.running[closure.number] = closure
-        low_water = self._queue.low_water()
-        flags = FLAG_KEEP if self._queue.is_wanted(closure) else 0
-        messages.send(
-            task.socket,
-            messages.run(closure.number, closure.attempt, low_water, closure.function, closure.parts, flags),
-        )

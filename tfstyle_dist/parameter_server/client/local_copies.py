@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, parts_by_shard
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Shards that were asked for ahead.
+
+    Attributes:
+        step: in which they may be used.
+        parts: by place: version and elements; no elements: as the local copy.
+    """
+
+    step: int
+    parts: dict[int, tuple[int, torch.Tensor | None]] = field(default_factory=dict)
 
 
 class Pull:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server.client.local_copies import Pull
+from tfstyle_dist.parameter_server.client.local_copies import Ahead, Pull
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard, by_shard
 from tfstyle_dist.parameter_server.client.server_link import ServerLink
 from tfstyle_dist.parameter_server.protocol.operations import (
@@ -25,19 +24,6 @@ from tfstyle_dist.parameter_server.protocol.work import NO_WORK, WireOptions, Wo
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """Shards that were asked for ahead.
-
-    Attributes:
-        step: in which they may be used.
-        parts: by place: version and elements; no elements: as the local copy.
-    """
-
-    step: int
-    parts: dict[int, tuple[int, torch.Tensor | None]] = field(default_factory=dict)
 
 
 class Reader:
@@ -59,7 +45,7 @@ class Reader:
         self.steps: int | None = None
         self.reads: dict[RemoteRecord, None] = {}
         self._lock = threading.RLock()
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, Ahead] = {}
 
     def reconnect(self) -> bool:
         """Lets servers that were lost come back, if there are snapshots; whether one was lost."""
@@ -179,7 +165,7 @@ class Reader:
             by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
             for record in records:
                 if record.kind == "parameter" and record.fixed and not self.is_near(record):
-                    self._ahead[id(record)] = _Ahead(self.steps + 1)
+                    self._ahead[id(record)] = Ahead(self.steps + 1)
                     for place, shard in enumerate(record.shards):
                         by_server.setdefault(shard.server, []).append((record, place))
             coming = self._ahead

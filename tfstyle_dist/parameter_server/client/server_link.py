@@ -49,15 +49,7 @@ class _Waiting:
 
 
 class ServerLink(Connection):
-    """Requests to one server; calls from several threads take turns.
-
-    Args:
-        context: sockets and keys.
-        address: of the server.
-        name: of the server, for messages.
-        handshake: role, task and session of this process.
-        timeout: limit of each wait; ``None``: none.
-    """
+    """Requests to one server; calls from several threads take turns. The arguments are those of ``Connection``."""
 
     def __init__(
         self,

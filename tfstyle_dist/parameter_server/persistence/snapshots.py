@@ -18,11 +18,11 @@ import torch
 
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server.persistence import journal
 from tfstyle_dist.parameter_server.persistence.record_files import (
     RecordFile,
     SnapshotFolder,
     read_records,
-    read_what_is_whole,
 )
 from tfstyle_dist.parameter_server.persistence.table_state import (
     copy_rest,
@@ -30,20 +30,14 @@ from tfstyle_dist.parameter_server.persistence.table_state import (
     put_rest,
     put_slots,
     put_variable,
-    replay,
 )
 from tfstyle_dist.parameter_server.protocol import pickling
-from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_json, unpack_json
+from tfstyle_dist.parameter_server.protocol.header import Header
 from tfstyle_dist.parameter_server.protocol.operations import (
-    FLAG_DUPLICATE,
-    WRITES,
     Operation,
-    pack_operations,
-    tensor_bytes,
-    unpack_operations,
 )
 from tfstyle_dist.parameter_server.server.background_jobs import Jobs
-from tfstyle_dist.parameter_server.server.table import VariableTable, request_bytes
+from tfstyle_dist.parameter_server.server.table import VariableTable
 
 KEEP = 2
 """So many snapshots are kept."""
@@ -52,8 +46,6 @@ _AGAIN_SECONDS = 5.0
 """After what time at the latest a snapshot is made of what a journal lacks."""
 _NEW_VERSIONS = 1 << 32
 """Versions after a restart are larger than any that a client may have seen before."""
-
-Call = Callable[[dict[str, Any], Sequence[Any]], Any]
 
 
 class SnapshotKeeper:
@@ -82,7 +74,7 @@ class SnapshotKeeper:
 
     # ---- coming back ------------------------------------------------------------------------------------------
 
-    def restore(self, call: Call) -> bool:
+    def restore(self, call: journal.Call) -> bool:
         """Fills the table with what is on the disk, if anything is.
 
         Args:
@@ -98,7 +90,7 @@ class SnapshotKeeper:
         # Without a snapshot the journal from the very start is needed.
         restored = found > 0 or 0 in used
         for number in used if restored else ():
-            self._replay(number, call)
+            journal.replay(self.folder.journal(number), self._table, call)
         if restored:
             for stored in self._table.variables.values():
                 stored.version += _NEW_VERSIONS
@@ -131,35 +123,6 @@ class SnapshotKeeper:
         for entry in variables:
             put_slots(self._table, entry["number"], entry["slots"])
 
-    def _replay(self, number: int, call: Call) -> None:
-        try:
-            for kind, *parts in read_what_is_whole(self.folder.journal(number)):
-                if kind == b"call":
-                    call(unpack_json(parts[0]), parts[1:])
-                else:
-                    self._replay_batch(*parts)
-        except PermissionError as error:
-            get_logger().error("journal %d is not used: %s", number, error)
-
-    def _replay_batch(self, head: bytes, operations: bytes, data: bytes) -> None:
-        header = Header.unpack(head)
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        kept, pieces, versions, offset = [], [], {}, 0
-        for operation in unpack_operations(operations):
-            size = request_bytes(operation)
-            stored = self._table.variables.get(operation.variable)
-            version, operation.argument = operation.argument >> 24, operation.argument & 0xFFFFFF
-            if stored is not None and version > stored.version:
-                kept.append(operation)
-                pieces.append(buffer[offset : offset + size])
-                versions[operation.variable] = version
-            offset += size
-        if not kept:
-            return
-        replay(self._table, header, kept, torch.cat(pieces))
-        for variable, version in versions.items():
-            self._table.variables[variable].version = version
-
     # ---- writing down -----------------------------------------------------------------------------------------
 
     def _open_journal(self) -> None:
@@ -169,9 +132,9 @@ class SnapshotKeeper:
 
     def note_call(self, meta: dict[str, Any], parts: Sequence[Any]) -> None:
         """Keeps a call that changed what the table holds, in a snapshot if the journal cannot take it."""
-        kept = {key: value for key, value in meta.items() if key != "sizes"}
         try:
-            self._note([b"call", pack_json(kept), *parts])
+            if self._journal is not None:
+                self._journal.write(journal.call_record(meta, parts))
         except OSError as error:
             self._lacks_something()
             get_logger().error(
@@ -187,36 +150,20 @@ class SnapshotKeeper:
         Raises:
             DataLossError: the disk does not take them.
         """
-        if not self.every_write or not any(o.op in WRITES for o in operations):
+        if not self.every_write or self._journal is None:
             return
-        kept, pieces, offset = [], [], 0
-        for operation, answer in zip(operations, answers, strict=True):
-            size = request_bytes(operation)
-            if operation.op in WRITES and not answer.extra & FLAG_DUPLICATE:
-                versioned = answer.argument << 24 | operation.argument & 0xFFFFFF
-                kept.append(
-                    Operation(
-                        operation.op, operation.dtype, operation.variable, versioned,
-                        operation.rows, operation.nbytes, operation.extra,
-                    )
-                )  # fmt: skip
-                pieces.append(tensor_bytes(data[offset : offset + size]))
-            offset += size
-        if kept:
-            head = Header(Kind.BATCH, 0, header.closure, header.low_water, header.attempt).pack()
-            try:
-                self._note([b"batch", head, pack_operations(kept), b"".join(pieces)])
-            except OSError as error:
-                self._lacks_something()
-                raise DataLossError(
-                    f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it "
-                    "is lost if the server is killed before its next snapshot. Make room there, or make the strategy "
-                    "without snapshot_every_write."
-                ) from None
-
-    def _note(self, parts: Sequence[Any]) -> None:
-        if self._journal is not None:
-            self._journal.write(parts)
+        record = journal.batch_record(header, operations, answers, data)
+        if not record:
+            return
+        try:
+            self._journal.write(record)
+        except OSError as error:
+            self._lacks_something()
+            raise DataLossError(
+                f"ps task {self._task} has made this write, but cannot keep it in {self.folder.path} ({error}): it "
+                "is lost if the server is killed before its next snapshot. Make room there, or make the strategy "
+                "without snapshot_every_write."
+            ) from None
 
     def _lacks_something(self) -> None:
         """The journal lacks what it should have: a snapshot is made, but not all the time while the disk is full."""

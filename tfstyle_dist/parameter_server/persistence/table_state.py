@@ -9,9 +9,10 @@ import torch
 
 from tfstyle_dist.parameter_server.protocol.header import Header
 from tfstyle_dist.parameter_server.protocol.operations import Operation
+from tfstyle_dist.parameter_server.server.function_writes import ClosureWrites
 from tfstyle_dist.parameter_server.server.optimizer_rules import make_rule
 from tfstyle_dist.parameter_server.server.stored_variable import StoredVariable
-from tfstyle_dist.parameter_server.server.table import ClosureWrites, VariableTable
+from tfstyle_dist.parameter_server.server.table import VariableTable
 
 
 def copy_variable(table: VariableTable, number: int) -> dict[str, Any]:
@@ -19,8 +20,8 @@ def copy_variable(table: VariableTable, number: int) -> dict[str, Any]:
     stored = table.variables[number]
     writes = {
         closure: entry.writes[number]
-        for closure, entry in table.closures.items()
-        if closure >= table.low_water and number in entry.writes
+        for closure, entry in table.writes.by_function.items()
+        if closure >= table.writes.low_water and number in entry.writes
     }
     return {
         "number": number,
@@ -49,7 +50,7 @@ def put_variable(table: VariableTable, entry: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(entry["value"], bool(entry["requires_grad"]))
     table.variables[number] = StoredVariable(number, str(entry["name"]), parameter, int(entry["version"]))
     for closure, count in entry["writes"].items():
-        table.closures.setdefault(closure, ClosureWrites()).writes[number] = count
+        table.writes.by_function.setdefault(closure, ClosureWrites()).writes[number] = count
 
 
 def put_slots(table: VariableTable, number: int, slots: dict[int, dict[str, Any]]) -> None:
@@ -62,8 +63,8 @@ def copy_rest(table: VariableTable) -> dict[str, Any]:
     """What belongs to no variable: optimizers without slots, and which attempt of a function counts."""
     return {
         "rules": {n: {"parts": rule.parts, "settings": rule.settings()} for n, rule in table.rules.items()},
-        "low_water": table.low_water,
-        "attempts": {c: entry.attempt for c, entry in table.closures.items() if c >= table.low_water},
+        "low_water": table.writes.low_water,
+        "attempts": {c: entry.attempt for c, entry in table.writes.by_function.items() if c >= table.writes.low_water},
     }
 
 
@@ -72,9 +73,9 @@ def put_rest(table: VariableTable, entry: dict[str, Any]) -> None:
     for number, rule in entry["rules"].items():
         add_rule(table, number, rule["parts"])
         table.rules[number].put_settings(rule["settings"])
-    table.low_water = int(entry["low_water"])
+    table.writes.low_water = int(entry["low_water"])
     for closure, attempt in entry["attempts"].items():
-        table.closures.setdefault(closure, ClosureWrites()).attempt = attempt
+        table.writes.by_function.setdefault(closure, ClosureWrites()).attempt = attempt
 
 
 def add_rule(table: VariableTable, number: int, parts: Sequence[Any]) -> None:
@@ -88,9 +89,9 @@ def add_rule(table: VariableTable, number: int, parts: Sequence[Any]) -> None:
     table.rules[number] = make_rule(parts, local)
 
 
-def replay(table: VariableTable, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> None:
+def repeat_writes(table: VariableTable, header: Header, operations: Sequence[Operation], data: torch.Tensor) -> None:
     """Makes the writes of a journal once more."""
     if header.closure:
-        entry = table.closures.setdefault(header.closure, ClosureWrites())
+        entry = table.writes.by_function.setdefault(header.closure, ClosureWrites())
         entry.attempt = max(entry.attempt, header.attempt)
     table.execute(header, operations, data)

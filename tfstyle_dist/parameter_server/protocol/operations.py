@@ -101,6 +101,13 @@ class Operation:
         return ids + padded(self.nbytes)
 
 
+def request_bytes(operation: Operation) -> int:
+    """How many bytes follow a request for one of its operations."""
+    if operation.op == Op.PULL:
+        return 0
+    return operation.stream_bytes
+
+
 class Lease(Protocol):
     """A value that stays as it is until it is released."""
 

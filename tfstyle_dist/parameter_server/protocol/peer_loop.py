@@ -134,7 +134,7 @@ class PeerLoop:
             del self._handlers[entry]
             self._poller.unregister(entry)
 
-    def turn(self, milliseconds: float) -> None:
+    def turn(self, milliseconds: int) -> None:
         """Waits, at most so long, and takes what has come."""
         for entry, _ in self._poller.poll(milliseconds):
             handler = self._handlers.get(entry)

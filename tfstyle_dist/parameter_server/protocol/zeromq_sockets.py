@@ -108,17 +108,10 @@ class Context:
         with self._lock:
             self._open[:] = [*(known for known in self._open if not known.closed), socket]
         for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.MAXMSGSIZE, _MAX_MESSAGE),
-            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, _LOST_MS),
-            (zmq.HEARTBEAT_TTL, _LOST_MS),
-            (zmq.RECONNECT_IVL, 50),
-            (zmq.RECONNECT_IVL_MAX, 500),
-            (zmq.IPV6, 1),
-        ):
+            (zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, _MAX_MESSAGE),
+            (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, _LOST_MS), (zmq.HEARTBEAT_TTL, _LOST_MS),
+            (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 500), (zmq.IPV6, 1),
+        ):  # fmt: skip
             socket.setsockopt(option, value)
         return socket
 
@@ -174,9 +167,10 @@ class Context:
 
     def _authenticate(self, public: bytes) -> None:
         if not self._authenticators:
-            self._authenticators.append(zmq.auth.thread.ThreadAuthenticator(self.context))
-            self._authenticators[0].start()
-            self._authenticators[0].configure_curve_callback(_ZAP_DOMAIN, _AllowList(public))
+            made = zmq.auth.thread.ThreadAuthenticator(self.context)
+            self._authenticators.append(made)
+            made.start()
+            made.configure_curve_callback(_ZAP_DOMAIN, _AllowList(public))
 
     def close(self) -> None:
         """Closes all its sockets."""

@@ -83,7 +83,7 @@ class ServerState:
                 client.column = self.table.shared.join()
             return self.table.shared.describe(self.table.variables, client.column)
         if method == "fence":
-            self.table.fence(int(meta["closure"]), int(meta["attempt"]))
+            self.table.writes.fence(int(meta["closure"]), int(meta["attempt"]))
             return {}
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
@@ -99,8 +99,8 @@ class ServerState:
         """Counts of this moment."""
         return {
             "variables": len(self.table.variables), "applied": self.table.applied,
-            "duplicates": self.table.duplicates,
-            "leases": self.table.shared.leases(), "functions": len(self.table.closures),
+            "duplicates": self.table.writes.duplicates,
+            "leases": self.table.shared.leases(), "functions": len(self.table.writes.by_function),
             "unsaved": int(self.keeper is not None and self.keeper.unsaved),
         }  # fmt: skip
 

@@ -65,7 +65,7 @@ def coalesce(table: VariableTable, writes: Sequence[Write]) -> list[Answer]:
     data: list[tuple[torch.Tensor, int, float]] = []
     old: torch.Tensor | None = None
     for write in writes:
-        if table.is_duplicate(write.header, write.operation):
+        if table.writes.is_duplicate(write.header, write.operation):
             answers.append(Answer([reply(stored, extra=FLAG_DUPLICATE)]))
             continue
         if not data:

@@ -244,7 +244,7 @@ class ParameterServer:
                 below, *unfinished = unpack_numbers(meta)
                 if len(unfinished) % 2:
                     raise ProtocolError("a range of functions has no end")
-                self.state.table.settle(header.low_water, below, unfinished)
+                self.state.table.writes.settle(header.low_water, below, unfinished)
         else:
             raise ProtocolError(f"a server does not take messages of kind {header.kind.name}")
 
