@@ -120,7 +120,7 @@ class WorkerTask:
         except zeromq_sockets.ZMQError:
             self._coordinators.discard(identity)  # that connection is gone; the coordinator has noticed
 
-    def _hello(self, identity: bytes, meta: dict[str, Any]) -> None:
+    def _handshake(self, identity: bytes, meta: dict[str, Any]) -> None:
         if meta.get("role") != "coordinator":
             raise ProtocolError(f"unknown role {meta.get('role')!r}")
         name = str(meta["session"])
