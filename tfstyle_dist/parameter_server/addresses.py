@@ -1,7 +1,8 @@
-"""What a parameter server cluster must look like."""
+"""What a parameter server cluster must look like, and what its addresses mean."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,3 +48,18 @@ def check_cluster(cluster: Mapping[str, Sequence[str]]) -> None:
         raise ValueError("The cluster must have at least one ps; add a job 'ps' with its addresses.")
     if len(cluster.get("chief", ())) > 1:
         raise ValueError(f"The cluster can have at most one chief, got {list(cluster['chief'])}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def bindable(host: str) -> str:
+    """The name of an interface to listen at."""
+    return "127.0.0.1" if host == "localhost" else host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import resource
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server.addresses import bindable, is_loopback
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, MAX_META
 from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 
@@ -285,18 +285,3 @@ def poller(*entries: Any) -> zmq.Poller:
     for entry in entries:
         result.register(entry, zmq.POLLIN)
     return result
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host in ("localhost", "ip6-localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def bindable(host: str) -> str:
-    """The name of an interface to listen at."""
-    return "127.0.0.1" if host == "localhost" else host

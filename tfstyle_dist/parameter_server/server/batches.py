@@ -28,9 +28,8 @@ from tfstyle_dist.parameter_server.protocol.operations import (
 )
 from tfstyle_dist.parameter_server.server.calls import ServerState
 from tfstyle_dist.parameter_server.server.coalesced_writes import Write, coalesce, coalescing_rate
-from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.client_session import Channel, ClientSession
 from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
-from tfstyle_dist.parameter_server.transports.transport import Channel
 
 _NO_DATA = torch.empty(0, dtype=torch.uint8)
 

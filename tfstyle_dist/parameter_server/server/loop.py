@@ -9,6 +9,7 @@ import torch
 
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.parameter_server.addresses import bindable
 from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.handshake import Tokens
 from tfstyle_dist.parameter_server.protocol.header import (
@@ -29,8 +30,8 @@ from tfstyle_dist.parameter_server.server.batches import refusal
 from tfstyle_dist.parameter_server.server.calls import ServerState
 from tfstyle_dist.parameter_server.server.sessions import Sessions
 from tfstyle_dist.parameter_server.transports.available import LISTENERS
-from tfstyle_dist.parameter_server.transports.client_session import ClientSession
-from tfstyle_dist.parameter_server.transports.transport import Channel, Listener
+from tfstyle_dist.parameter_server.transports.client_session import Channel, ClientSession
+from tfstyle_dist.parameter_server.transports.transport import Listener
 from tfstyle_dist.parameter_server.transports.zeromq import ZeroMQChannel
 
 MOST_CLIENTS = 4096
@@ -51,7 +52,7 @@ class ParameterServer:
 
     def __init__(self, context: zeromq_sockets.Context, address: str, name: str, grace_seconds: float) -> None:
         self.name, self._grace_seconds = name, grace_seconds
-        self.interface = zeromq_sockets.bindable(address.rpartition(":")[0]).strip("[]")
+        self.interface = bindable(address.rpartition(":")[0]).strip("[]")
         self.has_keys = context.keys is not None
         self.lock = threading.Lock()
         self.tokens = Tokens()

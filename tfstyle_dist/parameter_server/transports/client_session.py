@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tfstyle_dist.parameter_server.protocol.header import Header
-from tfstyle_dist.parameter_server.protocol.operations import Operation, tensor_bytes
+from tfstyle_dist.parameter_server.protocol.operations import Answer, Operation, tensor_bytes
 from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 
-if TYPE_CHECKING:
-    from tfstyle_dist.parameter_server.transports.transport import Channel
+
+class Channel(Protocol):
+    """The way that a client's message came, and its answer goes; ``False``: the client is gone.
+
+    Attributes:
+        batches_only: it carries no calls.
+        is_trusted: nobody else can have written what comes.
+    """
+
+    batches_only: bool
+    is_trusted: bool
+
+    def send(self, parts: list[Any]) -> bool:
+        """Sends a message, perhaps after this returns: its parts are the channel's own."""
+
+    def stream(self, head: bytes, answer: Answer) -> bool:
+        """Sends a message and the tensors of an answer, as they are now."""
 
 
 class PlainConnection(Protocol):

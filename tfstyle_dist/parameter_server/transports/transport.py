@@ -17,7 +17,7 @@ import torch
 from tfstyle_dist.parameter_server.protocol import byte_streams
 from tfstyle_dist.parameter_server.protocol.handshake import Tokens
 from tfstyle_dist.parameter_server.protocol.header import FLAG_INLINE, INLINE, Header, pack_message
-from tfstyle_dist.parameter_server.protocol.operations import Answer, tensor_bytes
+from tfstyle_dist.parameter_server.protocol.operations import tensor_bytes
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 
@@ -170,24 +170,6 @@ class Host(Protocol):
 
     def forget(self, client: ClientSession) -> None:
         """A client is gone."""
-
-
-class Channel(Protocol):
-    """The way that a client's message came, and its answer goes; ``False``: the client is gone.
-
-    Attributes:
-        batches_only: it carries no calls.
-        is_trusted: nobody else can have written what comes.
-    """
-
-    batches_only: bool
-    is_trusted: bool
-
-    def send(self, parts: list[Any]) -> bool:
-        """Sends a message, perhaps after this returns: its parts are the channel's own."""
-
-    def stream(self, head: bytes, answer: Answer) -> bool:
-        """Sends a message and the tensors of an answer, as they are now."""
 
 
 class Listener(Protocol):
