@@ -117,14 +117,14 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
 
 def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open() -> None:
     mine, other = TransferSegment.create(4096), TransferSegment.create(4096)
-    both = TransferSegment.attach(mine.place)
+    both = TransferSegment.attach(mine.location)
     mine.request(8).fill_(7)
     assert both.request(8).tolist() == [7] * 8
     both.close()
     before = len(os.listdir("/proc/self/fd"))
     wrong = [
-        {"file": other.place["file"]},
-        {"name": other.place["name"]},
+        {"file": other.location["file"]},
+        {"name": other.location["name"]},
         {"name": "other"},
         {"process": 1},
         {"file": 0},
@@ -134,7 +134,7 @@ def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open(
     ]
     for change in wrong:
         with pytest.raises(OSError):  # noqa: PT011  (PermissionError, or there is no such file)
-            TransferSegment.attach({**mine.place, **change})
+            TransferSegment.attach({**mine.location, **change})
     assert len(os.listdir("/proc/self/fd")) == before
     mine.close()
     other.close()

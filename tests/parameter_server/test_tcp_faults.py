@@ -184,7 +184,7 @@ def test_a_handshake_over_tcp_is_refused(here: Any) -> None:
     link.transport.send_message([pack_message(Header(Kind.HANDSHAKE, 1, meta_bytes=len(body)), body)])
     answer = link.transport.receive()
     assert Header.unpack(answer[0]).kind is Kind.ERROR
-    assert server.session == c.strategy.servers.links[0].handshake["session"]
+    assert server.state.session == c.strategy.servers.links[0].handshake["session"]
 
 
 def ask_and_take_nothing(context: Any, server: ParameterServer, address: str, task: str, number: int) -> ServerLink:

@@ -280,12 +280,12 @@ class ClosureQueue:
         """
         ranges: list[tuple[int, int]] = []
         with self.changed:
-            for place, number in enumerate(self._unfinished):
+            for index, number in enumerate(self._unfinished):
                 if number >= self._above_started:
                     break
                 if ranges and ranges[-1][1] == number:
                     ranges[-1] = ranges[-1][0], number + 1
-                elif len(ranges) == _MOST_RANGES or place == _MOST_LOOKED_AT:
+                elif len(ranges) == _MOST_RANGES or index == _MOST_LOOKED_AT:
                     return number, ranges
                 else:
                     ranges.append((number, number + 1))

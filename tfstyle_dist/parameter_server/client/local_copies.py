@@ -18,7 +18,7 @@ class Ahead:
 
     Attributes:
         step: in which they may be used.
-        parts: by place: version and elements; no elements: as the local copy.
+        parts: by index: version and elements; no elements: as the local copy.
     """
 
     step: int
@@ -68,12 +68,12 @@ class Pull:
         self._target = data
         self._owner, self._in_place, self.versions[0] = owner, False, version
 
-    def target(self, place: int, version: int) -> torch.Tensor:
+    def target(self, index: int, version: int) -> torch.Tensor:
         """The flat bytes that one shard's go into."""
-        self.versions[place] = version
-        return self.part(place).view(-1).view(torch.uint8)
+        self.versions[index] = version
+        return self.part(index).view(-1).view(torch.uint8)
 
-    def part(self, place: int) -> torch.Tensor:
+    def part(self, index: int) -> torch.Tensor:
         """The elements that one shard's go into; if it is the only one, in the tensor's shape."""
         if self._target is None:
             local = self._local.detach()
@@ -83,13 +83,13 @@ class Pull:
                 self._target = torch.empty(local.shape, dtype=local.dtype)
                 if len(self._record.shards) > 1:
                     self._target.copy_(local)
-        return parts_by_shard(self._record, self._target)[place][1]
+        return parts_by_shard(self._record, self._target)[index][1]
 
     def done(self) -> None:
         """The local copy is as fresh as the servers were."""
         record = self._record
-        for place, version in self.versions.items():
-            record.versions[place] = version
+        for index, version in self.versions.items():
+            record.versions[index] = version
         if self._target is not None and not self._in_place:
             if self._fresh:
                 record.components[0] = renewed(record.components[0], self._target)

@@ -91,17 +91,17 @@ class Reader:
         by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
         for record in records:
             if not self._take_ahead(record, pulls[id(record)]):
-                for place, shard in enumerate(record.shards):
-                    by_server.setdefault(shard.server, []).append((record, place))
+                for index, shard in enumerate(record.shards):
+                    by_server.setdefault(shard.server, []).append((record, index))
         narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def target(record: RemoteRecord, place: int, version: int) -> torch.Tensor:
-            wanted = pulls[id(record)].target(place, version)
+        def target(record: RemoteRecord, index: int, version: int) -> torch.Tensor:
+            wanted = pulls[id(record)].target(index, version)
             dtype = self.wire_dtype(record)
             if dtype is record.components[0].dtype:
                 return wanted
             narrow.append(
-                (wanted.view(record.components[0].dtype), torch.empty(record.shards[place].numel, dtype=dtype))
+                (wanted.view(record.components[0].dtype), torch.empty(record.shards[index].numel, dtype=dtype))
             )
             return narrow[-1][1].view(torch.uint8)
 
@@ -122,29 +122,29 @@ class Reader:
         server: int,
         entries: Sequence[tuple[RemoteRecord, int]],
         target: Callable[[RemoteRecord, int, int], torch.Tensor],
-        unchanged: Callable[[RemoteRecord, int], None] = lambda record, place: None,
+        unchanged: Callable[[RemoteRecord, int], None] = lambda record, index: None,
     ) -> None:
         """Asks one server for shards.
 
         Args:
             server: which one.
-            entries: tensors and places of their shards.
+            entries: tensors and indices of their shards.
             target: gives the bytes that a shard's go into.
             unchanged: called instead when the local copy is as new as the server's.
         """
         operations, answer_bytes = [], 0
-        for record, place in entries:
-            shard, dtype = record.shards[place], self.wire_dtype(record)
-            operations.append(Operation(Op.PULL, dtype_number(dtype), shard.number, record.versions[place]))
+        for record, index in entries:
+            shard, dtype = record.shards[index], self.wire_dtype(record)
+            operations.append(Operation(Op.PULL, dtype_number(dtype), shard.number, record.versions[index]))
             answer_bytes += padded(shard.numel * dtype.itemsize)
 
         def take(answers: list[Operation]) -> list[torch.Tensor]:
             targets = []
-            for (record, place), answer in zip(entries, answers, strict=True):
+            for (record, index), answer in zip(entries, answers, strict=True):
                 if answer.extra & FLAG_UNCHANGED:
-                    unchanged(record, place)
+                    unchanged(record, index)
                 else:
-                    targets.append(target(record, place, answer.argument))
+                    targets.append(target(record, index, answer.argument))
             return targets
 
         self.links[server].batch(self.work, operations, [], take, answer_bytes)
@@ -166,17 +166,17 @@ class Reader:
             for record in records:
                 if record.kind == "parameter" and record.fixed and not self.is_near(record):
                     self._ahead[id(record)] = Ahead(self.steps + 1)
-                    for place, shard in enumerate(record.shards):
-                        by_server.setdefault(shard.server, []).append((record, place))
+                    for index, shard in enumerate(record.shards):
+                        by_server.setdefault(shard.server, []).append((record, index))
             coming = self._ahead
 
-            def target(record: RemoteRecord, place: int, version: int) -> torch.Tensor:
-                data = torch.empty(record.shards[place].numel, dtype=self.wire_dtype(record))
-                coming[id(record)].parts[place] = (version, data)
+            def target(record: RemoteRecord, index: int, version: int) -> torch.Tensor:
+                data = torch.empty(record.shards[index].numel, dtype=self.wire_dtype(record))
+                coming[id(record)].parts[index] = (version, data)
                 return data.view(torch.uint8)
 
-            def unchanged(record: RemoteRecord, place: int) -> None:
-                coming[id(record)].parts[place] = (record.versions[place], None)
+            def unchanged(record: RemoteRecord, index: int) -> None:
+                coming[id(record)].parts[index] = (record.versions[index], None)
 
             for server, entries in by_server.items():
                 self._ask(server, entries, target, unchanged)
@@ -187,49 +187,49 @@ class Reader:
         found = self._ahead.pop(id(record), None)
         if found is None or found.step != self.steps or len(found.parts) < len(record.shards):
             return False
-        for place, (version, data) in found.parts.items():
-            if data is None and version != record.versions[place]:
+        for index, (version, data) in found.parts.items():
+            if data is None and version != record.versions[index]:
                 return False
-        for place, (version, data) in found.parts.items():
+        for index, (version, data) in found.parts.items():
             if data is not None:
-                pull.target(place, version).view(record.components[0].dtype).copy_(data)
+                pull.target(index, version).view(record.components[0].dtype).copy_(data)
         return True
 
     def _read_directly(
         self, link: ServerLink, entries: list[tuple[RemoteRecord, int]], pulls: Mapping[int, Pull]
     ) -> list[tuple[RemoteRecord, int]]:
         """Copies what shared memory holds; gives those that must be asked for."""
-        values = link.values([record.shards[place].number for record, place in entries])
+        values = link.values([record.shards[index].number for record, index in entries])
         for record, _ in entries:
             if record.leased is not None and record.leased is not values:
                 record.versions = [0] * len(record.shards)  # the server may use that memory again
         if values is None:
             return entries
         rest = []
-        for record, place in entries:
-            number, pull = record.shards[place].number, pulls[id(record)]
+        for record, index in entries:
+            number, pull = record.shards[index].number, pulls[id(record)]
             if number not in values:
-                rest.append((record, place))
-            elif values.version(number) != record.versions[place]:
+                rest.append((record, index))
+            elif values.version(number) != record.versions[index]:
                 leased = values.lease(number) if pull.may_lease else None
                 if leased is not None:
                     data, version = leased
                     local = record.components[0]
                     pull.adopt(data.view(local.dtype).view(local.shape), version, values)
-                elif not self._copy(values, record, place, pull):
-                    rest.append((record, place))
+                elif not self._copy(values, record, index, pull):
+                    rest.append((record, index))
         return rest
 
-    def _copy(self, values: ValueReader, record: RemoteRecord, place: int, pull: Pull) -> bool:
+    def _copy(self, values: ValueReader, record: RemoteRecord, index: int, pull: Pull) -> bool:
         """Copies a shard out of shared memory, if it is not written all the time."""
-        number = record.shards[place].number
+        number = record.shards[index].number
         if pull.may_replace:
             made = values.clone(number, record.components[0])
             if made is not None:
                 pull.adopt(*made, None)
             return made is not None
-        version = values.copy(number, pull.part(place))
-        pull.versions[place] = version or 0
+        version = values.copy(number, pull.part(index))
+        pull.versions[index] = version or 0
         return version is not None
 
     def wire_dtype(self, record: RemoteRecord) -> torch.dtype:
@@ -257,21 +257,21 @@ class Reader:
 
         def pull() -> None:
             used = []
-            for shard, places, ids in by_shard(record, rows):
-                whole = places is None and dtype is local.dtype
+            for shard, positions, ids in by_shard(record, rows):
+                whole = positions is None and dtype is local.dtype
                 part = result if whole else torch.empty((ids.numel(), *result.shape[1:]), dtype=dtype)
                 values = self.links[shard.server].values([shard.number])
                 if values is not None and shard.number in values and values.rows(shard.number, ids, part):
-                    if places is not None:
-                        result[places] = part
+                    if positions is not None:
+                        result[positions] = part
                     continue
                 self._ask_for_rows(shard, ids, part)
-                used.append((shard.server, places, part))
+                used.append((shard.server, positions, part))
             for server, _, _ in used:
                 self.links[server].finish()
-            for _, places, part in used:
-                if places is not None:
-                    result[places] = part.to(result.dtype)
+            for _, positions, part in used:
+                if positions is not None:
+                    result[positions] = part.to(result.dtype)
                 elif part is not result:
                     result.copy_(part)
 

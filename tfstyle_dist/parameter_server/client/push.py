@@ -109,8 +109,8 @@ class Servers(Reader):
         """Adds values to some rows; a row named twice gets both."""
         self._before_write()
         with self._lock:
-            for shard, places, ids in by_shard(record, rows):
-                part = values.detach() if places is None else values.detach()[places]
+            for shard, positions, ids in by_shard(record, rows):
+                part = values.detach() if positions is None else values.detach()[positions]
                 operation = Operation(Op.ADD_ROWS, dtype_number(part.dtype), shard.number, 0, ids.numel())
                 self._send(shard, operation, [ids, part.contiguous()])
             self._after_write([record])
@@ -175,11 +175,11 @@ class Servers(Reader):
                 for record in records:
                     local: Any = record.components[0].detach()
                     whole = local.contiguous() if fill is None else local
-                    for place, (shard, part) in enumerate(parts_by_shard(record, whole)):
+                    for index, (shard, part) in enumerate(parts_by_shard(record, whole)):
                         if shard.server != server:
                             continue
                         shape = [shard.rows, *local.shape[1:]] if local.dim() else []
-                        name = record.local_name if len(record.shards) == 1 else f"{record.local_name}/part_{place}"
+                        name = record.local_name if len(record.shards) == 1 else f"{record.local_name}/part_{index}"
                         entries.append(
                             {"number": shard.number, "name": name, "shape": shape, "dtype": dtype_number(local.dtype)}
                         )

@@ -97,7 +97,7 @@ def parts_by_shard(record: RemoteRecord, whole: torch.Tensor) -> list[tuple[Shar
 
 
 def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
-    """For each shard with some of the rows: their places, and their numbers inside the shard."""
+    """For each shard with some of the rows: their positions, and their numbers inside the shard."""
     rows = rows.detach().to(torch.int64).contiguous().view(-1)
     if len(record.shards) == 1:
         yield record.shards[0], None, rows
@@ -108,9 +108,9 @@ def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, 
         mask = (rows >= shard.start) if last else (rows >= shard.start) & (rows < shard.start + shard.rows)
         if number == 0:
             mask |= rows < 0
-        places = mask.nonzero().view(-1)
-        if len(places):
-            yield shard, places, rows[places] - shard.start
+        positions = mask.nonzero().view(-1)
+        if len(positions):
+            yield shard, positions, rows[positions] - shard.start
 
 
 def gradient_parts(
@@ -128,8 +128,8 @@ def gradient_parts(
     if grad.is_sparse:
         grad = grad if near else grad.coalesce()
         rows, values = grad._indices()[0], grad._values().to(dtype)
-        for shard, places, ids in by_shard(record, rows):
-            part = (values if places is None else values[places]).contiguous()
+        for shard, positions, ids in by_shard(record, rows):
+            part = (values if positions is None else values[positions]).contiguous()
             yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
         return
     if not grad.is_cpu or grad.dtype is not dtype:

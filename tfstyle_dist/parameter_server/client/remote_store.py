@@ -170,10 +170,10 @@ class RemoteStore(ParameterStore):
         self._add(record, None, name)
         if kind == "sharded":
             parts = []
-            for place, shard in enumerate(description["shards"]):
+            for index, shard in enumerate(description["shards"]):
                 alone = Shard(shard.number, shard.server, 0, shard.rows, 0, shard.numel)
                 part = {
-                    **description, "kind": "variable", "key": -shard.number, "name": f"{name}/part_{place}",
+                    **description, "kind": "variable", "key": -shard.number, "name": f"{name}/part_{index}",
                     "shape": (shard.rows, *data.shape[1:]), "shards": (alone,),
                 }  # fmt: skip
                 parts.append(self._build(part, placeholder(part["shape"], data.dtype)))

@@ -18,33 +18,33 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, place: torch.Tensor | None
+        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, position: torch.Tensor | None
     ) -> Any:
-        ctx.save_for_backward(numbers, place)
+        ctx.save_for_backward(numbers, position)
         ctx.shape = anchor.shape
-        return rows if place is None else _spread(rows, place)
+        return rows if position is None else _spread(rows, position)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        numbers, place = ctx.saved_tensors
+        numbers, position = ctx.saved_tensors
         values = grad.reshape(-1, *ctx.shape[1:])
-        if place is not None:
+        if position is not None:
             added = values.new_zeros((len(numbers), *ctx.shape[1:]))
-            values = added.index_add_(0, place.reshape(-1), values)
+            values = added.index_add_(0, position.reshape(-1), values)
         table = torch.sparse_coo_tensor(
-            numbers.reshape(1, -1), values, ctx.shape, is_coalesced=place is not None, check_invariants=False
+            numbers.reshape(1, -1), values, ctx.shape, is_coalesced=position is not None, check_invariants=False
         )
         return table, None, None, None
 
 
-def _spread(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0, place.reshape(-1)).reshape(*place.shape, *rows.shape[1:])
+def _spread(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, position.reshape(-1)).reshape(*position.shape, *rows.shape[1:])
 
 
 def _distinct(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The different numbers, and of each number its place among them. NumPy sorts some times faster than torch."""
-    found, place = np.unique(numbers.detach().cpu().reshape(-1).numpy(), return_inverse=True)
-    return torch.from_numpy(found), torch.from_numpy(place).view(numbers.shape)
+    found, position = np.unique(numbers.detach().cpu().reshape(-1).numpy(), return_inverse=True)
+    return torch.from_numpy(found), torch.from_numpy(position).view(numbers.shape)
 
 
 def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
@@ -61,17 +61,17 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
         A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
     """
     servers: Any = record.store.servers  # type: ignore[attr-defined]
-    wanted, place = numbers.to(torch.int64), None
+    wanted, position = numbers.to(torch.int64), None
     if not servers.is_near(record):
-        wanted, place = _distinct(wanted)
+        wanted, position = _distinct(wanted)
     rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
-    if place is None and numbers.dim() != 1:
+    if position is None and numbers.dim() != 1:
         rows = rows.view(*numbers.shape, *rows.shape[1:])
     anchor = record.components[0]
     record.looked_up = servers.steps or -1
     if torch.is_grad_enabled() and anchor.requires_grad:
-        return _Lookup.apply(anchor, rows, wanted, place)  # type: ignore[no-any-return,no-untyped-call]
-    return rows if place is None else _spread(rows, place)
+        return _Lookup.apply(anchor, rows, wanted, position)  # type: ignore[no-any-return,no-untyped-call]
+    return rows if position is None else _spread(rows, position)
 
 
 def row_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:

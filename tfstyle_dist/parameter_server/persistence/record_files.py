@@ -107,19 +107,19 @@ def read_what_is_whole(path: Path) -> Iterator[list[bytes]]:
     with _open_own(path) as file:
         size, start = os.fstat(file.fileno()).st_size, 0
         while start < size:
-            parts, place = _read_record(file, start, size), start
-            while parts is None and (place := _find_magic(file, place + 1)) >= 0:
-                parts = _read_record(file, place, size)
+            parts, offset = _read_record(file, start, size), start
+            while parts is None and (offset := _find_magic(file, offset + 1)) >= 0:
+                parts = _read_record(file, offset, size)
             if parts is None:
                 get_logger().warning(
                     "%s: the last %d bytes are no whole record and are left out: the one that was being written when "
                     "the process was killed, or damaged ones", path, size - start,
                 )  # fmt: skip
                 return
-            if place > start:
+            if offset > start:
                 get_logger().error(
                     "%s is damaged: what its bytes %d to %d kept is lost; the records after them are used", path, start,
-                    place,
+                    offset,
                 )  # fmt: skip
             yield parts
             start = file.tell()

@@ -103,7 +103,7 @@ def _enough(scratch: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def pack_views(views: Sequence[tuple[memoryview, int]], flat: torch.Tensor, total: int) -> memoryview:
-    """Puts bytes at their places in a flat buffer.
+    """Puts bytes at their offsets in a flat buffer.
 
     Args:
         views: bytes and offsets.
@@ -129,7 +129,7 @@ class Filler:
         self.total = sum(room for _, room in self._targets)
 
     def rooms(self) -> Iterator[memoryview]:
-        """The places to fill, in order, with those of the padding."""
+        """The buffers to fill, in order, with those of the padding."""
         for view, room in self._targets:
             yield view
             if room > len(view):
@@ -194,16 +194,16 @@ def join(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
     Raises:
         ProtocolError: the frames do not add up to the sizes.
     """
-    parts, place = [], 0
+    parts, index = [], 0
     for size in sizes:
         pieces, got = [], 0
-        while got < size and place < len(frames):
-            pieces.append(frames[place])
-            got += len(frames[place])
-            place += 1
+        while got < size and index < len(frames):
+            pieces.append(frames[index])
+            got += len(frames[index])
+            index += 1
         if got != size:
             raise ProtocolError(f"a part of {size} bytes came as {got}")
         parts.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-    if place != len(frames):
-        raise ProtocolError(f"{len(frames) - place} frames too many")
+    if index != len(frames):
+        raise ProtocolError(f"{len(frames) - index} frames too many")
     return parts

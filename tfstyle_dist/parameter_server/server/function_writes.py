@@ -79,8 +79,8 @@ class FunctionWrites:
     def _is_finished(self, closure: int) -> bool:
         if closure < self.low_water or closure >= self._below:
             return closure < self.low_water
-        place = bisect.bisect_right(self._starts, closure) - 1
-        return place < 0 or closure >= self._ends[place]
+        index = bisect.bisect_right(self._starts, closure) - 1
+        return index < 0 or closure >= self._ends[index]
 
     def _drop_finished(self) -> None:
         if len(self.by_function) > 64:

@@ -38,7 +38,7 @@ class SharedVariables:
         self._files: list[int] = []
         self._owner = uuid.uuid4().hex
         self._page: VersionedPage | None = None
-        self._known: dict[int, list[int]] = {}  # variable: index, place of its marks or -1, first file, offset, bytes
+        self._known: dict[int, list[int]] = {}  # variable: index, number of its marks or -1, first file, offset, bytes
         self._leased = self._groups = 0
         self._columns: set[int] = set()
 
@@ -86,7 +86,7 @@ class SharedVariables:
 
         Returns:
             What ``ValueReader`` needs: process, the part of its files' names that was drawn, files with their sizes,
-            and of each variable its places.
+            and of each variable its location.
         """
         new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
         new = new[: max(versioned_page.MOST_VARIABLES - len(self._known), 0)]
@@ -94,7 +94,7 @@ class SharedVariables:
             with contextlib.suppress(OSError):  # not enough memory: pulls go by message
                 self._share(new)
         sizes = [os.fstat(handle).st_size for handle in self._files]
-        known = [[number, *place] for number, place in self._known.items() if number in variables]
+        known = [[number, *location] for number, location in self._known.items() if number in variables]
         return {
             "process": os.getpid(), "owner": self._owner, "files": list(self._files), "bytes": sizes,
             "variables": known, "column": column,
@@ -106,16 +106,16 @@ class SharedVariables:
         chosen = {v.number for v in large}
         small = [v for v in new if v.number not in chosen]
         if small:
-            places, total = _places(small, 64)
+            locations, total = _locations(small, 64)
             memory = self._file(max(total, mmap.PAGESIZE))
             os.posix_fallocate(self._files[-1], 0, total)
             data = torch.frombuffer(memory, dtype=torch.uint8)
-            for variable, place in zip(small, places, strict=True):
-                index = self._note(variable, -1, len(self._files) - 1, place)
-                _settle(variable, data, place, CopiedSegment(words, index))
+            for variable, location in zip(small, locations, strict=True):
+                index = self._note(variable, -1, len(self._files) - 1, location)
+                _settle(variable, data, location, CopiedSegment(words, index))
         if large:
             self._groups += 1
-            places, total = _places(large, mmap.PAGESIZE)
+            locations, total = _locations(large, mmap.PAGESIZE)
             first = len(self._files)
             memories = [self._file(total) for _ in range(BUFFERS)]
             for memory in memories:
@@ -123,7 +123,7 @@ class SharedVariables:
                     memory.madvise(mmap.MADV_HUGEPAGE)
             all_bytes = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
             assert self._page is not None
-            for variable, (offset, nbytes) in zip(large, places, strict=True):
+            for variable, (offset, nbytes) in zip(large, locations, strict=True):
                 old = variable.parameter.data
                 index = self._note(variable, self._leased, first, (offset, nbytes))
                 buffers = [data[offset : offset + nbytes].view(old.dtype).view(old.shape) for data in all_bytes]
@@ -131,9 +131,9 @@ class SharedVariables:
                 self._leased += 1
                 _settle(variable, all_bytes[0], (offset, nbytes), owner)
 
-    def _note(self, variable: Any, marks: int, file: int, place: tuple[int, int]) -> int:
+    def _note(self, variable: Any, marks: int, file: int, location: tuple[int, int]) -> int:
         index = len(self._known)
-        self._known[variable.number] = [index, marks, file, *place]
+        self._known[variable.number] = [index, marks, file, *location]
         return index
 
     # ---- clients ----------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class SharedVariables:
         """How many buffers are in use by clients."""
         if self._page is None:
             return 0
-        rows = (self._page.marks(place).tobytes() for place in range(self._leased))
+        rows = (self._page.marks(index).tobytes() for index in range(self._leased))
         return sum(row[i : i + COLUMNS] != FREE for row in rows for i in range(0, len(row), COLUMNS))
 
     def __del__(self) -> None:
@@ -174,21 +174,21 @@ def _movable(variable: Any) -> bool:
     return not variable.rows_only and variable.parameter.nbytes <= _LARGEST_MOVED
 
 
-def _places(variables: list[Any], alignment: int) -> tuple[list[tuple[int, int]], int]:
+def _locations(variables: list[Any], alignment: int) -> tuple[list[tuple[int, int]], int]:
     """Offsets and sizes of variables in one file, and the file's size."""
-    places, total = [], 0
+    locations, total = [], 0
     for variable in variables:
         nbytes = variable.parameter.nbytes
         step = _HUGE if nbytes >= _HUGE else alignment
         total = -(-total // step) * step
-        places.append((total, nbytes))
+        locations.append((total, nbytes))
         total += -(-nbytes // alignment) * alignment
-    return places, total
+    return locations, total
 
 
-def _settle(variable: Any, data: torch.Tensor, place: tuple[int, int], owner: CopiedSegment) -> None:
+def _settle(variable: Any, data: torch.Tensor, location: tuple[int, int], owner: CopiedSegment) -> None:
     """Moves a variable to its shared memory."""
-    offset, nbytes = place
+    offset, nbytes = location
     old = variable.parameter.data
     if nbytes:
         shared = data[offset : offset + nbytes].view(old.dtype).view(old.shape)
