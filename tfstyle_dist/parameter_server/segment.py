@@ -14,6 +14,7 @@ import torch
 
 from tfstyle_dist.comm import places, shared_files
 from tfstyle_dist.core import env
+from tfstyle_dist.parameter_server import call_fields
 
 _NAME = "tfstyle-ps-segment"
 
@@ -79,10 +80,11 @@ class Segment:
             PermissionError: it is no segment of this package, or another one.
             OSError: it is not there.
         """
-        name, half = str(place["name"]), int(place["half"])
+        name, half = str(place.get("name")), call_fields.number(place, "half", 1 << 48)
         if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
-        handle = shared_files.find(int(place["process"]), int(place["file"]), name, 2 * half)
+        process, file = call_fields.number(place, "process", 1 << 32), call_fields.number(place, "file", 1 << 32)
+        handle = shared_files.find(process, file, name, 2 * half)
         try:
             segment = cls(handle, half, name)
         except BaseException:
