@@ -102,8 +102,8 @@ def read_index(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataLossError(
             f"The index file {file} cannot be used: {error}. This package reads {FORMAT!r} up to version {VERSION}; "
-            f"the data of a checkpoint are beside its index, in a folder such as {Path(path).name}{DATA}0a1b2c. Restore "
-            "an earlier checkpoint."
+            f"the data of a checkpoint are beside its index, in a folder such as {Path(path).name}{DATA}0a1b2c. "
+            "Restore an earlier checkpoint."
         ) from None
 
 
