@@ -17,7 +17,6 @@ from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
 from tfstyle_dist.parameter_server import wire
-from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.server_state import ServerState
 from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
 from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
@@ -111,8 +110,9 @@ def test_journals_and_snapshots(records: list[list[bytes]]) -> None:
             file.close()
         server = ServerState("/job:ps/task:0")
         options = {"folder": name, "seconds": 60, "every_write": True}
-        keeper = SnapshotKeeper(options, 0, SESSION, server.table, Jobs())
+        keeper = SnapshotKeeper(options, 0, SESSION, server.table, server.jobs)
         keeper.restore(server.change)
+        server.jobs.close()
         keeper.close(forget=False)
         assert not server.table.variables
         server.table.shared.close()

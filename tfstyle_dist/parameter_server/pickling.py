@@ -115,6 +115,8 @@ def loads(parts: Sequence[Any], resolve: Callable[[Any], Any] | None = None) -> 
     Raises:
         DataLossError: the pickle is cut off or damaged; what unpickling runs may raise anything else.
     """
+    if not parts:
+        raise DataLossError("a value from another process cannot be read: nothing came")
     try:
         return _Unpickler(io.BytesIO(parts[0]), parts[1:], resolve).load()
     except (pickle.UnpicklingError, EOFError) as error:

@@ -238,12 +238,24 @@ class CheckpointReader:
         if missing := [name for name in names if name not in self._facts]:
             raise NotFoundError(f"Checkpoint {self.path!r} has no tensor {missing}; it has {sorted(self._facts)}.")
         try:
-            if self._reader is None:
-                self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
-            return self._reader.read(names)
+            return self._tensors().read(names)
         except Exception as error:
             files.verify(self.path, self.content)  # a damaged file is the likely reason
             raise DataLossError(f"Checkpoint {self.path!r} cannot be read: {error!r}.") from error
+
+    def _tensors(self) -> TensorReader:
+        if self._reader is None:
+            self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
+            self._reader.check()
+        return self._reader
+
+    def check(self) -> None:
+        """Compares the index with the files' own list of tensors, whose checksums are right.
+
+        Raises:
+            DataLossError: they differ.
+        """
+        self._tensors()
 
     def state_dict(self, name: str) -> Any:
         """The state of one object, as its ``state_dict()`` was: for programs that do not use this package.
