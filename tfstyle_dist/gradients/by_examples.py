@@ -1,4 +1,4 @@
-"""Where the replicas' shares of a batch differ, a replica's loss weighs by its examples, not as one of so many replicas.
+"""Where the replicas' shares of a batch differ, the loss of a replica weighs by its examples.
 
 The root of the backward pass is multiplied. So whatever sums the gradients afterwards need not know of it, only new
 gradients are touched when several passes accumulate, and what replicas exchange within a pass counts right as well.
@@ -93,7 +93,7 @@ def _say(replica: Any) -> None:
         share, division = replica.share, replica.share.division
         warn_once(
             f"weights by examples {id(replica.strategy.parameter_store)}",
-            f"A batch of {division.examples} examples is divided unevenly over {division.replicas} replicas (replica 0 has "
-            f"{share.examples}): the mean of their gradients is that over the examples, as on one device. For a mean in "
-            "which all replicas weigh the same call strategy.set_gradient_policy(scale='MEAN').",
+            f"A batch of {division.examples} examples is divided unevenly over {division.replicas} replicas (replica 0 "
+            f"has {share.examples}): the mean of their gradients is that over the examples, as on one device. For a mean "
+            "in which all replicas weigh the same call strategy.set_gradient_policy(scale='MEAN').",
         )

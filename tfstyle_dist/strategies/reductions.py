@@ -15,7 +15,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     sparse_sum_over_workers,
     widened,
 )
-from tfstyle_dist.values import PerReplica, Share, shares_of_results
+from tfstyle_dist.values import PerReplica, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -84,28 +84,6 @@ class _AllReduce(torch.autograd.Function):
             grads = tuple(grad / count for grad, count in zip(grads, ctx.counts, strict=True))
         sums = _meet_and_reduce(ctx.context, ReduceOp.SUM, grads, "gradient of all_reduce")
         return (None, None, *[torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)])
-
-
-def may_be_nan(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all of ``tensors`` are dense numbers that can be NaN; the same on all replicas."""
-    return all(t.layout is torch.strided and (t.is_floating_point() or t.is_complex()) for t in tensors)
-
-
-def without_nothing(
-    tensors: Sequence[torch.Tensor], shares: Sequence[Share]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """NaN that was computed of no examples, such as the mean of an empty share, is nothing; any other value counts.
-
-    Args:
-        tensors: see ``may_be_nan``.
-        shares: of what each was computed.
-
-    Returns:
-        The tensors with 0 for nothing; and of their shapes and dtypes 1 where there is a value and 0 for nothing.
-    """
-    nothing = [t.detach().isnan() & (share.examples == 0) for t, share in zip(tensors, shares, strict=True)]
-    kept = [torch.where(n, 0, t.detach()) for n, t in zip(nothing, tensors, strict=True)]
-    return kept, [(~n).to(t.dtype) for n, t in zip(nothing, tensors, strict=True)]
 
 
 def _meet_and_reduce(

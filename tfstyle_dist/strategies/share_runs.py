@@ -37,8 +37,8 @@ def of_share(
         keywords: this replica's.
 
     Returns:
-        What ``fn`` returned. Where some replica has no examples it is noted of the tensors in it, so that a mean over no
-        examples can be told from a result.
+        What ``fn`` returned. Where some replica has no examples that is noted of the tensors in it, so that a mean over
+        no examples can be told from a result.
     """
     share = context.share
     if share is None or not share.some_empty:

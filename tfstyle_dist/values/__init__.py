@@ -17,10 +17,12 @@ from tfstyle_dist.values.shares import (
     Share,
     cut_evenly,
     has_unequal_shares,
+    may_be_nan,
     note_batch,
     note_result,
     share_of_arguments,
     shares_of_results,
+    without_nothing,
 )
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "cut_evenly",
     "has_unequal_shares",
     "local_results",
+    "may_be_nan",
     "note_batch",
     "note_result",
     "regroup",
@@ -42,4 +45,5 @@ __all__ = [
     "select_replica",
     "share_of_arguments",
     "shares_of_results",
+    "without_nothing",
 ]

@@ -60,8 +60,10 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """What a mean over this share counts, where equal shares count 1: the mean over the replicas of means that
-        are multiplied by it is the mean over the examples."""
+        """What a mean over this share counts, where that over an equal share counts 1.
+
+        The mean over the replicas of what was multiplied by it is the mean over the examples.
+        """
         assert self.division is not None
         return self.examples * self.division.replicas / self.division.examples
 
@@ -127,8 +129,8 @@ def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
         arguments: of the step function; lists, tuples, mappings and distributed values are looked into.
 
     Returns:
-        ``None`` where all weigh the same: no batch of a distributed dataset, one of equal shares or of shares of unknown
-        sizes, or several that were divided differently; that is said once. The same on all replicas.
+        ``None`` where all weigh the same: no batch of a distributed dataset, one of equal shares or of shares of
+        unknown sizes, or several that were divided differently; that is said once. The same on all replicas.
     """
     if not _batches:
         return None
@@ -140,7 +142,7 @@ def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
     if any(share.division != uneven[0].division for share in found):
         warn_once(
             "shares of several batches",
-            "One call of strategy.run was given batches whose shares differ in different ways, so it is not known which "
+            "One call of strategy.run was given batches that are divided in different ways, so it is not known which "
             "loss belongs to which: all replicas weigh the same in the gradients. Call run for each batch, or divide the "
             "losses by the sizes of the global batches and call strategy.set_gradient_policy(scale='SUM').",
         )
@@ -183,3 +185,25 @@ def shares_of_results(leaves: Sequence[Any]) -> list[Share] | None:
     shares = [_results.get(leaf) for leaf in leaves]
     known = [share for share in shares if share is not None]
     return known if len(known) == len(leaves) and all(share.some_empty for share in known) else None
+
+
+def may_be_nan(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of ``tensors`` are dense numbers that can be NaN; the same on all replicas."""
+    return all(t.layout is torch.strided and (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
+def without_nothing(
+    tensors: Sequence[torch.Tensor], shares: Sequence[Share]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """NaN that was computed of no examples, such as the mean of an empty share, is nothing; any other value counts.
+
+    Args:
+        tensors: see ``may_be_nan``.
+        shares: of what each was computed.
+
+    Returns:
+        The tensors with 0 for nothing; and of their shapes and dtypes 1 where there is a value and 0 for nothing.
+    """
+    nothing = [t.detach().isnan() & (share.examples == 0) for t, share in zip(tensors, shares, strict=True)]
+    kept = [torch.where(n, 0, t.detach()) for n, t in zip(nothing, tensors, strict=True)]
+    return kept, [(~n).to(t.dtype) for n, t in zip(nothing, tensors, strict=True)]
