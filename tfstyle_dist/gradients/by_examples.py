@@ -94,6 +94,6 @@ def _say(replica: Any) -> None:
         warn_once(
             f"weights by examples {id(replica.strategy.parameter_store)}",
             f"A batch of {division.examples} examples is divided unevenly over {division.replicas} replicas (replica 0 "
-            f"has {share.examples}): the mean of their gradients is that over the examples, as on one device. For a mean "
-            "in which all replicas weigh the same call strategy.set_gradient_policy(scale='MEAN').",
+            f"has {share.examples}): the mean of their gradients is that over the examples, as on one device. For one "
+            "in which all weigh the same call strategy.set_gradient_policy(scale='MEAN').",
         )

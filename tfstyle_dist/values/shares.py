@@ -143,8 +143,8 @@ def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
         warn_once(
             "shares of several batches",
             "One call of strategy.run was given batches that are divided in different ways, so it is not known which "
-            "loss belongs to which: all replicas weigh the same in the gradients. Call run for each batch, or divide the "
-            "losses by the sizes of the global batches and call strategy.set_gradient_policy(scale='SUM').",
+            "loss belongs to which: all replicas weigh the same in the gradients. Call run for each batch, or divide "
+            "the losses by the sizes of the global batches and call strategy.set_gradient_policy(scale='SUM').",
         )
         return None
     return uneven[0]
