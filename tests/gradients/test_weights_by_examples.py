@@ -322,6 +322,7 @@ def test_tf_style_optimizers_sum_as_before(strategy: td.Strategy, process_model:
     close(start - flat(model), sum(plain_gradients(built(), part) for part in parts))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @both_process_models
 def test_the_reduced_gradients_keep_their_graph(strategy: td.Strategy, process_model: str) -> None:
     data = rows(3)
