@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tfstyle_dist as td
 from tfstyle_dist.input.sharding import chunks
@@ -17,6 +17,7 @@ from tfstyle_dist.values import Division, cut_evenly, has_unequal_shares
 pytestmark = pytest.mark.timeout(60)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_a_division_is_that_of_the_pieces(size: int, replicas: int) -> None:
     sizes = [len(piece) for piece in chunks(size, replicas)]
@@ -74,6 +75,21 @@ def test_equal_shares_are_not_noted_and_nothing_is_kept() -> None:
         assert not has_unequal_shares(parts)
         del uneven
         gc.collect()
+
+
+def test_what_was_noted_of_a_tensor_does_not_stay_when_it_comes_again() -> None:
+    """``dataset_fn`` gives the user's own tensors, here in another order in the second epoch."""
+    long, short = torch.zeros(3), torch.zeros(1)
+    pairs = iter([[long, short], [long, torch.zeros(3)]])
+
+    class Again:
+        def __iter__(self) -> Any:
+            return iter(next(pairs))
+
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        batches = strategy.distribute_datasets_from_function(lambda _: Again())
+        found = [examples_seen(strategy, batch) for _ in range(2) for batch in batches]
+    assert found == [[3, 1], [-1, -1]]
 
 
 def test_batches_that_cannot_be_counted_weigh_the_same() -> None:

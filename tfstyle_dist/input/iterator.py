@@ -16,7 +16,7 @@ from tfstyle_dist.input.pipeline import Position, Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.split import empty_like, group, map_leaves
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
-from tfstyle_dist.values import Share, note_batch
+from tfstyle_dist.values import Share, any_noted, note_batch
 
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
@@ -212,9 +212,9 @@ class DistributedIterator:
         return step
 
     def _note_shares(self, step: Step) -> None:
-        """Equal shares are worth noting only where a step may be given batches of several iterators."""
+        """Equal shares are noted only beside others: a step may get both, or a tensor of an earlier batch again."""
         division = step.division
-        if division is None or not division.even or len(_alive) > 1:
+        if division is None or not division.even or len(_alive) > 1 or any_noted():
             for replica, part in enumerate(step.parts):
                 note_batch(part, Share(0 if step.sizes is None else step.sizes[replica], division))
 

@@ -15,6 +15,7 @@ from tfstyle_dist.values.indexed_slices import IndexedSlices
 from tfstyle_dist.values.shares import (
     Division,
     Share,
+    any_noted,
     cut_evenly,
     has_unequal_shares,
     may_be_nan,
@@ -33,6 +34,7 @@ __all__ = [
     "PerReplica",
     "Share",
     "ValueContext",
+    "any_noted",
     "component_values",
     "cut_evenly",
     "has_unequal_shares",

@@ -6,7 +6,6 @@ noted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,12 +80,15 @@ def cut_evenly(examples: int, replicas: int) -> Division:
     return Division.of([step] * whole + ([rest] if rest else []) + [0] * (replicas - whole - bool(rest)))
 
 
+_MOST_TEXTS = 256
+
+
 class _Notes:
-    """What is known of tensors, arrays and lists of texts, while they live."""
+    """What is known of tensors and arrays, while they live, and of the latest lists of texts."""
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
-        self._texts: deque[tuple[Any, Share]] = deque(maxlen=8)  # lists have no weak references
+        self._texts: dict[int, tuple[Any, Share]] = {}  # lists have no weak references
 
     def __bool__(self) -> bool:
         return bool(self._texts) or len(self._known) > 0
@@ -95,16 +97,23 @@ class _Notes:
         if isinstance(leaf, torch.Tensor | np.ndarray):
             self._known[leaf] = share
         else:
-            self._texts.append((leaf, share))
+            self._texts[id(leaf)] = (leaf, share)
+            if len(self._texts) > _MOST_TEXTS:
+                del self._texts[next(iter(self._texts))]
 
     def get(self, leaf: Any) -> Share | None:
         if isinstance(leaf, torch.Tensor | np.ndarray):
             found: Share | None = self._known.get(leaf)
             return found
-        return next((share for texts, share in self._texts if texts is leaf), None)
+        return self._texts[id(leaf)][1] if id(leaf) in self._texts else None
 
 
 _batches, _results = _Notes(), _Notes()
+
+
+def any_noted() -> bool:
+    """Whether something is noted of any batch that is still there."""
+    return bool(_batches)
 
 
 def note_batch(part: Any, share: Share) -> None:
