@@ -1,4 +1,4 @@
-"""What the coordinator and its workers tell each other, on top of ``parameter_server.wire``."""
+"""What the coordinator and its workers tell each other, on top of ``parameter_server.protocol``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Sess
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
+from tfstyle_dist.parameter_server.protocol import byte_streams, call_fields, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
     FLAG_AGAIN,
     FLAG_KEEP,
@@ -148,15 +148,16 @@ class WorkerTask:
 
     def _register(self, meta: dict[str, Any], frames: list[bytes]) -> None:
         assert self._session is not None
-        parts = byte_streams.join([int(n) for n in meta["sizes"]], frames)
-        if meta["method"] == "function":
-            self._session.functions.setdefault(int(meta["number"]), Function(parts))
-        elif meta["method"] == "resource":
-            self._session.factories.setdefault(int(meta["number"]), parts)
-        elif meta["method"] == "value":
-            self._session.values.put(int(meta["number"]), parts)
+        parts = byte_streams.join(meta.get("sizes"), frames)
+        number, method = call_fields.number(meta, "number"), meta.get("method")
+        if method == "function":
+            self._session.functions.setdefault(number, Function(parts))
+        elif method == "resource":
+            self._session.factories.setdefault(number, parts)
+        elif method == "value":
+            self._session.values.put(number, parts)
         else:
-            raise ProtocolError(f"unknown method {meta['method']!r}")
+            raise ProtocolError(f"unknown method {method!r}")
 
     def _following(self) -> list[RemoteRecord]:
         """Parameters that the next function will pull, if it is here already."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.persistence.record_files import read_what_is_whole
 from tfstyle_dist.parameter_server.persistence.table_state import repeat_writes
@@ -65,20 +66,36 @@ def replay(path: Path, table: VariableTable, call: Call) -> None:
         call: carries out a call of the coordinator.
     """
     try:
-        for kind, *parts in read_what_is_whole(path):
-            if kind == b"call":
-                call(unpack_json(parts[0]), parts[1:])
-            else:
-                _replay_batch(table, *parts)
+        for record in read_what_is_whole(path):
+            try:
+                _replay_record(table, record, call)
+            except Exception as error:
+                get_logger().error(
+                    "a record of journal %s cannot be used, and what it kept is lost: %s: %s", path.name,
+                    type(error).__name__, error,
+                )  # fmt: skip
     except PermissionError as error:
-        get_logger().error("journal %s is not used: %s", path, error)
+        get_logger().error("journal %s is not used: %s", path.name, error)
+
+
+def _replay_record(table: VariableTable, record: Sequence[bytes], call: Call) -> None:
+    kind, *parts = record or [b""]
+    if kind == b"call" and parts:
+        call(unpack_json(parts[0]), parts[1:])
+    elif kind == b"batch" and len(parts) == 3:
+        _replay_batch(table, *parts)
+    else:
+        raise DataLossError(f"it is neither a call nor a batch, but {kind[:40]!r} with {len(parts)} part(s)")
 
 
 def _replay_batch(table: VariableTable, head: bytes, operations: bytes, data: bytes) -> None:
     header = Header.unpack(head)
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     kept, pieces, versions, offset = [], [], {}, 0
-    for operation in unpack_operations(operations):
+    told = unpack_operations(operations)
+    if sum(map(request_bytes, told)) != len(data):
+        raise DataLossError(f"a batch that needs {sum(map(request_bytes, told))} bytes was kept with {len(data)}")
+    for operation in told:
         size = request_bytes(operation)
         stored = table.variables.get(operation.variable)
         version, operation.argument = operation.argument >> 24, operation.argument & 0xFFFFFF

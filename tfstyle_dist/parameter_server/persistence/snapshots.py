@@ -25,6 +25,7 @@ from tfstyle_dist.parameter_server.persistence.record_files import (
     read_records,
 )
 from tfstyle_dist.parameter_server.persistence.table_state import (
+    clear,
     copy_rest,
     copy_variable,
     put_rest,
@@ -109,13 +110,14 @@ class SnapshotKeeper:
             try:
                 self._load(list(read_records(self.folder.snapshot(number))))
                 return number
-            except (DataLossError, OSError) as error:
-                get_logger().error("snapshot %d cannot be used: %s", number, error)
+            except Exception as error:  # a pickle that is not ours can raise anything
+                clear(self._table)
+                get_logger().error("snapshot %d cannot be used: %s: %s", number, type(error).__name__, error)
         return 0
 
     def _load(self, records: Sequence[Sequence[bytes]]) -> None:
         *variables, end = [pickling.loads(parts) for parts in records] or [{}]
-        if "rules" not in end:
+        if not isinstance(end, dict) or "rules" not in end:
             raise DataLossError("its end is missing")
         for entry in variables:
             put_variable(self._table, entry)

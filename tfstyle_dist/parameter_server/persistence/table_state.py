@@ -78,6 +78,14 @@ def put_rest(table: VariableTable, entry: dict[str, Any]) -> None:
         table.writes.by_function.setdefault(closure, ClosureWrites()).attempt = attempt
 
 
+def clear(table: VariableTable) -> None:
+    """Takes back what was put into a table that was empty, when the rest of it cannot be."""
+    table.variables.clear()
+    table.rules.clear()
+    table.writes.by_function.clear()
+    table.writes.low_water = 0
+
+
 def add_rule(table: VariableTable, number: int, parts: Sequence[Any]) -> None:
     """Makes an optimizer that was pickled; the same one again changes nothing."""
     if number in table.rules:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tfstyle_dist.core import json_text
 from tfstyle_dist.core.errors import (
     CancelledError,
     DataLossError,
@@ -166,8 +167,8 @@ def unpack_json(meta: bytes | memoryview) -> dict[str, Any]:
         ProtocolError: not a JSON object.
     """
     try:
-        value = json.loads(bytes(meta))
-    except (ValueError, RecursionError) as error:
+        value = json_text.parse(bytes(meta))
+    except ValueError as error:
         raise ProtocolError(f"the meta part is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ProtocolError("the meta part is no JSON object")

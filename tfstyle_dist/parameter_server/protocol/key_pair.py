@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import stat
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
+
+from tfstyle_dist.core import json_text
+
+_MOST_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,19 @@ class Keys:
         if mode & 0o077:
             raise PermissionError(f"The key file {path} has mode {mode:o}: others may read it. Run: chmod 600 {path}")
         try:
-            value = json.loads(Path(path).read_text())
-            return cls(value["public"].encode("ascii"), value["secret"].encode("ascii"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            with open(path, "rb") as file:
+                value = json_text.parse(file.read(_MOST_BYTES))
+            if not isinstance(value, dict):
+                raise ValueError("it holds no object")
+            return cls(_key(value, "public"), _key(value, "secret"))
+        except ValueError as error:
             raise ValueError(
                 f"{path} is no key file ({error}); make one: python -m tfstyle_dist.parameter_server.keys {path}"
             ) from None
+
+
+def _key(value: dict[str, Any], name: str) -> bytes:
+    found = value.get(name)
+    if not isinstance(found, str) or not re.fullmatch(r"[!-~]{40}", found):
+        raise ValueError(f"its {name} key is no text of 40 characters")
+    return found.encode("ascii")

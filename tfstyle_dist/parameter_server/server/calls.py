@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from tfstyle_dist.core.errors import NotFoundError
 from tfstyle_dist.parameter_server.persistence.snapshots import SnapshotKeeper
 from tfstyle_dist.parameter_server.persistence.table_state import add_rule
-from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol import byte_streams, call_fields, pickling
+from tfstyle_dist.parameter_server.protocol.call_fields import NewVariable
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
-from tfstyle_dist.parameter_server.protocol.operations import DTYPES
 from tfstyle_dist.parameter_server.server.background_jobs import Jobs
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.client_session import ClientSession
@@ -83,11 +82,11 @@ class ServerState:
                 client.column = self.table.shared.join()
             return self.table.shared.describe(self.table.variables, client.column)
         if method == "fence":
-            self.table.writes.fence(int(meta["closure"]), int(meta["attempt"]))
+            self.table.writes.fence(call_fields.number(meta, "closure"), call_fields.number(meta, "attempt"))
             return {}
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
-        parts = byte_streams.join([int(n) for n in meta.get("sizes", ())], frames)
+        parts = byte_streams.join(meta.get("sizes", []), frames)
         if method in ("apply", "job", "outcome"):
             return self._apply(method, meta, parts)
         self.change(meta, parts)
@@ -107,12 +106,13 @@ class ServerState:
     def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
         """Functions of the coordinator on the table, e.g. those of checkpoints."""
         if method == "outcome":
-            ended, error = self.jobs.outcome(int(meta["number"]))
+            number = call_fields.number(meta, "number")
+            ended, error = self.jobs.outcome(number)
             if ended and self.keeper is not None and self.keeper.unsaved:
                 self.keeper.soon()
             if error is not None:
                 raise error
-            return {"ended": ended, "known": ended or self.jobs.is_active(int(meta["number"]))}
+            return {"ended": ended, "known": ended or self.jobs.is_active(number)}
         function, args = pickling.loads(parts)
         if method == "job":
             return {"number": self.jobs.start(function(self.table, *args))}
@@ -124,18 +124,20 @@ class ServerState:
         method = meta.get("method")
         self.table.calls += 1
         if method == "create":
-            for entry, part in zip(meta["variables"], parts, strict=True):
-                number, name, dtype = int(entry["number"]), str(entry["name"]), DTYPES[int(entry["dtype"])]
-                if "fill" in entry:
-                    self.table.create_filled(number, name, entry["shape"], dtype, entry["fill"])
-                    continue
-                data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
-                value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
-                self.table.create(number, name, entry["shape"], dtype, value)
+            wanted = call_fields.entries(meta, "variables")
+            if len(wanted) != len(parts):
+                raise ProtocolError(f"{len(wanted)} variables came with {len(parts)} parts")
+            for new in [NewVariable.of(entry, part) for entry, part in zip(wanted, parts, strict=True)]:
+                if new.value is None:
+                    self.table.create_filled(new.number, new.name, new.shape, new.dtype, new.fill or ())
+                else:
+                    self.table.create(new.number, new.name, new.shape, new.dtype, new.value)
         elif method == "optimizer":
-            add_rule(self.table, int(meta["number"]), parts)
+            add_rule(self.table, call_fields.number(meta, "number"), parts)
         elif method == "hyperparameters":
-            rule: Any = self.table.rules[int(meta["number"])]
-            rule.set_hyperparameters(meta["groups"])
+            rule: Any = self.table.rules.get(number := call_fields.number(meta, "number"))
+            if rule is None:
+                raise NotFoundError(f"This parameter server has no optimizer {number}.")
+            rule.set_hyperparameters(call_fields.entries(meta, "groups"))
         else:
             raise ProtocolError(f"unknown method {method!r}")

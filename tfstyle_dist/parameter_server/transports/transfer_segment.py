@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.parameter_server.protocol import call_fields
 from tfstyle_dist.shm import memory_file
 
 _NAME = "tfstyle-ps-segment"
@@ -64,10 +65,11 @@ class TransferSegment:
             PermissionError: it is no segment of this package, or another one.
             OSError: it is not there.
         """
-        name, half = str(location["name"]), int(location["half"])
+        name, half = str(location.get("name")), call_fields.number(location, "half", 1 << 48)
         if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
-        handle = memory_file.find(int(location["process"]), int(location["file"]), name, 2 * half)
+        process = call_fields.number(location, "process", 1 << 32)
+        handle = memory_file.find(process, call_fields.number(location, "file", 1 << 32), name, 2 * half)
         try:
             segment = cls(handle, half, name)
         except BaseException:

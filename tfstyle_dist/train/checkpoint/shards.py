@@ -1,6 +1,6 @@
 """What parameter servers do for a checkpoint: each writes its shards to the common folder, and reads its rows back.
 
-The functions with a ``table`` run in the servers' processes, as jobs (``parameter_server.jobs``): up to each ``yield``
+The functions with a ``table`` run in the servers' processes, as jobs (``server.background_jobs``): up to each ``yield``
 between two requests, what they yield in a thread.
 """
 
