@@ -184,8 +184,7 @@ class ServerLink(Connection):
     def _ready_transport(self, request_bytes: int, answer_bytes: int) -> Transport:
         """The transport, when it can take a request."""
         transport = self._transport()
-        data_due = any(waiting.take is not None for waiting in self._waiting)
-        if transport.needs_all_answers(request_bytes, answer_bytes, data_due):
+        if transport.needs_all_answers(request_bytes, answer_bytes, self._data_is_due):
             self._drain()
         if transport.most_unanswered is not None:
             while sum(w.operations for w in self._waiting) > transport.most_unanswered:
@@ -194,12 +193,11 @@ class ServerLink(Connection):
             self.use(ZeroMQTransport(self))
         return self._transport()
 
-    def _transport(self) -> Transport:
-        """The transport.
+    def _data_is_due(self) -> bool:
+        """Whether an answer will bring tensors."""
+        return any(waiting.take is not None for waiting in self._waiting)
 
-        Raises:
-            UnavailableError: the server was lost meanwhile.
-        """
+    def _transport(self) -> Transport:
         if self.transport is None:
             raise UnavailableError(self._lost or f"{self.name} at {self.address} is not connected.")
         return self.transport

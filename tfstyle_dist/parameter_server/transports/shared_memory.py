@@ -5,7 +5,7 @@ Messages go through a Unix socket (``unix_listener.py``), with fewer threads to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class SharedMemoryTransport(Transport):
 
     # ---- tensors ----------------------------------------------------------------------------------------------
 
-    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_due: bool) -> bool:
+    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_is_due: Callable[[], bool]) -> bool:
         """The earlier requests' bytes must have been taken before they are overwritten."""
         return max(request_bytes, answer_bytes) > INLINE
 

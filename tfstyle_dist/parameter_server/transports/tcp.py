@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ class TcpTransport(Transport):
             get_logger().info("%s: tensors go by ZeroMQ (%s)", link.name, error)
             return None
 
-    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_due: bool) -> bool:
+    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_is_due: Callable[[], bool]) -> bool:
         """Neither end must wait until the other one takes its tensors."""
-        return data_due and request_bytes > INLINE
+        return request_bytes > INLINE and data_is_due()
 
     def send_message(self, parts: Sequence[Any]) -> None:
         """Sends a message."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -70,13 +70,13 @@ class Transport(ABC):
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_due: bool) -> bool:
+    def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_is_due: Callable[[], bool]) -> bool:
         """Whether a request can be sent only when all earlier ones are answered.
 
         Args:
             request_bytes: of its tensors.
             answer_bytes: of the answer's tensors, at most.
-            data_due: whether an earlier answer will bring tensors.
+            data_is_due: tells whether an earlier answer will bring tensors.
         """
         return False
 
