@@ -44,12 +44,12 @@ def test_too_few_files_are_named() -> None:
 
 NO_FILE_LEFT = """
 import contextlib, os, resource, select, socket
-from tfstyle_dist.parameter_server.transports.listening_socket import Listener
+from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 name = f"\\0tfstyle-test-{os.getpid()}"
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(name)
-listener = Listener(listening, "/job:ps/task:0")
+listener = ListeningSocket(listening, "/job:ps/task:0")
 
 def waits():
     return bool(select.select([listener.number], [], [], 0)[0])
