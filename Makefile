@@ -22,7 +22,7 @@ TESTS ?=
 # As constraints.txt, but for what torch itself pins.
 UNPINNED = sed -E '/^(torch|triton|setuptools|fsspec|sympy|networkx)==/d' constraints.txt
 
-.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla gpu bench dist
+.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla fuzz accelerate-suite gpu bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -58,6 +58,12 @@ canary:  ## what a new torch would break: its private names, then the quick test
 	$(VENV_CANARY)/bin/pip install --upgrade torch -e '.[test,examples]'
 	$(VENV_CANARY)/bin/pytest tests/core/test_torch_internals.py
 	$(MAKE) test VENV=$(VENV_CANARY)
+
+fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTRIBUTING.md
+	TFSTYLE_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 --timeout 0 tests/fuzz
+
+accelerate-suite:  ## accelerate's own tests with StrategyAccelerator in the place of Accelerator; needs a network
+	$(BIN)/python tests/integrations/accelerate_suite.py
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
 	$(BIN)/python tests/gpu/check.py

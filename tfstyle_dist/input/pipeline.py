@@ -11,7 +11,8 @@ from typing import Any
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, steps_of_batch
-from tfstyle_dist.input.split import empty_like, is_scalar, leading_size, slice_batch
+from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
+from tfstyle_dist.values import Division, cut_evenly
 
 Position = tuple[int, int]
 """Where a step begins: units read, and examples taken of the unit after them."""
@@ -25,13 +26,15 @@ class Step:
         parts: a batch for each local replica.
         after: where the next step begins.
         whole: the batch that the parts were cut from, for a comparison over the workers.
-        even: whether all replicas of all workers are known to get shares of one size.
+        sizes: examples of each part; ``None`` where they cannot be told, as without a first dimension.
+        division: the shares of all replicas of all workers; ``None`` where this worker alone cannot tell.
     """
 
     parts: Sequence[Any]
     after: Position
     whole: Any = None
-    even: bool = False
+    sizes: Sequence[int] | None = None
+    division: Division | None = None
 
 
 class Pipeline(abc.ABC):
@@ -151,8 +154,15 @@ class BatchPipeline(Pipeline):
             for index, pieces in enumerate(steps, start=1):
                 made += 1
                 after = (number + 1, 0) if index == len(steps) else (number, done + pieces[-1].stop)
-                even = self._policy is AutoShardPolicy.DATA and (size - done) % self.layout.all_replicas == 0
-                yield Step(cut(batch, pieces, -done), (made, 0) if self.unit == "steps" else after, batch, even)
+                sizes = [len(piece) for piece in pieces]
+                division = self._division(size - done, sizes)
+                parts = cut(batch, pieces, -done)
+                yield Step(parts, (made, 0) if self.unit == "steps" else after, batch, sizes, division)
+
+    def _division(self, size: int, sizes: list[int]) -> Division | None:
+        if self._policy is AutoShardPolicy.DATA:
+            return cut_evenly(size, self.layout.all_replicas)
+        return Division.of(sizes) if self.layout.workers == 1 else None
 
 
 class DealtPipeline(Pipeline):
@@ -203,7 +213,16 @@ class DealtPipeline(Pipeline):
                 return
             missing = empty_like(got[0]) if len(got) < len(elements) else None
             made += 1
-            yield Step([missing if e is nothing else e for e in elements], (made, 0))
+            parts = [missing if e is nothing else e for e in elements]
+            yield Step(parts, (made, 0), **self._shares(parts))
+
+    def _shares(self, parts: Sequence[Any]) -> dict[str, Any]:
+        if self.layout.all_replicas == 1:
+            return {}
+        sizes = [first_size(part) for part in parts]
+        if None in sizes:
+            return {}
+        return {"sizes": sizes, "division": Division.of(sizes) if self.layout.workers == 1 else None}
 
 
 @contextlib.contextmanager

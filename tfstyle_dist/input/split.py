@@ -78,6 +78,17 @@ def leading_size(batch: Any) -> int:
     return sizes[0]
 
 
+def first_size(batch: Any) -> int | None:
+    """The common first dimension of all leaves, as ``leading_size``; ``None`` where there is no such thing."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return None if batch.ndim == 0 else batch.size(0) if isinstance(batch, torch.Tensor) else int(batch.shape[0])
+    if isinstance(batch, list | tuple) and (not batch or isinstance(batch[0], str | bytes)):
+        return len(batch)
+    entries = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    sizes = {first_size(entry) for entry in entries if entry is not None}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _leaf_size(leaf: Any) -> int:
     if isinstance(leaf, torch.Tensor | np.ndarray):
         if leaf.ndim == 0:
