@@ -448,6 +448,25 @@ def test_variables_and_reductions(devices: list[str]) -> None:
         assert float(strategy.reduce("SUM", strategy.run(lambda: torch.ones(())), axis=None)) == 2.0  # of the CPU
 
 
+@pytest.mark.parametrize("own", [None, lambda values: torch.stack(list(values)).sum(0)], ids=["default", "own sum"])
+@on_devices
+def test_what_replicas_give_from_their_own_devices_is_summed_on_one(devices: list[str], own: Any) -> None:
+    with td.MirroredStrategy(devices, td.ReductionToOneDevice(accumulation_fn=own)) as strategy:
+        with strategy.scope():
+            summed, apart = td.Variable([3.0, 4.0], aggregation=td.VariableAggregation.SUM), td.Variable([1.0, 2.0])
+        optimizer = td.train.GradientDescentOptimizer(1.0)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.apply_gradients([(x, summed)])
+            apart.scatter_add(td.IndexedSlices(x, torch.tensor([1, 0], device=x.device)))
+
+        x = on_all(strategy, lambda n: torch.tensor([1.0, 2.0 + n]))
+        strategy.run(step, args=(x,))
+        assert [t.tolist() for t in strategy.experimental_local_results(summed)] == [[1.0, -1.0]] * 2
+        assert [t.tolist() for t in strategy.experimental_local_results(apart)] == [[3.0, 3.0], [4.0, 3.0]]
+        assert strategy.reduce("SUM", x, axis=None).tolist() == [2.0, 5.0]
+
+
 def test_a_device_that_is_not_there() -> None:
     seen = f"{KIND}:99 was asked for, but this process sees {ACCELERATOR.device_count()} {KIND.upper()} device"
     with pytest.raises(ValueError, match=seen):
