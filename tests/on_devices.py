@@ -66,6 +66,7 @@ def load() -> None:
     DeviceContext.__torch_function__ = _brought_together(DeviceContext.__torch_function__)
     torch.testing.assert_close = _on_the_host(torch.testing.assert_close)
     torch.set_default_device(KIND)
+    os.environ["KERAS_TORCH_DEVICE"] = KIND  # Keras looks for devices that it knows
 
 
 def _brought_together(inner: Callable[..., Any]) -> Callable[..., Any]:
