@@ -3,8 +3,9 @@
 The tests say ``cpu:0``, ``cpu:1`` and so on for the places of their replicas. With the variable set, those names mean
 its devices, one after the other; a strategy without ``devices`` takes the first. Tensors that a test makes without
 saying where are on the device too, as after ``torch.set_default_device``, and where the code of a test, not that of
-the package, mixes tensors of several devices, they come to the current one, as TensorFlow would do it. Real devices can
-be named as well: ``cuda:0#0,cuda:0#1``. A test that is about the CPU alone is marked ``cpu_only`` with the reason.
+the package, mixes tensors of several devices, they come to the current one, as TensorFlow would do it; those of the CPU
+outside of replicas alone. Real devices can be named as well: ``cuda:0#0,cuda:0#1``. A test that is about the CPU alone
+is marked ``cpu_only`` with the reason.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tfstyle_dist.core import devices, env
 from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.runtime import context
 
 VARIABLE = "TFSTYLE_TEST_DEVICES"
 NAMES = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
@@ -73,11 +75,13 @@ def _brought_together(inner: Callable[..., Any]) -> Callable[..., Any]:
     """What the default device does with a call of torch, and then what is said above."""
 
     def called(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type == KIND]
+        frame = context.current_frame()
+        kinds = (KIND,) if frame is not None and frame.replica is not None else (KIND, "cpu")
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type in kinds]
         if len({t.device for t in given}) > 1 and _is_of_a_test(sys._getframe(1)):
             here = torch.device(KIND, torch.get_device_module(KIND).current_device())
             args, kwargs = tree_map_only(
-                torch.Tensor, lambda t: t.to(here) if t.device.type == KIND else t, (args, kwargs)
+                torch.Tensor, lambda t: t.to(here) if t.device.type in kinds else t, (args, kwargs)
             )
         return inner(self, func, types, args, kwargs)
 
@@ -106,6 +110,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("cpu_only")
         if marker is not None:
             item.add_marker(pytest.mark.skip(reason=f"about the CPU: {marker.args[0]}"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Makes tensors on the device, but in tests of input: what is read is on the CPU first."""
+    torch.set_default_device("cpu" if "input" in item.path.parts else KIND)
 
 
 @pytest.hookimpl(wrapper=True)
