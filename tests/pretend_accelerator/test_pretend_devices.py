@@ -46,22 +46,15 @@ def test_cases(cases: Path) -> None:
     run_pytest(["-o", "python_files=cases_*.py", str(cases)], PRETEND)
 
 
-SUITES = {
-    "core": ["variables", "gradients", "strategies"],
-    "models": ["parity", "model_parallel", "integrations/test_keras_parity.py"],
-    "input": ["input", "integrations/test_keras_inputs.py", "integrations/test_keras_loops.py"],
-}
+SUITES = ["variables", "gradients", "strategies"]
 LAYOUTS = {"two devices": "pretend:0,pretend:1", "one device": "pretend:0#0,pretend:0#1"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "suite", [name if name == "core" else pytest.param(name, marks=pytest.mark.slow) for name in SUITES]
-)
-def test_suites(suite: str, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["two devices", pytest.param("one device", marks=pytest.mark.slow)])
+def test_suites(layout: str) -> None:
     """The suites' own tests, with their replicas on devices (``tests/on_devices.py``)."""
     run_pytest(
-        ["-m", "not distributed and not gpu and not xla", *(f"tests/{path}" for path in SUITES[suite])],
+        ["-m", "not distributed and not gpu and not xla", *(f"tests/{name}" for name in SUITES)],
         {on_devices.VARIABLE: LAYOUTS[layout]},
     )
 
