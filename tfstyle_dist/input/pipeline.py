@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
@@ -238,9 +239,7 @@ def stopping(*streams: Any) -> Iterator[None]:
     except BaseException as error:
         dead = [pid for stream in streams for pid in _killed(stream, error)]
         for stream in streams:
-            shut_down = getattr(stream, "_shutdown_workers", None)
-            if shut_down is not None:
-                shut_down()
+            torch_internals.end_reader_processes(stream)
         if dead:
             raise RuntimeError(
                 f"DataLoader worker (pid {', '.join(map(str, dead))}) was killed while it was read. Look for the "
@@ -255,7 +254,7 @@ def _killed(stream: Any, error: BaseException) -> list[int]:
     if not isinstance(error, ConnectionError | EOFError):
         return []
     dead = []
-    for process in getattr(stream, "_workers", ()):
+    for process in torch_internals.reader_processes(stream):
         process.join(0.5)
         if process.exitcode is not None and process.exitcode != 0:
             dead.append(process.pid)

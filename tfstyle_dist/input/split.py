@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input import layouts
 from tfstyle_dist.values import PerReplica
@@ -51,7 +51,7 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
             return make({k: map_leaves(fn, v) for k, v in value.items()})
         return fn(value)
 
-    return pytree.tree_map(leaf, batch, is_leaf=is_text_list)
+    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=is_text_list)
 
 
 def leading_size(batch: Any) -> int:
