@@ -37,18 +37,18 @@ def add_n(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor
 
     Args:
         contributions: N >= 1 dense tensors of one shape, dtype and device, in any strides.
-        out: Where to write: the contributions' shape and device, and their dtype or, for float16 and
+        out: where to write: the contributions' shape and device, and their dtype or, for float16 and
             bfloat16, float32. It may be one of the contributions or overlap them in any way: where the sum in
             place would read what it already wrote, a block-sized temporary (``out`` is a contribution other
             than the first two) or one of the size of ``out`` (it overlaps one in part) is used. A new tensor
             by default, which never shares memory with a contribution, also for N = 1.
-        divisor: Divides the sum before it is rounded, by a true division (the mean, with ``divisor=N``).
+        divisor: divides the sum before it is rounded, by a true division (the mean, with ``divisor=N``).
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: There is no contribution, shapes, dtypes or devices differ, the dtype has no sum (bool),
+        ValueError: there is no contribution, shapes, dtypes or devices differ, the dtype has no sum (bool),
             ``out`` does not fit, or the divisor is 0 or meets integers.
 
     Example:
@@ -65,15 +65,15 @@ def tree(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor:
     and still give these bits. At most ceil(log2 N) blocks are live at a time.
 
     Args:
-        contributions: As for ``add_n``.
-        out: As for ``add_n``.
-        divisor: As for ``add_n``.
+        contributions: as for ``add_n``.
+        out: as for ``add_n``.
+        divisor: as for ``add_n``.
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: As for ``add_n``.
+        ValueError: as for ``add_n``.
 
     Example:
         >>> tree([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])  # (1 + 2) + 3
@@ -88,15 +88,15 @@ def accumulate_n(
     """Sums the contributions one after the other, as TensorFlow's ``EXPERIMENTAL_ACCUMULATE_N`` does.
 
     Args:
-        contributions: As for ``add_n``.
-        out: As for ``add_n``.
-        divisor: As for ``add_n``.
+        contributions: as for ``add_n``.
+        out: as for ``add_n``.
+        divisor: as for ``add_n``.
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: As for ``add_n``.
+        ValueError: as for ``add_n``.
 
     Example:
         >>> accumulate_n([torch.tensor(1), torch.tensor(2), torch.tensor(3)])
@@ -127,12 +127,12 @@ def sum_lists(
 
     Args:
         contributions: ``contributions[t][i]`` is contribution i to tensor t; as for ``add_n``, and taken as checked.
-        outs: Where to write the sum of each tensor; as ``out`` of ``add_n``.
+        outs: where to write the sum of each tensor; as ``out`` of ``add_n``.
         order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``.
-        divisor: As for ``add_n``.
+        divisor: as for ``add_n``.
 
     Raises:
-        ValueError: The order is unknown, or there are more tensors than outputs or fewer.
+        ValueError: the order is unknown, or there are more tensors than outputs or fewer.
     """
     check_order(order)
     with torch.no_grad():
@@ -167,10 +167,10 @@ def find_problem(
     """Says why these arguments cannot be summed, or ``None`` if they can.
 
     Args:
-        contributions: What would be summed.
-        out: Where the sum would be written.
-        divisor: What the sum would be divided by.
-        indices: The numbers by which the message names the contributions; 0, 1, ... by default.
+        contributions: what would be summed.
+        out: where the sum would be written.
+        divisor: what the sum would be divided by.
+        indices: the numbers by which the message names the contributions; 0, 1, ... by default.
     """
     if not contributions:
         return "there is nothing to sum: give at least one contribution"

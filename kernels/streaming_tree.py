@@ -51,11 +51,11 @@ class StreamingTree:
         """Takes one contribution to every tensor of the list.
 
         Args:
-            index: The place of this contribution among all, from 0.
-            tensors: Dense tensors; shapes, dtypes and devices are the same for every contribution.
+            index: the place of this contribution among all, from 0.
+            tensors: dense tensors; shapes, dtypes and devices are the same for every contribution.
 
         Raises:
-            ValueError: The index is negative or was given before, or the tensors do not fit those given before.
+            ValueError: the index is negative or was given before, or the tensors do not fit those given before.
             RuntimeError: ``finish`` was called.
         """
         with self._lock:
@@ -74,15 +74,15 @@ class StreamingTree:
         """Adds up what is left and gives the sums, rounded once to the dtype of the contributions.
 
         Args:
-            outs: Where to write, one tensor for each of the list: the shapes of the contributions, and their dtypes
+            outs: where to write, one tensor for each of the list: the shapes of the contributions, and their dtypes
                 or, for float16 and bfloat16, float32. New tensors by default.
-            divisor: Divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
+            divisor: divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
 
         Returns:
             ``outs``, or the new tensors.
 
         Raises:
-            ValueError: An index below the highest is missing, there is no contribution, or ``outs`` or the divisor
+            ValueError: an index below the highest is missing, there is no contribution, or ``outs`` or the divisor
                 do not fit.
             RuntimeError: ``finish`` was called before.
         """

@@ -92,18 +92,18 @@ def sum_lists(
         contributions: ``contributions[t][i]`` is contribution i to tensor t: dense tensors of one dtype on one
             device, N >= 1 for every t, those of one t of one shape. Any strides; those that differ from their
             output's cost a copy.
-        outs: Where to write, one tensor for each t: the shape of its contributions, and their dtype or, for float16
+        outs: where to write, one tensor for each t: the shape of its contributions, and their dtype or, for float16
             and bfloat16, float32. It may be one of its own contributions or overlap them, but share no memory with
             another tensor of the list.
         order: "add_n", "tree" or "accumulate_n" (see ``reference``).
-        divisor: Divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
-        scale: A floating point tensor of one element on the same device, read when the kernel runs; multiplies the
+        divisor: divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
+        scale: a floating point tensor of one element on the same device, read when the kernel runs; multiplies the
             sums before they are divided and rounded.
 
     Raises:
-        RuntimeError: The kernels cannot be used (see ``unavailable``), the tensors are on another kind of device, or
+        RuntimeError: the kernels cannot be used (see ``unavailable``), the tensors are on another kind of device, or
             a CUDA graph captures the first call with these tensors.
-        ValueError: The arguments do not fit together; the message names the tensor and the contribution.
+        ValueError: the arguments do not fit together; the message names the tensor and the contribution.
 
     Example:
         >>> outs = [torch.empty_like(p) for p in parameters]  # doctest: +SKIP

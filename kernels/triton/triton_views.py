@@ -16,7 +16,7 @@ def check_tensors(
     """Checks shapes, dtypes and devices, and says whether all tensors are contiguous and can be taken as they are.
 
     Raises:
-        ValueError: Something does not fit; the message names the tensor and the contribution.
+        ValueError: something does not fit; the message names the tensor and the contribution.
     """
     first, first_out = contributions[0][0], outs[0]
     dtype, out_dtype, device = first.dtype, first_out.dtype, first.device
@@ -69,7 +69,7 @@ def make_flat(
         pairs (output, temporary) to copy back after the sum.
 
     Raises:
-        ValueError: A tensor is not strided.
+        ValueError: a tensor is not strided.
     """
     flat_contributions: list[list[Tensor]] = []
     flat_outs: list[Tensor] = []

@@ -21,8 +21,8 @@ def check(contributions: Sequence[Tensor | None], out: Tensor | None, divisor: i
     """The contributions that are not ``None``, if they can be summed; errors name the original index.
 
     Raises:
-        InvalidArgumentError: They cannot be summed, or ``out`` or ``divisor`` do not fit.
-        TypeError: A contribution is not a tensor.
+        InvalidArgumentError: they cannot be summed, or ``out`` or ``divisor`` do not fit.
+        TypeError: a contribution is not a tensor.
     """
     given: object = contributions
     if isinstance(given, Tensor):  # it would iterate over its rows
@@ -69,8 +69,8 @@ def check_lists(
         outputs too.
 
     Raises:
-        InvalidArgumentError: Lists differ in length, or the contributions to a tensor cannot be summed.
-        TypeError: A contribution is not a tensor.
+        InvalidArgumentError: lists differ in length, or the contributions to a tensor cannot be summed.
+        TypeError: a contribution is not a tensor.
     """
     if not contribution_lists:
         raise InvalidArgumentError("there is nothing to sum: give the list of at least one replica")

@@ -29,7 +29,7 @@ def order_of(method: int | None) -> str:
     """The order of the summation where all contributions are at hand, so that DEFAULT is ADD_N.
 
     Args:
-        method: A value of ``AggregationMethod``.
+        method: a value of ``AggregationMethod``.
 
     Raises:
         ValueError: ``method`` is not a value of ``AggregationMethod``.
@@ -56,14 +56,14 @@ class Problem:
     """What is to be summed.
 
     Attributes:
-        n: The number of contributions.
-        nbytes: The bytes of one contribution to all tensors of the list.
-        dtype: Their dtype.
-        device: The type of their device, such as ``"cpu"``.
-        num_tensors: How many tensors the list has.
-        num_threads: How many threads a sum on the CPU may use.
-        at_hand: Whether all contributions are there; otherwise they come one by one.
-        memory_allowance: How many bytes of contributions may be kept until the last one comes; ``None``: any number.
+        n: the number of contributions.
+        nbytes: the bytes of one contribution to all tensors of the list.
+        dtype: their dtype.
+        device: the type of their device, such as ``"cpu"``.
+        num_tensors: how many tensors the list has.
+        num_threads: how many threads a sum on the CPU may use.
+        at_hand: whether all contributions are there; otherwise they come one by one.
+        memory_allowance: how many bytes of contributions may be kept until the last one comes; ``None``: any number.
     """
 
     n: int

@@ -14,8 +14,8 @@ def sum_sparse(contributions: Sequence[Tensor], divisor: int | float | None = No
     """The coalesced sum of sparse COO tensors of one shape and dtype.
 
     Args:
-        contributions: At least one, with equally many sparse dimensions.
-        divisor: What to divide the sum by.
+        contributions: at least one, with equally many sparse dimensions.
+        divisor: what to divide the sum by.
     """
     first = contributions[0]
     # The entries of a tensor that is not coalesced have no public access, and coalescing each first would
