@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from tfstyle_dist.comm.peers.peer import this_peer
-from tfstyle_dist.comm.rendezvous.rendezvous import Members, Rendezvous
+from tfstyle_dist.comm.rendezvous.members import Members
+from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 

@@ -12,66 +12,16 @@ import hashlib
 import json
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tfstyle_dist.comm.peers.peer import Peer, this_peer
+from tfstyle_dist.comm.peers.peer import this_peer
+from tfstyle_dist.comm.rendezvous.members import KINDS, Handshake, Members, read_text, read_word, strange
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
 _SHORTEST, _LONGEST = 0.002, 0.1  # seconds between two looks
 _BEAT_SECONDS, _SILENCE_SECONDS = 1.0, 30.0
 _LAST_WORDS_SECONDS = 5.0  # at most
-_KINDS = {kind.__name__: kind for kind in (DeadlineExceededError, PeerLostError, ValueError)}
-
-
-@dataclass(frozen=True)
-class Members:
-    """Who is to find each other.
-
-    Attributes:
-        rank: this worker.
-        size: number of workers.
-        names: what to call each of them, e.g. ``"worker 1 (host1:2222)"``.
-        address: where worker 0 opens the store, or ``None`` if another rendezvous was said.
-        signature: what must be the same on all workers, e.g. the list of their addresses.
-    """
-
-    rank: int
-    size: int
-    names: tuple[str, ...]
-    address: tuple[str, int] | None
-    signature: str = ""
-
-    @property
-    def own_name(self) -> str:
-        """What this worker is called."""
-        return self.names[self.rank]
-
-
-@dataclass(frozen=True)
-class Handshake:
-    """What a worker says when it comes.
-
-    Attributes:
-        number: drawn for this start-up.
-        peer: where it runs.
-        cluster: what it was told of the cluster.
-    """
-
-    number: str
-    peer: Peer
-    cluster: str
-
-    @staticmethod
-    def parse(rank: int, text: bytes) -> Handshake:
-        """From what stands in the store."""
-        number, cluster, *facts = json.loads(text)
-        return Handshake(number, Peer.of(rank, facts), cluster)
-
-    def text(self) -> str:
-        """For the store."""
-        return json.dumps([self.number, self.cluster, *self.peer.facts])
 
 
 class Rendezvous:
@@ -143,8 +93,10 @@ class Rendezvous:
     def _follow(self) -> str:
         rank, confirmed, pause = self._members.rank, "", _SHORTEST
         while True:
-            listed = (self._read("everyone") or b"[]").decode()
-            numbers = json.loads(listed)
+            listed = (self._read("everyone") or b"[]").decode(errors="replace")
+            numbers = read_text(listed, "the list of workers")
+            if not isinstance(numbers, list):
+                raise ValueError(strange("the list of workers", listed))
             if listed != confirmed and len(numbers) == self._members.size and numbers[rank] == self._handshake.number:
                 confirmed = listed
                 self._store.set(f"confirmed/{rank}", confirmed)
@@ -156,8 +108,8 @@ class Rendezvous:
             leader = self._read_handshake(0)
             self._look_after(leader)
             if leader and leader.number in self._alive and (verdict := self._read(f"verdict/{leader.number}")):
-                kind, message = json.loads(verdict)
-                raise _KINDS[kind](message)
+                kind, message = read_word(verdict, "worker 0's verdict")
+                raise KINDS[kind](message)
             self._check_deadline()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
@@ -197,7 +149,7 @@ class Rendezvous:
                 f"{where} has {handshake.cluster}. Give all workers the same cluster; only the task differs."
             )
         if reason := self._read(f"gave up/{handshake.number}"):
-            kind, message = json.loads(reason)
+            kind, message = read_word(reason, f"worker {peer.rank}'s last word")
             if kind == DeadlineExceededError.__name__:
                 self._list_absent()  # its time was up a moment before ours
             raise PeerLostError(f"{where} gave up: {message}")
@@ -252,7 +204,7 @@ class Rendezvous:
     def _leave_word(self, error: Exception) -> None:
         """Tells the others; worker 0 stays until they have read it, or the store would be gone before they can."""
         with contextlib.suppress(Exception):
-            kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+            kind = next(name for name, kind in KINDS.items() if isinstance(error, kind))
             if self._members.rank > 0:
                 self._store.set(f"gave up/{self._handshake.number}", json.dumps([kind, _first_line(error)]))
             else:

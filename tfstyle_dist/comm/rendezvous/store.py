@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.comm.peers.diagnosis import SideChannel
-from tfstyle_dist.comm.rendezvous.rendezvous import Members, Rendezvous
+from tfstyle_dist.comm.rendezvous.members import Members
+from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core import env, network
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
