@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 from tfstyle_dist_kernels.triton import triton_plan
 from tfstyle_dist_kernels.triton.triton_plan import Plan, build_plan, find_overlaps, find_plan, plan_key
 from tfstyle_dist_kernels.triton.triton_views import check_tensors, make_flat
@@ -196,7 +196,7 @@ def launch(
 
 def kernel_constants(order: str, n: int, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel is compiled for: few variants for all n, as groups of 8 contributions are summed in a loop."""
-    accumulator = reference.accumulation_dtype(dtype)
+    accumulator = problems.accumulation_dtype(dtype)
     block = min(triton_plan.BLOCK_BYTES // dtype.itemsize, triton_plan.MAX_BLOCK_ELEMENTS)
     if order == "tree":
         # The last group has `head` members; a level doubles the number of groups.

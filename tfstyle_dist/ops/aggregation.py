@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tfstyle_dist.ops import backends
 from tfstyle_dist.ops.checks import check, check_column, check_lists
 from tfstyle_dist.ops.cost_model import Problem, choose_method, describe, order_of
 from tfstyle_dist.ops.dispatch import sum_list, sum_one
-from tfstyle_dist.ops.traced import traced_list, traced_one
+from tfstyle_dist_kernels import library
 
 
 def aggregate(
@@ -61,7 +62,7 @@ def aggregate(
     present = check(contributions, out, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return traced_one(present, order, out, divisor, backend)
+        return _traced_one(present, order, out, divisor, backend)
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sum_one(present, order, out, divisor, backend)
@@ -122,7 +123,7 @@ def aggregate_list(
     checked, are_alike = check_lists(contribution_lists, outs, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return traced_list(checked, order, outs, divisor, backend)
+        return _traced_list(checked, order, outs, divisor, backend)
     with torch.no_grad():
         return sum_list(checked, order, outs, divisor, backend, are_alike=are_alike)
 
@@ -158,7 +159,7 @@ def aggregate_columns(
     checked = [check_column(t, columns[t], None, None) for t in used]
     results: list[Tensor | None] = [None] * len(columns)
     if torch.compiler.is_compiling():
-        sums = traced_list(checked, order, None, None, backend) if checked else []
+        sums = _traced_list(checked, order, None, None, backend) if checked else []
     else:
         with torch.no_grad():
             sums = sum_list(checked, order, None, None, backend)
@@ -229,3 +230,52 @@ def explain(
     else:
         backends.explicit(backend, torch.device(device))
     return describe(problem, chosen, why, backend)
+
+
+# ---- under torch.compile: single operators of the graph, which call the dispatcher when the graph runs ----
+
+
+def _traced_one(
+    present: Sequence[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
+) -> Tensor:
+    """``sum_one`` as an operator of the graph that is being traced."""
+    number = None if divisor is None else float(divisor)
+    present = [t.detach() for t in present]
+    if out is None:
+        return cast(Tensor, torch.ops.tfstyle_dist.aggregate(present, order, number, backend))
+    torch.ops.tfstyle_dist.aggregate_into(present, out.detach(), order, number, backend)
+    return out
+
+
+def _traced_list(
+    checked: Sequence[Sequence[Tensor]],
+    order: str,
+    outs: Sequence[Tensor] | None,
+    divisor: int | float | None,
+    backend: str,
+) -> list[Tensor]:
+    """``sum_list`` as an operator of the graph that is being traced."""
+    if outs is not None or len({len(present) for present in checked}) != 1:
+        targets: Sequence[Tensor | None] = [None] * len(checked) if outs is None else outs
+        return [_traced_one(p, order, out, divisor, backend) for p, out in zip(checked, targets, strict=True)]
+    flat = [t.detach() for present in checked for t in present]
+    number = None if divisor is None else float(divisor)
+    return list(torch.ops.tfstyle_dist.aggregate_list(flat, len(checked[0]), order, number, backend))
+
+
+def _run_new(contributions: Sequence[Tensor], order: str, divisor: float | None, backend: str) -> Tensor:
+    return sum_one(contributions, order, None, divisor, backend)
+
+
+def _run_into(contributions: Sequence[Tensor], out: Tensor, order: str, divisor: float | None, backend: str) -> None:
+    sum_one(contributions, order, out, divisor, backend)
+
+
+def _run_lists(
+    contributions: Sequence[Tensor], n: int, order: str, divisor: float | None, backend: str
+) -> list[Tensor]:
+    lists = [contributions[start : start + n] for start in range(0, len(contributions), n)]
+    return sum_list(lists, order, None, divisor, backend)
+
+
+library.register(_run_new, _run_into, _run_lists)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
 _shape, _layout, _dtype, _device = map(operator.attrgetter, ("shape", "layout", "dtype", "device"))
@@ -47,7 +47,7 @@ def check(contributions: Sequence[Tensor | None], out: Tensor | None, divisor: i
             if contributions
             else "there is nothing to sum: give at least one contribution"
         )
-    problem = reference.find_problem(present, out, divisor=divisor, indices=indices)
+    problem = problems.find_problem(present, out, divisor=divisor, indices=indices)
     if problem is None and out is not None and out.layout is not torch.strided:
         problem = f"out has layout {out.layout} but must be dense: leave it out to get a sparse result"
     if problem is None and num_sparse == len(present):
