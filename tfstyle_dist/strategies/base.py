@@ -23,7 +23,7 @@ from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
-from tfstyle_dist.ops.lane_sums import find_lane_sum
+from tfstyle_dist.ops.host_sums import find_host_sum
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -76,7 +76,7 @@ class Strategy:
         self.monitor = Monitor(self.worker, env.monitor() and bool(self.worker.devices))
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
-        self.worker.group.use_summation(sum_into, find_lane_sum)
+        self.worker.group.use_summation(sum_into, find_host_sum)
         self.parameter_store = ParameterStore(self, self.worker, parameter_device)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None

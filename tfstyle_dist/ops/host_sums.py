@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from tfstyle_dist.comm.host_memory.compiled import Begin, Kind, Places
+from tfstyle_dist.comm.host_memory.compiled_sums import Addresses, Begin, Kind
 from tfstyle_dist.ops.backends import WarmUp
 from tfstyle_dist.ops.cost_model import ORDERS
 from tfstyle_dist_kernels.cpu import cpu_exchange
@@ -17,7 +17,7 @@ GAIN_SECONDS_PER_BYTE: Final = 0.06e-9
 _warm_up = WarmUp("cpu.cpu_exchange")
 
 
-def find_lane_sum(kind: Kind, nbytes: int) -> Callable[[Places], Begin] | None:
+def find_host_sum(kind: Kind, nbytes: int) -> Callable[[Addresses], Begin] | None:
     """The compiled sum of a kind, or None as long as it is not there.
 
     Args:
@@ -33,6 +33,6 @@ def find_lane_sum(kind: Kind, nbytes: int) -> Callable[[Places], Begin] | None:
     return partial(_begin, key[2])
 
 
-def _begin(order: str, places: Places) -> Begin:
-    table = cpu_exchange.Table(places.addresses, places.results, places.last, places.rank, places.part_bytes)
+def _begin(order: str, at: Addresses) -> Begin:
+    table = cpu_exchange.Table(at.workers, at.results, at.sleep, at.rank, at.part_bytes)
     return cpu_exchange.beginner(table, order)

@@ -1,4 +1,4 @@
-"""Meetings at start-up, in threads of one process around one store."""
+"""Rendezvous at start-up, in threads of one process around one store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from tfstyle_dist.comm.peers.peer import this_peer
-from tfstyle_dist.comm.rendezvous.rendezvous import Meeting, Members
+from tfstyle_dist.comm.rendezvous.members import Members
+from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
@@ -26,12 +27,12 @@ def members(rank: int, size: int = 2, signature: str = "") -> Members:
 
 
 def hold(store: Any, *who: Members, lasting: bool = False, seconds: float = 30) -> list[Any]:
-    """What each of them gets from a meeting: its name, or the error."""
+    """What each of them gets from a rendezvous: its name, or the error."""
     found: list[Any] = [None] * len(who)
 
     def go(place: int) -> None:
         try:
-            found[place] = Meeting(store, who[place], Deadline(timedelta(seconds=seconds)), lasting).hold()
+            found[place] = Rendezvous(store, who[place], Deadline(timedelta(seconds=seconds)), lasting).wait()
         except Exception as error:
             found[place] = error
 
@@ -43,20 +44,20 @@ def hold(store: Any, *who: Members, lasting: bool = False, seconds: float = 30) 
     return found
 
 
-def test_all_get_the_same_name_and_each_meeting_another() -> None:
+def test_all_get_the_same_name_and_each_rendezvous_another() -> None:
     names = [hold(dist.HashStore(), members(0, 3), members(1, 3), members(2, 3)) for _ in range(2)]
     assert all(len(set(one)) == 1 and isinstance(one[0], str) for one in names)
     assert names[0][0] != names[1][0]
 
 
 def leftovers(store: Any) -> None:
-    """What two workers that have ended since left in a store: a finished meeting."""
+    """What two workers that have ended since left in a store: a finished rendezvous."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     me = this_peer(0)
     for rank in range(2):
         old = dataclasses.replace(me, pid=gone.pid)
-        store.set(f"hello/{rank}", json.dumps([f"old{rank}", "3 workers", *old.facts]))
+        store.set(f"handshake/{rank}", json.dumps([f"old{rank}", "3 workers", *old.facts]))
         store.set(f"confirmed/{rank}", '["old0", "old1"]')
         store.set(f"gave up/old{rank}", '["ValueError", "an old reason"]')
     store.set("everyone", '["old0", "old1"]')

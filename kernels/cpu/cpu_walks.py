@@ -1,85 +1,36 @@
-"""What the machine code of sums between processes is made of: requests, and walks over tensors and slots."""
+"""The machine code that walks over the tensors of a process and the staging area of a part, for sums of processes."""
 
 from __future__ import annotations
 
 import enum
 from typing import Any, Final
 
-from tfstyle_dist_kernels.cpu.cpu_exchange import LaneRequest
-from tfstyle_dist_kernels.cpu.cpu_llvm import (
-    DOUBLE,
-    WORD,
-    WORDS,
-    Module,
-    Vector,
-    begin,
-    element_bytes,
-    integer,
-    loop,
-    word,
-)
+from tfstyle_dist_kernels.cpu.cpu_llvm import DOUBLE, WORD, WORDS, Module, Vector, begin, element_bytes, integer, loop
 
 VECTOR_BYTES: Final = 128
 
 
 class Action(enum.Enum):
-    """What a walk does with values of this process and the slot of a part."""
+    """What a walk does with values of this process and the staging area of a part."""
 
     COPY_IN = "copy_in"
-    """Copies the values to the slot."""
+    """Copies the values to the area."""
     ADD = "add"
-    """Replaces the values by their sum with those in the slot, divided."""
+    """Replaces the values by their sum with those in the area, divided."""
     COPY_OUT = "copy_out"
-    """Replaces the values by those in the slot, divided."""
-
-
-class Fields:
-    """The words of a request, as the code that is being written reads and writes them.
-
-    Args:
-        builder: Writes the code.
-        request: The request's address.
-        kind: Its class.
-    """
-
-    def __init__(self, builder: Any, request: Any, kind: type[LaneRequest]) -> None:
-        self._builder = builder
-        self._names = [name for name, *_ in (*LaneRequest._fields_, *kind._fields_)]
-        self._words = builder.inttoptr(request, WORDS)
-
-    def __getitem__(self, name: str) -> Any:
-        return word(self._builder, self._words, self._names.index(name))
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        place = self._builder.gep(self._words, [integer(self._names.index(name))])
-        self._builder.store(integer(value) if isinstance(value, int) else value, place)
-
-    def number(self, name: str) -> Any:
-        """A field that holds a double."""
-        return self._builder.bitcast(self[name], DOUBLE)
-
-    def answer(self, value: int) -> None:
-        """Ends the call."""
-        self["answer"] = value
-        self._builder.ret_void()
-
-
-def shared_word(builder: Any, words: Any, index: int, shift: Any = None) -> Any:
-    """A word of the shared memory, whose address is number ``index`` of ``words``, or ``shift`` bytes behind it."""
-    address = word(builder, words, index)
-    return builder.inttoptr(address if shift is None else builder.add(address, shift), WORDS)
+    """Replaces the values by those in the area, divided."""
 
 
 def write_walk(module: Module, name: str, action: Action) -> Any:
     """A function that walks over the tensors that hold some of the values.
 
     Its arguments are the addresses of the tensors and of where each begins in the vector of values, how many they are;
-    the first and the last of the values, and the slot that holds them; the divisor or 0; and, to add, whether the
+    the first and the last of the values, and the area that holds them; the divisor or 0; and, to add, whether the
     values of this process come first.
     """
     size, is_copy_in = element_bytes(name), action is Action.COPY_IN
     walk = module.add_function(action.value, [*[WORD] * 6, DOUBLE, WORD])
-    pieces, starts, num_pieces, start, stop, slot, divisor, is_first = walk.args
+    pieces, starts, num_pieces, start, stop, area, divisor, is_first = walk.args
     builder = begin(walk)
     pieces, starts = builder.inttoptr(pieces, WORDS), builder.inttoptr(starts, WORDS)
     divides = builder.fcmp_unordered("!=", divisor, DOUBLE(0))
@@ -94,7 +45,7 @@ def write_walk(module: Module, name: str, action: Action) -> Any:
         with builder.if_then(builder.icmp_signed("<", low, high)):
             here = builder.mul(builder.sub(low, first), integer(size))
             here = builder.add(builder.load(builder.gep(pieces, [piece])), here)
-            there = builder.add(slot, builder.mul(builder.sub(low, start), integer(size)))
+            there = builder.add(area, builder.mul(builder.sub(low, start), integer(size)))
             count = builder.sub(high, low)
             is_before = builder.icmp_signed("!=", is_first, integer(0))
             a, b = builder.select(is_before, here, there), builder.select(is_before, there, here)
@@ -122,8 +73,8 @@ def _write_elements(module: Module, name: str, action: Action, *, divides: bool)
     for low, high, width in ((integer(0), whole, wide), (whole, count, 1)):
         vector = Vector(name, width)
         divisors = vector.spread(builder, divisor) if divides else None
-        with loop(builder, low, high, width) as place:
-            offset = builder.mul(place, integer(element_bytes(name)))
+        with loop(builder, low, high, width) as index:
+            offset = builder.mul(index, integer(element_bytes(name)))
             value = vector.load(builder, builder.add(a, offset))
             if action is Action.ADD:
                 value = vector.adding(builder)(value, vector.load(builder, builder.add(b, offset)))

@@ -14,15 +14,16 @@ from inputs import DEEP, altered, bounded, json_texts
 
 from tfstyle_dist.comm.peers import diagnosis, stacks
 from tfstyle_dist.comm.peers.peer import this_peer
-from tfstyle_dist.comm.rendezvous.rendezvous import Hello, Meeting, Members
+from tfstyle_dist.comm.rendezvous.members import Handshake, Members
+from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core import unix_sockets
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
 pytestmark = pytest.mark.timeout(120)
 
-LEADER = Hello("n0", this_peer(0), "2 workers")
-KEYS = ("hello/0", "hello/1", "everyone", "verdict/n0", "gave up/n0", "beat/n0")
+LEADER = Handshake("n0", this_peer(0), "2 workers")
+KEYS = ("handshake/0", "handshake/1", "everyone", "verdict/n0", "gave up/n0", "beat/n0")
 stored = (
     json_texts(altered(json.loads(LEADER.text())))
     | json_texts(st.lists(st.sampled_from(["n0", "PeerLostError", "x"]), max_size=2))
@@ -30,19 +31,19 @@ stored = (
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), stored, max_size=4), st.booleans())
-@example({"hello/0": DEEP.encode()}, False)
-@example({"hello/0": LEADER.text().encode(), "verdict/n0": b'["KeyError", "x"]'}, False)
+@example({"handshake/0": DEEP.encode()}, False)
+@example({"handshake/0": LEADER.text().encode(), "verdict/n0": b'["KeyError", "x"]'}, False)
 @example({"everyone": b"3"}, False)
 @example({"everyone": b"\xff"}, False)
 @bounded(60)
-def test_meetings(content: dict[str, bytes], lasting: bool) -> None:
+def test_rendezvous(content: dict[str, bytes], lasting: bool) -> None:
     """A worker whose store holds anything at all meets nobody, and says who is missing or what is wrong."""
     store = dist.HashStore()
     for key, value in content.items():
         store.set(key, value)
     members = Members(1, 2, ("worker 0", "worker 1"), None)
     with pytest.raises((DeadlineExceededError, PeerLostError, ValueError)) as caught:
-        Meeting(store, members, Deadline(timedelta(seconds=0.01)), lasting).hold()
+        Rendezvous(store, members, Deadline(timedelta(seconds=0.01)), lasting).wait()
     said = str(caught.value)
     assert "worker" in said
     assert not isinstance(caught.value, UnicodeDecodeError | json.JSONDecodeError)

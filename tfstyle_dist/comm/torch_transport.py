@@ -33,12 +33,12 @@ def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
 
 
 class _Transfer:
-    """A torch work handle with the wire's error handling around its wait."""
+    """A torch work handle with the transport's error handling around its wait."""
 
-    __slots__ = ("_buffer", "_operation", "_wire", "_work")
+    __slots__ = ("_buffer", "_operation", "_transport", "_work")
 
-    def __init__(self, wire: TorchWire, operation: Operation, work: Any, buffer: torch.Tensor) -> None:
-        self._wire, self._operation, self._work, self._buffer = wire, operation, work, buffer
+    def __init__(self, transport: TorchTransport, operation: Operation, work: Any, buffer: torch.Tensor) -> None:
+        self._transport, self._operation, self._work, self._buffer = transport, operation, work, buffer
 
     def wait(self) -> None:
         """Waits for the transfer; a second call returns at once."""
@@ -46,12 +46,12 @@ class _Transfer:
             return
         try:
             with region("wait for", self._operation.name):
-                self._wire.wait_for(self._work, self._buffer)
+                self._transport.wait_for(self._work, self._buffer)
         except RuntimeError as error:
             if str(error).startswith("DataLoader worker"):
                 raise  # torch's signal handler speaks up in whatever runs when a loader process dies
-            self._wire.operations.fail(self._operation, error)
-        self._wire.in_flight.discard(self._operation.sequence)
+            self._transport.operations.fail(self._operation, error)
+        self._transport.in_flight.discard(self._operation.sequence)
         self._work = None  # it would keep the connections open after the group is closed
 
     def moving(self) -> bool:
@@ -59,8 +59,8 @@ class _Transfer:
         return self._work is not None and not self._work.is_completed()
 
 
-class TorchWire:
-    """Moves tensors between the members of a torch process group; a ``socket_sums.Wire``.
+class TorchTransport:
+    """Moves tensors between the members of a torch process group; a ``socket_sums.Transport``.
 
     No call compares what the workers are about to do. Gloo ends the process when sizes disagree, so whoever calls makes
     sure of it before.
@@ -109,7 +109,7 @@ class TorchWire:
         return out, self._start(name, buffer, begin)
 
     def start_all_to_all(self, buffer: torch.Tensor, name: str) -> tuple[torch.Tensor, Pending]:
-        """Starts sending a slice to every worker; see ``socket_sums.Wire``."""
+        """Starts sending a slice to every worker; see ``socket_sums.Transport``."""
         out = torch.empty_like(buffer)
         begin = lambda: dist.all_to_all_single(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
         return out, self._start(name, buffer, begin)
@@ -143,7 +143,7 @@ class TorchWire:
         self._start(name, buffer, lambda: dist.irecv(buffer, group=self.process_group, group_src=source)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> None:
-        """Sends to and receives from single workers; see ``socket_sums.Wire``."""
+        """Sends to and receives from single workers; see ``socket_sums.Transport``."""
         messages = [dist.P2POp(dist.isend, t, group=self.process_group, group_peer=p) for p, t in sends]
         messages += [dist.P2POp(dist.irecv, t, group=self.process_group, group_peer=p) for p, t in receives]
         if not messages:
