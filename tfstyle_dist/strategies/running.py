@@ -95,6 +95,7 @@ class RunMethods:
                 )
         arguments, keywords = self._run_arguments(fn, args, kwargs)
         self.parameter_store.ensure_equal()
+        self.parameter_store.runs += 1
         counts, finished = self.monitor.begin(name_of(fn)), False
         try:
             result = self._run_replicas(fn, arguments, keywords)

@@ -156,6 +156,13 @@ def state_of(strategy: ParameterServerStrategy, optimizer: Any, model: Any) -> S
     return known
 
 
+def bring(optimizer: Any) -> None:
+    """Puts what the servers keep for a Keras optimizer into it; nothing is done for one they do not know."""
+    state = _states.get(optimizer)
+    if state is not None:
+        state.bring()
+
+
 def install() -> None:
     """Lets Keras' files hold what the servers have."""
     owner = keras.optimizers.Optimizer
@@ -166,9 +173,7 @@ def install() -> None:
 
     def save_own_variables(self: Any, store: Any) -> None:
         """As Keras', after the ps tasks were asked."""
-        state = _states.get(self)
-        if state is not None:
-            state.bring()
+        bring(self)
         original(self, store)
 
     save_own_variables.tfstyle_original = original  # type: ignore[attr-defined]
