@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tfstyle_dist.comm.meeting import Meeting, Members
-from tfstyle_dist.comm.places import this_peer
+from tfstyle_dist.comm.peers.peer import this_peer
+from tfstyle_dist.comm.rendezvous.rendezvous import Meeting, Members
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 

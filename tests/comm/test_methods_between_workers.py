@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.halving import Messages, tree_all_reduce
-from tfstyle_dist.comm.routes import Place, Route, choose, explain
-from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.comm.collectives.halving import Messages, tree_all_reduce
+from tfstyle_dist.comm.collectives.routes import Place, Route, choose, explain
+from tfstyle_dist.comm.collectives.topology import Topology
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist_kernels import reference
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm import shared_lane
-from tfstyle_dist.comm.compiled import Said
-from tfstyle_dist.comm.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment
+from tfstyle_dist.comm.host_memory import shared_lane
+from tfstyle_dist.comm.host_memory.compiled import Said
+from tfstyle_dist.comm.host_memory.shared_lane import SLOT_BYTES, LaneError, SharedLane, create_segment
 from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.gradients.pieces import GradientPieces
 from tfstyle_dist.ops import aggregate, aggregate_into, backends, lane_sums
 from tfstyle_dist.ops.cost_model import ORDERS
 from tfstyle_dist.ops.lane_sums import find_lane_sum
-from tfstyle_dist_kernels import cpu_exchange
+from tfstyle_dist_kernels.cpu import cpu_exchange
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the lane needs x86-64")
 Open = Callable[[int], list[SharedLane]]
@@ -282,7 +282,7 @@ class TestCompiledSums:
 @pytest.mark.distributed(workers=2, timeout=90)
 def test_ranks_compile_the_pair_when_it_pays(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "COMPILING_SECONDS", 1e-9)
-    monkeypatch.setattr(lane_sums, "_warm_up", backends.WarmUp("cpu_exchange"))
+    monkeypatch.setattr(lane_sums, "_warm_up", backends.WarmUp("cpu.cpu_exchange"))
     with td.MirroredStrategy() as strategy:
         group = strategy.worker.group
         for _ in range(2000):

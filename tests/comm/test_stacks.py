@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.peers import stacks
 from tfstyle_dist.core import unix_sockets
 
 pytestmark = pytest.mark.timeout(60)
@@ -126,7 +126,7 @@ print(asker.recv(100), flush=True)
 
 NO_FILES = """
 import os, resource, socket, time
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.peers import stacks
 stacks.start()
 place = stacks.place()
 waiting = socket.socket(socket.AF_UNIX)

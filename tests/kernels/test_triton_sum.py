@@ -22,8 +22,9 @@ from triton_env import (
 
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import reference, triton_plan
-from tfstyle_dist_kernels.triton_sum import ORDERS, sum_lists
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.triton import triton_plan
+from tfstyle_dist_kernels.triton.triton_sum import ORDERS, sum_lists
 
 pytestmark = needs_triton
 FLOATS = [torch.float32, torch.float64]

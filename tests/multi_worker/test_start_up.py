@@ -19,7 +19,7 @@ from agreement import said_by_first
 from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.meeting import Meeting
+from tfstyle_dist.comm.rendezvous.rendezvous import Meeting
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,9 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import cpu_steps, cpu_sum, cpu_threads, reference, triton_sum
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.cpu import cpu_steps, cpu_sum, cpu_threads
+from tfstyle_dist_kernels.triton import triton_sum
 
 METHODS = {
     "add_n": AggregationMethod.ADD_N,

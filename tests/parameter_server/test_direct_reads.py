@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import board, streams, wire
+from tfstyle_dist.parameter_server import streams, wire
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.table import VariableTable
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.shm import ordering
 
-needs_x86 = pytest.mark.skipif(not board.possible(), reason="needs Linux on x86-64")
+needs_x86 = pytest.mark.skipif(not ordering.possible(), reason="needs Linux on x86-64")
 
 
 def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.lending import SMALLEST, OwnMemory
 from tfstyle_dist.parameter_server.rules import LocalParameters, TorchRule
 from tfstyle_dist.parameter_server.shared_values import SharedVariables
 from tfstyle_dist.parameter_server.stored import StoredVariable, write
 from tfstyle_dist.parameter_server.table import Answer, VariableTable
 from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.shm import ordering, versioned_page
 
 SIZE = SMALLEST // 4
 STEPS = st.lists(st.sampled_from(["lend", "return first", "return last", "add", "rows", "assign"]), max_size=30)
@@ -53,9 +53,9 @@ def test_a_lent_value_does_not_change(steps: list[str]) -> None:
     play(StoredVariable(1, "v", torch.nn.Parameter(torch.zeros(SIZE))), steps)
 
 
-@pytest.mark.skipif(not board.possible(), reason="values are shared on x86-64 alone")
+@pytest.mark.skipif(not ordering.possible(), reason="values are shared on x86-64 alone")
 @settings(max_examples=40, deadline=None)
-@given(STEPS, st.sampled_from([0, 0, board.BUFFERS - 1, board.BUFFERS + 2]))
+@given(STEPS, st.sampled_from([0, 0, versioned_page.BUFFERS - 1, versioned_page.BUFFERS + 2]))
 def test_a_lent_value_that_clients_of_this_host_can_read_does_not_change(steps: list[str], many: int) -> None:
     shared, stored = SharedVariables(), StoredVariable(1, "v", torch.nn.Parameter(torch.zeros(SIZE)))
     try:
@@ -86,7 +86,7 @@ def test_a_lent_variable_can_still_be_shared() -> None:
     shared = SharedVariables()
     try:
         shared.describe({1: stored})
-        assert stored.is_shared == board.possible()
+        assert stored.is_shared == ordering.possible()
         with torch.no_grad():
             write(stored, Op.ADD, torch.ones(SIZE), None)
         assert loan.data.eq(0).all()

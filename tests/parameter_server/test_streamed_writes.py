@@ -8,7 +8,7 @@ import torch
 from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server.stored import StoredVariable, descend, write
 from tfstyle_dist.parameter_server.wire import Op
-from tfstyle_dist_kernels import cpu_sum, cpu_update
+from tfstyle_dist_kernels.cpu import cpu_sum, cpu_update
 
 
 def test_writes_and_gradients_while_the_old_value_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.comparison import Comparison
-from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.comparison import Comparison
+from tfstyle_dist.comm.collectives.flat import Flat
+from tfstyle_dist.comm.collectives.topology import Topology
+from tfstyle_dist.comm.collectives.worker_sums import WorkerSums
 from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
-from tfstyle_dist.comm.host_memory import HostMemory
-from tfstyle_dist.comm.places import Peer, this_peer
-from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.comm.host_memory.compiled import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.host_memory import HostMemory
+from tfstyle_dist.comm.peers.peer import Peer, this_peer
 from tfstyle_dist.comm.torch_wire import TorchWire
-from tfstyle_dist.comm.worker_sums import WorkerSums
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
 

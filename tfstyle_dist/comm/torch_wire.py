@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tfstyle_dist.comm.collectives.halving import Messages
+from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
 from tfstyle_dist.comm.group import Pending
-from tfstyle_dist.comm.halving import Messages
-from tfstyle_dist.comm.operations import Operation, Operations, name_of
 from tfstyle_dist.core.tracing import region
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13

@@ -182,7 +182,7 @@ class ClusterCoordinator:
 
         Example:
             >>> coordinator.statistics()
-            CoordinatorStatistics(waiting=92, running=4, finished=304, staleness=1.02)
+            CoordinatorStatistics(waiting=..., running=..., finished=..., staleness=...)
         """
         return self._queue.statistics()
 

@@ -31,8 +31,8 @@ def experimental_get_current_worker_index() -> int:
         RuntimeError: called outside of a scheduled function and of a function that makes per-worker data.
 
     Example:
-        >>> coordinator.fetch(coordinator.schedule(experimental_get_current_worker_index))
-        0
+        >>> coordinator.fetch(coordinator.schedule(experimental_get_current_worker_index)) in (0, 1)  # two workers
+        True
 
     Source: ``tf.distribute.coordinator.experimental_get_current_worker_index``.
     """

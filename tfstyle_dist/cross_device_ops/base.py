@@ -23,6 +23,7 @@ class CrossDeviceOps:
     strategy sums is then summed so in each process, gradients and variables too, before the processes' sums are added.
 
     Example:
+        >>> from tfstyle_dist.values import PerReplica
         >>> op = ReductionToOneDevice()
         >>> op.reduce(ReduceOp.SUM, PerReplica((torch.tensor(1.0), torch.tensor(2.0))), "cpu:0")
         tensor(3.)

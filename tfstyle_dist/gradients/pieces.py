@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tfstyle_dist.comm.flat import Add, with_own
+from tfstyle_dist.comm.collectives.flat import Add, with_own
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops.cost_model import Problem, backend_seconds
 
-MODULES: Final = {"triton": "triton_sum", "llvm": "cpu_sum", "torch": "reference"}
+MODULES: Final = {"triton": "triton.triton_sum", "llvm": "cpu.cpu_sum", "torch": "reference"}
 NAMES: Final = ("auto", *MODULES)
 
 # A sum that moves fewer bytes and has fewer contributions in all than this is not worth a look at the model.
@@ -183,4 +183,4 @@ class WarmUp:
         return True
 
 
-_warm_up = WarmUp("cpu_sum")
+_warm_up = WarmUp("cpu.cpu_sum")

@@ -86,7 +86,7 @@ def choose_method(problem: Problem) -> tuple[int, str]:
 
     ADD_N if all contributions are at hand, or may be kept until they are. TREE if they come one by one and would take
     more memory than allowed: it adds them as they come, and keeps at most log2(N) + 1 partial sums. Between workers the
-    group chooses the route (``comm/routes.py``).
+    group chooses the route (``comm/collectives/routes.py``).
     """
     if problem.at_hand:
         return AggregationMethod.ADD_N, "all contributions are at hand"

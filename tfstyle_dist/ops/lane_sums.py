@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from tfstyle_dist.comm.compiled import Begin, Kind, Places
+from tfstyle_dist.comm.host_memory.compiled import Begin, Kind, Places
 from tfstyle_dist.ops.backends import WarmUp
 from tfstyle_dist.ops.cost_model import ORDERS
-from tfstyle_dist_kernels import cpu_exchange
+from tfstyle_dist_kernels.cpu import cpu_exchange
 
 # What the compiled form saves of a sum, measured on two cores: 5 ms of 12 for 84 MB, 0.4 ms of 0.6 for 3 MB.
 GAIN_SECONDS_PER_BYTE: Final = 0.06e-9
 
-_warm_up = WarmUp("cpu_exchange")
+_warm_up = WarmUp("cpu.cpu_exchange")
 
 
 def find_lane_sum(kind: Kind, nbytes: int) -> Callable[[Places], Begin] | None:

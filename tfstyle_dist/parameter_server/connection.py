@@ -17,9 +17,9 @@ from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server import wire, zmq_link
 from tfstyle_dist.parameter_server.local_lane import LocalLane
-from tfstyle_dist.parameter_server.segment import host_id
 from tfstyle_dist.parameter_server.visit import Visit
 from tfstyle_dist.parameter_server.wire import Header, Kind
+from tfstyle_dist.shm.namespaces import sharing_id
 
 _ADVICE = (
     ", and its variables with it. Start the program again from a checkpoint; under "
@@ -78,7 +78,7 @@ class Connection:
             if self._socket is not None:
                 return
             answer = self._introduce()
-            if env.shared_memory() and answer.get("host") and answer["host"] == host_id():
+            if env.shared_memory() and answer.get("host") and answer["host"] == sharing_id():
                 self.local = LocalLane(self.name, self._timeout, self._call_now, self._look)
             elif env.parameter_server_tcp(self._context.keys is not None):
                 self._open_stream()

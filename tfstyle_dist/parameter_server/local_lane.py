@@ -8,10 +8,10 @@ from typing import Any
 
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import board
 from tfstyle_dist.parameter_server.segment import Segment
 from tfstyle_dist.parameter_server.values_reader import ValuesReader
 from tfstyle_dist.parameter_server.visit import Visit
+from tfstyle_dist.shm import ordering
 
 _NOTHING: dict[str, Any] = {"process": 0, "owner": "", "files": [], "bytes": [], "variables": []}
 
@@ -107,7 +107,7 @@ class LocalLane:
         Args:
             variables: those that are wanted.
         """
-        if not board.possible() or not self.works:
+        if not ordering.possible() or not self.works:
             return None
         found = self._values
         if found is None or any(v not in found and v not in found.private for v in variables):

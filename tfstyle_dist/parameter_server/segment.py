@@ -12,23 +12,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import places, shared_files
-from tfstyle_dist.core import env
+from tfstyle_dist.shm import memory_file
 
 _NAME = "tfstyle-ps-segment"
-
-
-def host_id() -> str:
-    """Tells whether two processes can share memory: they run on one machine and see each other in ``/proc``.
-
-    Returns:
-        Equal for processes of one boot, one pid namespace and one IPC namespace; empty where nothing tells it.
-    """
-    try:
-        boot, pids = places.boot_id(), places.pid_namespace()
-        return f"{boot} {pids} {os.stat('/dev/shm').st_dev} {env.host_name() or ''}" if boot and pids else ""
-    except OSError:
-        return ""
 
 
 class Segment:
@@ -55,9 +41,8 @@ class Segment:
             OSError: no shared memory, or not enough.
         """
         name = f"{_NAME}-{uuid.uuid4().hex}"
-        handle = shared_files.create(name, 2 * half)
+        handle = memory_file.create(name, 2 * half, reserve=True)
         try:
-            os.posix_fallocate(handle, 0, 2 * half)
             return cls(handle, half, name)
         except BaseException:
             os.close(handle)
@@ -82,7 +67,7 @@ class Segment:
         name, half = str(place["name"]), int(place["half"])
         if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
-        handle = shared_files.find(int(place["process"]), int(place["file"]), name, 2 * half)
+        handle = memory_file.find(int(place["process"]), int(place["file"]), name, 2 * half)
         try:
             segment = cls(handle, half, name)
         except BaseException:

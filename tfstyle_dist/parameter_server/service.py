@@ -18,11 +18,11 @@ from tfstyle_dist.parameter_server.answers import OverZmq, Way, refusal, send_an
 from tfstyle_dist.parameter_server.carriers import StreamPort
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.door import Door, Tokens
-from tfstyle_dist.parameter_server.segment import host_id
 from tfstyle_dist.parameter_server.server_state import ServerState
 from tfstyle_dist.parameter_server.table import Answer
 from tfstyle_dist.parameter_server.together import Write, rate_of, write_together
 from tfstyle_dist.parameter_server.wire import CHUNK, Header, Kind, WireError
+from tfstyle_dist.shm.namespaces import sharing_id
 
 _MAX_CLIENTS = 4096
 _SILENT_SECONDS = 5.0
@@ -324,7 +324,7 @@ class ParameterServer(ServerState):
         client.role, client.name = role, str(meta.get("task"))[:200]
         self._forget_earlier(client)
         return {
-            "incarnation": self.incarnation, "task": self._name, "host": host_id(),
+            "incarnation": self.incarnation, "task": self._name, "host": sharing_id(),
             "restored": self.restored, "empty": not self.table.variables,
         }  # fmt: skip
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.board import BUFFERS, COLUMNS, LEASABLE, WRITING
 from tfstyle_dist.parameter_server.lending import Loan
+from tfstyle_dist.shm import versioned_page
+from tfstyle_dist.shm.ordering import fence
+from tfstyle_dist.shm.versioned_page import BUFFERS, COLUMNS, LEASABLE, WRITING
 
 FREE = bytes(COLUMNS)
 """The marks of a buffer that nobody uses."""
@@ -19,7 +20,7 @@ class OnePlace:
     """Where a shared variable lives: one place.
 
     Args:
-        words: of the board.
+        words: of the versioned_page.
         slot: the variable's word.
     """
 
@@ -28,7 +29,7 @@ class OnePlace:
 
     def publish(self, version: int) -> None:
         """The value is whole, and is of this version."""
-        self._words[self._slot] = board.pack(version, 0, 0)
+        self._words[self._slot] = versioned_page.pack(version, 0, 0)
 
     def begin(self, stored: Any, keep: bool) -> torch.Tensor | None:
         """Before the value is written: readers wait.
@@ -55,7 +56,7 @@ class ManyPlaces(OnePlace):
     """Where a large variable lives: several buffers.
 
     Args:
-        words: of the board.
+        words: of the versioned_page.
         slot: the variable's word.
         marks: of its buffers.
         buffers: as many tensors; their memory is not touched yet, but for the first one's.
@@ -77,7 +78,7 @@ class ManyPlaces(OnePlace):
         """The value is whole; clients may use it in place if the next write will find another buffer."""
         self._spare = self._find_spare()
         self._leasable = LEASABLE if self._spare >= 0 else 0
-        self._words[self._slot] = board.pack(version, self._current, self._leasable)
+        self._words[self._slot] = versioned_page.pack(version, self._current, self._leasable)
 
     def _find_spare(self) -> int:
         for buffer in reversed(self._order):
@@ -93,7 +94,7 @@ class ManyPlaces(OnePlace):
         if self._spare >= 0:
             if not self._in_use(self._current):
                 self._words[self._slot] |= WRITING
-                board.barrier()
+                fence()
                 if not self._in_use(self._current):
                     return None
                 self._words[self._slot] &= ~WRITING

@@ -1,9 +1,9 @@
 """A server's variables in memory that the clients of its host read without asking.
 
-Small variables and tables have one place: a client copies, and sees by the word on the board whether the copy is whole.
-A large variable has several buffers: clients use the one that is published in place, and an update that finds it in
-use is written into another one, which is published then. A buffer without marks is used again. The server never waits
-for a client.
+Small variables and tables have one place: a client copies, and sees by the word on the versioned page whether the copy
+is whole. A large variable has several buffers: clients use the one that is published in place, and an update that finds
+it in use is written into another one, which is published then. A buffer without marks is used again. The server never
+waits for a client.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.board import BUFFERS, COLUMNS, Board
 from tfstyle_dist.parameter_server.shared_homes import FREE, ManyPlaces, OnePlace
+from tfstyle_dist.shm import memory_file, ordering, versioned_page
+from tfstyle_dist.shm.versioned_page import BUFFERS, COLUMNS, VersionedPage
 
 LEASED_BYTES = 1 << 18
 """Variables from this size on have several buffers; smaller ones are copied."""
@@ -31,19 +30,29 @@ _LARGEST_MOVED = 1 << 30
 """Moving a variable needs its memory twice for a moment."""
 
 
+def file_name(owner: str, index: int) -> str:
+    """The name of a memory file of a server: clients open no others.
+
+    Args:
+        owner: drawn by the server.
+        index: the file's among those of the server.
+    """
+    return f"tfstyle-ps-values-{owner}-{index}"
+
+
 class SharedVariables:
     """The server's end: moves variables into shared memory when the first client of this host asks."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
         self._owner = uuid.uuid4().hex
-        self._board: Board | None = None
+        self._page: VersionedPage | None = None
         self._known: dict[int, list[int]] = {}  # variable: slot, place of its marks or -1, first file, offset, bytes
         self._leased = self._groups = 0
         self._columns: set[int] = set()
 
     def _file(self, nbytes: int) -> mmap.mmap:
-        handle = shared_files.create(board.file_name(self._owner, len(self._files)), nbytes)
+        handle = memory_file.create(file_name(self._owner, len(self._files)), nbytes)
         try:
             memory = mmap.mmap(handle, nbytes)
         except BaseException:
@@ -53,9 +62,9 @@ class SharedVariables:
         return memory
 
     def _words(self) -> Any:
-        if self._board is None:
-            self._board = Board(self._file(board.BYTES))
-        return self._board.words
+        if self._page is None:
+            self._page = VersionedPage(self._file(versioned_page.BYTES))
+        return self._page.words
 
     def table(self, number: int, nbytes: int) -> tuple[torch.Tensor, OnePlace] | None:
         """Memory of its own for a new, large variable: zeros that cost nothing until they are written.
@@ -67,8 +76,8 @@ class SharedVariables:
         Returns:
             The bytes and their home; ``None`` where nothing can be shared.
         """
-        room = len(self._known) < board.MOST_VARIABLES and len(self._files) < _MOST_FILES
-        if not board.possible() or not room or nbytes == 0:
+        room = len(self._known) < versioned_page.MOST_VARIABLES and len(self._files) < _MOST_FILES
+        if not ordering.possible() or not room or nbytes == 0:
             return None
         try:
             words, memory = self._words(), self._file(nbytes)
@@ -89,7 +98,7 @@ class SharedVariables:
             and of each variable its places.
         """
         new = [v for n, v in variables.items() if n not in self._known and not v.is_shared and _movable(v)]
-        new = new[: max(board.MOST_VARIABLES - len(self._known), 0)]
+        new = new[: max(versioned_page.MOST_VARIABLES - len(self._known), 0)]
         if new and self._groups < _MOST_GROUPS:
             with contextlib.suppress(OSError):  # not enough memory: pulls go by message
                 self._share(new)
@@ -102,7 +111,7 @@ class SharedVariables:
 
     def _share(self, new: list[Any]) -> None:
         words = self._words()
-        large = [v for v in new if v.parameter.nbytes >= LEASED_BYTES][: board.MOST_LEASED - self._leased]
+        large = [v for v in new if v.parameter.nbytes >= LEASED_BYTES][: versioned_page.MOST_LEASED - self._leased]
         chosen = {v.number for v in large}
         small = [v for v in new if v.number not in chosen]
         if small:
@@ -122,12 +131,12 @@ class SharedVariables:
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
             all_bytes = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
-            assert self._board is not None
+            assert self._page is not None
             for variable, (offset, nbytes) in zip(large, places, strict=True):
                 old = variable.parameter.data
                 slot = self._note(variable, self._leased, first, (offset, nbytes))
                 buffers = [data[offset : offset + nbytes].view(old.dtype).view(old.shape) for data in all_bytes]
-                home = ManyPlaces(words, slot, self._board.marks(self._leased), buffers)
+                home = ManyPlaces(words, slot, self._page.marks(self._leased), buffers)
                 self._leased += 1
                 _settle(variable, all_bytes[0], (offset, nbytes), home)
 
@@ -149,14 +158,14 @@ class SharedVariables:
         """A client is gone: what it used is free."""
         if column in self._columns:
             self._columns.remove(column)
-            if self._board is not None:
-                self._board.clear(column, self._leased)
+            if self._page is not None:
+                self._page.clear(column, self._leased)
 
     def leases(self) -> int:
         """How many buffers are in use by clients."""
-        if self._board is None:
+        if self._page is None:
             return 0
-        rows = (self._board.marks(place).tobytes() for place in range(self._leased))
+        rows = (self._page.marks(place).tobytes() for place in range(self._leased))
         return sum(row[i : i + COLUMNS] != FREE for row in rows for i in range(0, len(row), COLUMNS))
 
     def __del__(self) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from tfstyle_dist.comm import shared_files
-from tfstyle_dist.parameter_server import board
-from tfstyle_dist.parameter_server.board import COLUMNS, LEASABLE, TRIES, WRITING, Board
+from tfstyle_dist.parameter_server.shared_values import file_name
+from tfstyle_dist.shm import memory_file, pages, versioned_page
+from tfstyle_dist.shm.ordering import fence
+from tfstyle_dist.shm.versioned_page import COLUMNS, LEASABLE, TRIES, WRITING, VersionedPage
 
-_POPULATE_READ = 22
-_SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
-"""The kernel's PAGEMAP_SCAN."""
-_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _T = TypeVar("_T")
 
 
@@ -52,7 +46,7 @@ class _Buffer:
         self.lent = False  # since its pages were last known to be the server's
         self.uses = 0
         if private:
-            _advise(self.address, len(memory), _POPULATE_READ)
+            pages.populate(self.address, len(memory))
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """The buffer as the variable's tensor."""
@@ -98,7 +92,7 @@ class ValuesReader:
             os.close(self._open(file))
         if not self._files:
             return
-        page = Board(self._map(0, private=False))
+        page = VersionedPage(self._map(0, private=False))
         self._words = page.words
         for variable, slot, marks, first, offset, nbytes in description["variables"]:
             if variable not in self._places:
@@ -106,8 +100,8 @@ class ValuesReader:
                 self._places[variable] = _Place(slot, rows, first, offset, nbytes)
 
     def _open(self, file: int) -> int:
-        name = board.file_name(self._owner, file)
-        return shared_files.find(self._process, self._files[file], name, self._sizes[file])
+        name = file_name(self._owner, file)
+        return memory_file.find(self._process, self._files[file], name, self._sizes[file])
 
     def _map(self, file: int, private: bool) -> memoryview:
         found = self._mapped.get((file, private))
@@ -129,8 +123,8 @@ class ValuesReader:
             found = place.buffers[number] = _Buffer(memory, private)
         if found.lent and not found.uses:
             # A tensor was here; what was written into it must not be taken for the server's value.
-            if _written(found.address, place.nbytes):
-                _advise(found.address, place.nbytes, mmap.MADV_DONTNEED)
+            if pages.has_copied_pages(found.address, place.nbytes):
+                pages.drop(found.address, place.nbytes)
             found.lent = False
         return found
 
@@ -139,7 +133,7 @@ class ValuesReader:
 
     def version(self, variable: int) -> int:
         """Its version now; while it is written the one before."""
-        return board.version_of(self._words[self._places[variable].slot])
+        return versioned_page.version_of(self._words[self._places[variable].slot])
 
     def copy(self, variable: int, target: torch.Tensor) -> int | None:
         """Copies a variable's value.
@@ -153,7 +147,7 @@ class ValuesReader:
         """
         dtype, shape = target.dtype, target.shape
         found = self._read(self._places[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
-        return None if found is None else board.version_of(found[1])
+        return None if found is None else versioned_page.version_of(found[1])
 
     def clone(self, variable: int, like: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         """A new tensor with a variable's value.
@@ -166,7 +160,7 @@ class ValuesReader:
             The tensor and its version; ``None`` if the variable was being written all the time.
         """
         found = self._read(self._places[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
-        return None if found is None else (found[0], board.version_of(found[1]))
+        return None if found is None else (found[0], versioned_page.version_of(found[1]))
 
     def rows(self, variable: int, numbers: torch.Tensor, target: torch.Tensor) -> bool:
         """Copies some rows of a variable.
@@ -199,7 +193,7 @@ class ValuesReader:
             if before & WRITING:
                 os.sched_yield()
                 continue
-            buffer = self._buffer(place, board.buffer_of(before))
+            buffer = self._buffer(place, versioned_page.buffer_of(before))
             if buffer.lent:
                 return None  # this process may have written into its pages
             taken = take(buffer)
@@ -231,11 +225,11 @@ class ValuesReader:
                 continue
             if not word & LEASABLE:
                 return None
-            number = board.buffer_of(word)
+            number = versioned_page.buffer_of(word)
             mark = number * COLUMNS + self._column
             buffer = self._buffer(place, number)
             place.marks[mark] = 1
-            board.barrier()
+            fence()
             if int(self._words[place.slot]) != word:
                 if not buffer.uses:
                     place.marks[mark] = 0
@@ -245,7 +239,7 @@ class ValuesReader:
             holder = memoryview(buffer.memory)
             buffer.uses, buffer.lent = buffer.uses + 1, True
             self._lent.append((weakref.ref(holder), buffer, place.marks, mark))
-            return torch.frombuffer(holder, dtype=torch.uint8), board.version_of(word)
+            return torch.frombuffer(holder, dtype=torch.uint8), versioned_page.version_of(word)
         return None
 
     def sweep(self) -> None:
@@ -279,30 +273,3 @@ def _keep_all() -> None:
 
 
 os.register_at_fork(after_in_parent=_keep_all)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Advice for whole pages; one that the kernel does not know is left out."""
-    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_pagemap: dict[int, int] = {}  # by process: a copy of this one has pages of its own
-
-
-def _written(address: int, nbytes: int) -> bool:
-    """Whether this process has pages of its own in a private mapping; ``True`` where that cannot be told."""
-    try:
-        handle = _pagemap.get(os.getpid())
-        if handle is None:
-            handle = _pagemap[os.getpid()] = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        found = (ctypes.c_uint64 * 3)()
-        present = _PRESENT | _SWAPPED
-        request = struct.pack(
-            "<12Q", 96, 0, address, end, 0, ctypes.addressof(found), 1, 1, _FILE, _FILE, present, present
-        )
-        return int(fcntl.ioctl(handle, _SCAN, bytearray(request))) != 0
-    except OSError:
-        return True

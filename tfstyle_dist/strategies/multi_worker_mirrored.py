@@ -14,9 +14,9 @@ from tfstyle_dist.cluster_resolver import (
     TorchrunClusterResolver,
     roles,
 )
-from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
-from tfstyle_dist.comm.meeting import Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.rendezvous.rendezvous import Members
 from tfstyle_dist.core import devices as device_names, env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker

@@ -11,12 +11,12 @@ import torch
 
 from tfstyle_dist.cluster_resolver import ClusterResolver
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.comm.bootstrap import effective_timeout
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.comm.xla_adapter import XlaAdapter, require_torch_xla
-from tfstyle_dist.comm.xla_group import XlaGroup
+from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter, require_torch_xla
+from tfstyle_dist.comm.xla.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.logging import get_logger

@@ -49,8 +49,8 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
 
     Example:
         >>> v = Variable(1.0, name="v")
-        >>> float(v.assign_add(2.0))
-        3.0
+        >>> v.assign_add(2.0).numpy()
+        array(3., dtype=float32)
 
     Source: ``tf.Variable``.
     """
@@ -102,6 +102,10 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         return self._tfstyle_value().detach().clone()
 
     read_value = value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """``value()`` as a numpy array with memory of its own (``tf.Variable.numpy``); ``force`` as in torch."""
+        return self.value().numpy(force=force)
 
     @property
     def name(self) -> str:

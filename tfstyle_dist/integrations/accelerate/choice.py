@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.comm.bootstrap import default_process_group
+from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
 from tfstyle_dist.core import env
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.strategies import (
