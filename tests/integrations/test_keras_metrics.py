@@ -16,11 +16,20 @@ from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
 
 pytestmark = QUIET
 Central = tfd.experimental.CentralStorageStrategy
+CENTRAL = NamedStrategy("central_2", lambda: Central(["cpu:0", "cpu:1"]))
+CENTRAL_WORKERS = NamedStrategy("central_2_workers", lambda: Central(["cpu:0"]), 2)
+MULTI_WORKER = NamedStrategy("multi_worker_2", lambda: tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"]), 2)
 EVERY = strategy_combinations(
-    "one_device", "mirrored_1", "mirrored_2", "mirrored_3", NamedStrategy("central_2", lambda: Central(["cpu:0", "cpu:1"])),
-    "mirrored_2_workers", "mirrored_2_workers_2_replicas", NamedStrategy("central_2_workers", lambda: Central(["cpu:0"]), 2),
-    NamedStrategy("multi_worker_2", lambda: tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"]), 2), timeout=90,
+    "one_device", "mirrored_1", "mirrored_2", "mirrored_3", CENTRAL, "mirrored_2_workers",
+    "mirrored_2_workers_2_replicas", CENTRAL_WORKERS, MULTI_WORKER, timeout=90,
 )  # fmt: skip
+
+
+@pytest.fixture
+def folder(strategy: tfd.Strategy, request: pytest.FixtureRequest) -> Path:
+    """One for all workers of the strategy."""
+    found: Path = request.getfixturevalue("tmp_path" if strategy.worker.group.size == 1 else "shared_tmp_path")
+    return found
 
 
 def replica() -> int:
@@ -161,9 +170,7 @@ def trained(strategy: Any, model: Any, optimizer: Any, steps: int) -> None:
 
 @EVERY
 @pytest.mark.parametrize("restored", ["built", "not built"])
-def test_a_checkpoint_of_model_optimizer_and_metric(
-    strategy: tfd.Strategy, shared_tmp_path: Path, restored: str
-) -> None:
+def test_a_checkpoint_of_model_optimizer_and_metric(strategy: tfd.Strategy, folder: Path, restored: str) -> None:
     def made() -> tuple[Any, Any, Any]:
         with strategy.scope():
             layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
@@ -174,7 +181,7 @@ def test_a_checkpoint_of_model_optimizer_and_metric(
     trained(strategy, model, optimizer, 3)
     strategy.run(lambda: metric.update_state(torch.tensor(float(replica()))))
     checkpoint = tfd.train.Checkpoint(model=model, optimizer=optimizer, metrics=[metric])
-    path = checkpoint.save(shared_tmp_path / "ckpt")
+    path = checkpoint.save(folder / "ckpt")
     saved = [keras.ops.convert_to_numpy(v).copy() for v in (*model.variables, *optimizer.variables)]
     counted = (float(metric.result()), float(metric.count))
     trained(strategy, model, optimizer, 2)

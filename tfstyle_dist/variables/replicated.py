@@ -64,11 +64,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return special(*args, **(kwargs or {}))
     if func in _METADATA and isinstance(args[0], Replicated):
         return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
-    target: Any = None
-    if kwargs and kwargs.get("out") is not None:
-        target = kwargs["out"]
-    elif args and _writes(func):
-        target = args[0]
+    out = kwargs.get("out") if kwargs else None
+    target = out if out is not None else args[0] if args and _writes(func) else None
     targets = target if isinstance(target, list | tuple) else (target,)
     written = [t for t in targets if getattr(t, "_tfstyle_record", None) is not None]
     resolve = _resolve if not written else _resolve_stored
@@ -77,7 +74,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     with raw():
         result = func(*new_args, **new_kwargs)
     if written:
-        stored = new_kwargs["out"] if kwargs and kwargs.get("out") is not None else new_args[0]
+        stored = new_args[0] if out is None else new_kwargs["out"]
         _spread(targets, stored if isinstance(stored, list | tuple) else (stored,))
     if len(written) == 1 and args and result is new_args[0]:
         return args[0]  # p += 1 must leave p what it is

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.integrations.keras import server_state
+from tfstyle_dist.integrations.keras import server_optimizer
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.train.checkpoint import codec, tracking
 from tfstyle_dist.train.checkpoint.codec import Put
@@ -123,7 +123,7 @@ class KerasMetricLeaf(Leaf):
 
 
 class KerasOptimizerLeaf(Leaf):
-    """A Keras optimizer: steps, learning rate and slots; those that parameter servers hold are asked for first."""
+    """A Keras optimizer: steps, learning rate and slots, also those that parameter servers keep."""
 
     kind = "keras_optimizer"
 
@@ -131,21 +131,31 @@ class KerasOptimizerLeaf(Leaf):
         super().__init__(path, target)
         self._models = [leaf.target for leaf in names.leaves if isinstance(leaf, KerasLayerLeaf)]
 
+    def _variables(self) -> list[Any]:
+        """What it trains: what it was built for, else the trainable variables of the checkpoint's models."""
+        if self.target.built:
+            return list(self.target._trainable_variables)
+        return [v for model in self._models for v in model.trainable_variables]
+
     def tensors(self) -> Iterable[torch.Tensor]:
         """See ``Leaf``."""
-        return [variable.value for variable in getattr(self.target, "_trainable_variables", ())]
+        return [variable.value for variable in self._variables()]
 
     def encode(self, put: Put) -> Any:
         """See ``Leaf``."""
-        server_state.bring(self.target)
+        state = server_optimizer.state_on_servers(self.target, self._variables())
+        if state is not None:
+            state.bring()
         return _encode(_by_place(self.target.variables), self.path, put)
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
         """See ``Leaf``; an optimizer without slots makes them for the checkpoint's model."""
         if not self.target.built and len(tree) > len(self.target.variables):
-            trained = [v for model in self._models for v in model.trainable_variables]
+            trained = self._variables()
             if not trained:
-                why = f"{self.path} has no slots yet: call {self.path}.build(model.trainable_variables) before restoring"
+                why = (
+                    f"{self.path} has no slots yet: call {self.path}.build(model.trainable_variables) before restoring"
+                )
                 return Match(problems=[why])
             self.target.build(trained)
         return _match(self.path, _by_place(self.target.variables), tree, facts)
@@ -153,3 +163,6 @@ class KerasOptimizerLeaf(Leaf):
     def load(self, tree: Any, read: Read) -> None:
         """See ``Leaf``."""
         _load(_by_place(self.target.variables), tree, read)
+        state = server_optimizer.state_on_servers(self.target, self._variables())
+        if state is not None:
+            state.send_if_loaded()

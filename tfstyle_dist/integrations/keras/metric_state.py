@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -138,6 +139,8 @@ def _in_scope(original: Any) -> Any:
 def _written(original: Any) -> Any:
     @functools.wraps(original)
     def direct_assign(self: Any, value: Any) -> None:
+        if travel.write_on_servers(self, value):
+            return
         if self._synchronization == "on_read":
             frame = current_frame()
             if frame is not None and frame.replica is not None:
