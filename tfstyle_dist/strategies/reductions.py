@@ -15,7 +15,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     sparse_sum_over_workers,
     widened,
 )
-from tfstyle_dist.values import PerReplica
+from tfstyle_dist.values import PerReplica, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -65,12 +65,25 @@ def all_gather(context: ReplicaContext, tensor: torch.Tensor, axis: int) -> torc
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: ReplicaContext, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.context, ctx.op = context, op
-        return tuple(_meet_and_reduce(context, op, tensors, "all_reduce"))
+        ctx.context, ctx.op, ctx.counted = context, op, None
+        share = context.share
+        if share is None or not share.some_empty or not may_be_nan(tensors):
+            return tuple(_meet_and_reduce(context, op, tensors, "all_reduce"))
+        kept, ctx.counted = without_nothing(tensors, [share] * len(tensors))
+        both = _meet_and_reduce(context, ReduceOp.SUM, [*kept, *ctx.counted], "all_reduce")
+        totals, ctx.counts = both[: len(tensors)], both[len(tensors) :]
+        if op is ReduceOp.MEAN:
+            totals = [total / count for total, count in zip(totals, ctx.counts, strict=True)]
+        return tuple(totals)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, *_meet_and_reduce(ctx.context, ctx.op, grads, "gradient of all_reduce"))
+        if ctx.counted is None:
+            return (None, None, *_meet_and_reduce(ctx.context, ctx.op, grads, "gradient of all_reduce"))
+        if ctx.op is ReduceOp.MEAN:
+            grads = tuple(grad / count for grad, count in zip(grads, ctx.counts, strict=True))
+        sums = _meet_and_reduce(ctx.context, ReduceOp.SUM, grads, "gradient of all_reduce")
+        return (None, None, *[torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)])
 
 
 def _meet_and_reduce(
@@ -220,10 +233,9 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
             "Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
         )
     if isinstance(value, PerReplica):
-        tensors = [as_reducible(v, "reduce") for v in value.values]
-        return reduce_columns(strategy, op, [tensors], "reduce")[0]
+        return _reduce_results(strategy, op, [as_reducible(v, "reduce") for v in value.values])
     if isinstance(value, torch.Tensor) and strategy.worker.num_local_replicas == 1:
-        return reduce_columns(strategy, op, [[value]], "reduce")[0]
+        return _reduce_results(strategy, op, [value])
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
@@ -231,6 +243,16 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
         "that; use MEAN for a value that is equal everywhere."
     )
+
+
+def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
+    """The local replicas' values of one thing, and all other workers', reduced."""
+    shares = shares_of_results(values)
+    if shares is None or not may_be_nan(values):
+        return reduce_columns(strategy, op, [values], "reduce")[0]
+    with torch.no_grad():
+        total, count = reduce_columns(strategy, ReduceOp.SUM, [*without_nothing(values, shares)], "reduce")
+        return total / count if op is ReduceOp.MEAN else total
 
 
 def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.turns import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import reductions
-from tfstyle_dist.values import regroup, select_replica
+from tfstyle_dist.values import Share, regroup, select_replica
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -27,9 +27,11 @@ class ReplicaContext:
     Args:
         strategy: the strategy that runs.
         replica_id_in_sync_group: this replica's number among all replicas.
+        share: of the batch that the step was given.
 
     Attributes:
         local_replica_id: this replica's number on this worker.
+        share: this replica's part of a batch whose shares differ; ``None`` where all replicas weigh the same.
 
     Example:
         >>> def step(x):
@@ -44,10 +46,12 @@ class ReplicaContext:
         *,
         local_replica_id: int = 0,
         run: ReplicaRun | None = None,
+        share: Share | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self.local_replica_id = local_replica_id
+        self.share = share
         self._run: ReplicaRun = run if run is not None else InlineRun()
 
     @property

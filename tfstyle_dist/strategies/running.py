@@ -17,7 +17,8 @@ from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_e
 from tfstyle_dist.runtime.turns import TurnRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.values import regroup, select_arguments, select_replica
+from tfstyle_dist.strategies.share_runs import of_share
+from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
 from tfstyle_dist.variables import ParameterStore
 
 
@@ -130,10 +131,11 @@ class RunMethods:
 
     def _run_alone(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         me: Any = self
-        context = ReplicaContext(me, self.worker.group.rank)
+        arguments, keywords = select_arguments(0, args), select_replica(0, kwargs) if kwargs else {}
+        context = ReplicaContext(me, self.worker.group.rank, share=share_of_arguments((*arguments, *keywords.values())))
         try:
             with entered(Frame(self, context)), made_current(self.worker.torch_device(0)):
-                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
+                return of_share(context, fn, arguments, keywords)
         except BaseException as error:
             if self.worker.group.size > 1:
                 self._report_failure(error)
@@ -151,11 +153,14 @@ class RunMethods:
     ) -> Callable[[TurnRun], Any]:
         def call(run: TurnRun) -> Any:
             me: Any = self
-            context = ReplicaContext(me, self.worker.replica_id(replica), local_replica_id=replica, run=run)
+            arguments, keywords = select_arguments(replica, args), select_replica(replica, kwargs) if kwargs else {}
+            share = share_of_arguments((*arguments, *keywords.values()))
+            number = self.worker.replica_id(replica)
+            context = ReplicaContext(me, number, local_replica_id=replica, run=run, share=share)
             clock = self.worker.clocks[replica]
             clock.enter(COMPUTE)
             with region("run", self.monitor.running), entered(Frame(self, context)):
-                result = fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
+                result = of_share(context, fn, arguments, keywords)
             clock.leave()
             return result
 

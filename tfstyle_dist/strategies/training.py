@@ -117,7 +117,9 @@ class TrainingMethods:
 
         Args:
             parameters: which; ``None``: all that the strategy owns now.
-            scale: MEAN (the default) or SUM over the replicas.
+            scale: over the replicas, MEAN, in which all weigh the same, or SUM. Until this is called it is the mean in
+                which a replica weighs by the examples of its share, if the step's batch comes from a distributed
+                dataset and its shares differ.
             reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
 
         Raises:
@@ -131,7 +133,7 @@ class TrainingMethods:
             if record.policy is None:
                 continue
             if scale is not None:
-                record.policy.scale = ReduceOp.from_any(scale)
+                record.policy.scale, record.policy.by_examples = ReduceOp.from_any(scale), False
                 if record.policy.scale is ReduceOp.SUM and self.gradient_reducer is not None:
                     self.gradient_reducer.watch_before(record)
             if reduce_at is not None:

@@ -26,10 +26,10 @@ class SharedSettings:
 
     def add(self, optimizer: Any) -> None:
         """Looks at an optimizer from now on."""
-        if id(optimizer) in self._optimizers:
-            return
-        self._optimizers[id(optimizer)] = weakref.ref(optimizer, lambda _, key=id(optimizer): self._forget(key))
-        self._known |= _settings(id(optimizer), optimizer)
+        number = id(optimizer)
+        if number not in self._optimizers:
+            self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
+            self._known |= _settings(number, optimizer)
 
     def begin(self) -> None:
         """A run begins: nobody has changed anything in it."""
