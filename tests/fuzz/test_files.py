@@ -225,7 +225,8 @@ def test_values_in_an_index(tree: Any) -> None:
 
 REPORT = {
     "format": "tfstyle_dist report", "function": "f", "steps": 1, "calls": 2, "step_seconds": 0.1,
-    "median_seconds": 0.1, "high_seconds": 0.1, "first_seconds": 1, "others": [["g", 1, 0.5]], "recent": [[0.1, [0.1] * 6]],
+    "median_seconds": 0.1, "high_seconds": 0.1, "first_seconds": 1,
+    "others": [["g", 1, 0.5]], "recent": [[0.1, [0.1] * 6]],
     "replicas": [{"replica": 0, "worker": 0, "device": "cpu", "seconds": [0.1] * 6, "overlapped": 0}],
 }  # fmt: skip
 
