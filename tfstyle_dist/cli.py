@@ -7,8 +7,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import tfstyle_dist
-
 _COMMANDS = {
     "launch": ("tfstyle_dist.launch.__main__", "start a cluster on this machine: workers, parameter servers, a chief"),
     "doctor": (
@@ -38,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"commands:\n{lines}\n\n`tfstyle-dist COMMAND --help` says more about one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"tfstyle_dist {tfstyle_dist.__version__}")
+    version = importlib.import_module("tfstyle_dist").__version__
+    parser.add_argument("--version", action="version", version=f"tfstyle_dist {version}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
     given = sys.argv[1:] if arguments is None else list(arguments)
