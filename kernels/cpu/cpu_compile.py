@@ -33,7 +33,7 @@ def compiling() -> Iterator[None]:
     """Lets one thread compile at a time; a process that is forked meanwhile knows that it cannot.
 
     Raises:
-        RuntimeError: Nothing can be compiled here.
+        RuntimeError: nothing can be compiled here.
     """
     if (reason := unavailable()) is not None:
         raise RuntimeError(f"no sum can be compiled for the CPU: {reason}")

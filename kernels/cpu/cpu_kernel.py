@@ -42,17 +42,17 @@ class Request(ctypes.Structure):
     """What the code is called with; addresses are those of int64 arrays.
 
     Attributes:
-        units: The address of [units, UNIT_WORDS]: where the row of the unit's tensor begins, in bytes from ``rows``;
+        units: the address of [units, UNIT_WORDS]: where the row of the unit's tensor begins, in bytes from ``rows``;
             the first element; the number of elements.
-        num_units: How many they are.
-        rows: The address of [tensors, N + 2]: the addresses of the contributions and of the output, and whether the
+        num_units: how many they are.
+        rows: the address of [tensors, N + 2]: the addresses of the contributions and of the output, and whether the
             output is written past the caches.
-        scratch: The address of ``scratch_bytes(num_levels)`` for each thread.
-        operand: What to divide by, if the program divides; what the second contribution is multiplied by in an update.
-        num_threads: How many threads may come. Each begins with a share of its own, the same one in every call, whose
+        scratch: the address of ``scratch_bytes(num_levels)`` for each thread.
+        operand: what to divide by, if the program divides; what the second contribution is multiplied by in an update.
+        num_threads: how many threads may come. Each begins with a share of its own, the same one in every call, whose
             addresses its core may still know.
-        shares: The address of [num_threads], how many units of each share are taken: 0.
-        thread_number: The address of a C function that gives the number of the thread; 0 if it comes alone.
+        shares: the address of [num_threads], how many units of each share are taken: 0.
+        thread_number: the address of a C function that gives the number of the thread; 0 if it comes alone.
     """
 
     _fields_ = (
@@ -74,11 +74,11 @@ class Program(NamedTuple):
     """What is compiled.
 
     Attributes:
-        name: The dtype of the contributions.
-        out_name: The dtype of the output.
-        n: The number of contributions.
-        order: The order of summation.
-        divides: Whether the sum is divided.
+        name: the dtype of the contributions.
+        out_name: the dtype of the output.
+        n: the number of contributions.
+        order: the order of summation.
+        divides: whether the sum is divided.
     """
 
     name: str
@@ -216,13 +216,13 @@ class _Writer:
         divides = self._program.divides and target == OUT
         operands = element.spread(builder, operand) if divides or shape == SCALED else None
         add = element.adding(builder)
-        with loop(builder, integer(0), count, width) as place:
+        with loop(builder, integer(0), count, width) as index:
 
             def level(number: int) -> Any:
-                here = builder.add(scratch, builder.mul(place, integer(element_bytes(total.name))))
+                here = builder.add(scratch, builder.mul(index, integer(element_bytes(total.name))))
                 return builder.add(here, integer(number * BLOCK_BYTES))
 
-            offset = builder.mul(place, integer(element_bytes(element.name)))
+            offset = builder.mul(index, integer(element_bytes(element.name)))
             parts = [element.load(builder, builder.add(address, offset)) for address in inputs]
             if start != OUT:
                 parts.insert(0, total.load(builder, level(start)))
@@ -235,7 +235,7 @@ class _Writer:
             if divides:
                 value = builder.fdiv(value, operands)
             if target == OUT:
-                here = builder.add(out, builder.mul(place, integer(element_bytes(result.name))))
+                here = builder.add(out, builder.mul(index, integer(element_bytes(result.name))))
                 result.store(builder, here, value, is_streaming=is_streaming)
             else:
                 total.store(builder, level(target), value)

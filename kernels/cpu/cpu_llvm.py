@@ -43,9 +43,9 @@ class Module:
         """A function without a result.
 
         Args:
-            name: Its name in the module.
-            parameters: The types of its parameters.
-            is_internal: Whether only functions of this module call it.
+            name: its name in the module.
+            parameters: the types of its parameters.
+            is_internal: whether only functions of this module call it.
 
         Returns:
             The function; its parameters are ``args``.
@@ -59,8 +59,8 @@ class Module:
         """Copies bytes with the system's own function, which need not read what it overwrites."""
         byte = ir.IntType(8).as_pointer()
         copy = self._module.declare_intrinsic("llvm.memcpy", [byte, byte, WORD])
-        places = [builder.inttoptr(address, byte) for address in (target, source)]
-        builder.call(copy, [*places, nbytes, ir.Constant(ir.IntType(1), 0)])
+        pointers = [builder.inttoptr(address, byte) for address in (target, source)]
+        builder.call(copy, [*pointers, nbytes, ir.Constant(ir.IntType(1), 0)])
 
     def compile(self, name: str) -> int:
         """The address of the machine code of a function."""
@@ -131,12 +131,12 @@ def loop(builder: Any, start: Any, end: Any, step: int) -> Iterator[Any]:
     head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
     builder.branch(head)
     builder.position_at_end(head)
-    place = builder.phi(WORD)
-    place.add_incoming(start, before)
-    builder.cbranch(builder.icmp_signed("<", place, end), body, after)
+    index = builder.phi(WORD)
+    index.add_incoming(start, before)
+    builder.cbranch(builder.icmp_signed("<", index, end), body, after)
     builder.position_at_end(body)
-    yield place
-    place.add_incoming(builder.add(place, integer(step)), builder.block)
+    yield index
+    index.add_incoming(builder.add(index, integer(step)), builder.block)
     builder.branch(head)
     builder.position_at_end(after)
 
@@ -156,8 +156,8 @@ class Vector:
     """Some elements of a dtype, side by side.
 
     Attributes:
-        name: The dtype of the elements.
-        lanes: How many they are.
+        name: the dtype of the elements.
+        lanes: how many they are.
     """
 
     name: str

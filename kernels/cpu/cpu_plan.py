@@ -20,12 +20,12 @@ class Plan(NamedTuple):
     """The tables of ``cpu_kernel.Request``.
 
     Attributes:
-        rows: The address of the rows.
-        units: The address of the units.
-        num_units: How many they are.
-        left_out: The tensors whose output shares memory with a contribution other than element by element: they have
+        rows: the address of the rows.
+        units: the address of the units.
+        num_units: how many they are.
+        left_out: the tensors whose output shares memory with a contribution other than element by element: they have
             no units.
-        arrays: What holds the memory.
+        arrays: what holds the memory.
     """
 
     rows: int
@@ -47,12 +47,12 @@ def make_plan(
     """The plan for a list of tensors.
 
     Args:
-        addresses: Those of the contributions, tensor by tensor, then those of the outputs.
-        numels: The numbers of elements of the tensors.
-        name: The dtype of the contributions.
-        out_name: The dtype of the outputs.
-        num_threads: How many threads will share the work.
-        may_stream: Whether outputs may be written past the caches.
+        addresses: those of the contributions, tensor by tensor, then those of the outputs.
+        numels: the numbers of elements of the tensors.
+        name: the dtype of the contributions.
+        out_name: the dtype of the outputs.
+        num_threads: how many threads will share the work.
+        may_stream: whether outputs may be written past the caches.
     """
     n = len(addresses) // len(numels) - 1
     inputs = np.array(addresses[: -len(numels)], dtype=np.int64).reshape(-1, n)

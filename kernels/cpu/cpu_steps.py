@@ -27,7 +27,7 @@ def steps(n: int, order: str) -> tuple[tuple[Row, ...], int]:
     """The rows for N contributions, and the number of levels they use.
 
     Args:
-        n: The number of contributions, at least 1.
+        n: the number of contributions, at least 1.
         order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``; ``"update"`` for ``SCALED``.
     """
     rows = {"add_n": _add_n, "tree": _tree, "accumulate_n": _accumulate_n, "update": _update}[order](n)

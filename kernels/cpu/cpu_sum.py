@@ -67,17 +67,17 @@ def prepare(dtype: torch.dtype, out_dtype: torch.dtype, n: int, order: str, divi
     """Imports llvmlite and compiles one kind of sum or update, if that has not been done.
 
     Args:
-        dtype: The dtype of the contributions.
-        out_dtype: The dtype of the output.
-        n: The number of contributions.
-        order: The order of summation, or ``"update"``.
-        divides: Whether the sum is divided.
+        dtype: the dtype of the contributions.
+        out_dtype: the dtype of the output.
+        n: the number of contributions.
+        order: the order of summation, or ``"update"``.
+        divides: whether the sum is divided.
 
     Returns:
         The address of the code.
 
     Raises:
-        RuntimeError: The backend is unavailable.
+        RuntimeError: the backend is unavailable.
     """
     key = (_NAMES[dtype], _NAMES[out_dtype], n, order, divides)
     code = _code.get(key)
@@ -124,14 +124,14 @@ def sum_lists(
     Args:
         contributions: ``contributions[t][i]`` is contribution i to tensor t: dense CPU tensors of one dtype, equally
             many for each tensor and of its shape. They are taken as checked.
-        outs: Where to write; ``outs[t]`` has the contributions' dtype or, for float16 and bfloat16, float32. It may
+        outs: where to write; ``outs[t]`` has the contributions' dtype or, for float16 and bfloat16, float32. It may
             share memory with contributions to tensor t, not with those to others.
         order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``.
-        divisor: Divides the sums, before they are rounded, by a true division.
+        divisor: divides the sums, before they are rounded, by a true division.
 
     Raises:
-        RuntimeError: The backend is unavailable.
-        ValueError: An unknown order, a list without contributions, or lists of different lengths.
+        RuntimeError: the backend is unavailable.
+        ValueError: an unknown order, a list without contributions, or lists of different lengths.
     """
     if len(contributions) != len(outs):
         raise ValueError(f"{len(contributions)} tensors have contributions but {len(outs)} outputs are given")
@@ -174,12 +174,12 @@ def run(
     """Runs code over tensors in one pass, in up to ``torch.get_num_threads()`` threads.
 
     Args:
-        code: What ``prepare`` gave for these dtypes, this number of contributions and this order.
-        contributions: Row-major tensors, as in ``sum_lists``.
-        outs: Likewise.
-        order: The order of summation.
-        operand: The divisor or the scale, if the code has one.
-        streamed_above_bytes: With more traffic than this the outputs are written past the caches.
+        code: what ``prepare`` gave for these dtypes, this number of contributions and this order.
+        contributions: row-major tensors, as in ``sum_lists``.
+        outs: likewise.
+        order: the order of summation.
+        operand: the divisor or the scale, if the code has one.
+        streamed_above_bytes: with more traffic than this the outputs are written past the caches.
 
     Returns:
         The numbers of the tensors that it had to leave out, because their memory overlaps partly.

@@ -23,8 +23,8 @@ class Team(NamedTuple):
     """Threads that can run a function together.
 
     Attributes:
-        num_threads: How many, this one included.
-        thread_number: The address of a C function by which each finds its number; 0 if there is one.
+        num_threads: how many, this one included.
+        thread_number: the address of a C function by which each finds its number; 0 if there is one.
     """
 
     num_threads: int
@@ -34,8 +34,8 @@ class Team(NamedTuple):
         """Calls C code in all of them at the same time, without the interpreter's lock.
 
         Args:
-            function: The address of a function of one address.
-            argument: What each thread calls it with.
+            function: the address of a function of one address.
+            argument: what each thread calls it with.
         """
         if self.num_threads == 1:
             _Function(function)(argument)

@@ -29,17 +29,17 @@ def update(first: Tensor, second: Tensor, scale: float, out: Tensor) -> bool:
     Autograd is not told that ``out`` changes.
 
     Args:
-        first: A tensor on the CPU of a dtype with an ``update_key``.
-        second: Another one of its dtype and shape.
-        scale: A number.
-        out: Where to write: like ``first``.
+        first: a tensor on the CPU of a dtype with an ``update_key``.
+        second: another one of its dtype and shape.
+        scale: a number.
+        out: where to write: like ``first``.
 
     Returns:
         Whether it was done; not where torch would round otherwise, or for tensors that are not row-major, overlap
         partly or are subclasses.
 
     Raises:
-        RuntimeError: Nothing can be compiled here.
+        RuntimeError: nothing can be compiled here.
     """
     key = update_key(first.dtype)
     if key is None or not cpu_sum.are_plain([first, second, out]):
@@ -56,7 +56,7 @@ def copy(source: Tensor, out: Tensor) -> bool:
         Whether it was done; not for tensors that are not row-major, overlap partly or are subclasses.
 
     Raises:
-        RuntimeError: Nothing can be compiled here.
+        RuntimeError: nothing can be compiled here.
     """
     if not cpu_sum.are_plain([source, out]):
         return False

@@ -1,14 +1,12 @@
 """The Triton kernels: sums, and sums with an update of parameters. Only this module imports triton.
 
 All kernels read one table of int64 and one table of chunks, which ``triton_plan`` builds. With T tensors and N
-contributions to each, the table holds rows of T entries: N rows of addresses (row i: contribution i to every
-tensor), the kernel's own rows of addresses (outputs, parameters, ...), a row of flags (1: all addresses of this
-tensor are multiples of 16 bytes), and after them the bits of one float64, the divisor. A chunk (tensor, start, end)
-is a range of elements of one tensor; ``start`` is a multiple of BLOCK. One program sums one chunk.
-
-Where all addresses are aligned and a block is full, loads and stores need no mask and take 16 bytes; other blocks
-are masked. N stands for the number of contributions; it is not compiled in beyond a remainder modulo 8, so there are
-few variants of a kernel for any N. Loads come in groups of 8, which keeps the registers few for any N.
+contributions to each, the table holds rows of T entries: N rows of addresses (row i: contribution i to every tensor),
+the kernel's own rows of addresses (outputs, parameters, ...), a row of flags (1: all addresses of this tensor are
+multiples of 16 bytes), and after them the bits of one float64, the divisor. A chunk (tensor, start, end) is a range of
+elements of one tensor; ``start`` is a multiple of BLOCK. One program sums one chunk. Where all addresses are aligned
+and a block is full, loads and stores need no mask and take 16 bytes; other blocks are masked. N is not compiled in
+beyond a remainder modulo 8, so there are few variants of a kernel; loads come in groups of 8, for few registers.
 """
 
 import triton

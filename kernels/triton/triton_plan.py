@@ -101,12 +101,12 @@ class PlanKey(NamedTuple):
     """All that the tables of a launch are made of.
 
     Attributes:
-        device: Where the tensors are.
-        block: The number of elements a program handles at a time.
-        divisor: The divisor of the kernel, or ``None`` without one.
-        dtypes: One for each row. They matter to the caller's checks: they decide how far a tensor reaches.
-        numels: The number of elements of each of the T tensors.
-        addresses: Row after row, T each: the contributions, then the kernel's own rows.
+        device: where the tensors are.
+        block: the number of elements a program handles at a time.
+        divisor: the divisor of the kernel, or ``None`` without one.
+        dtypes: one for each row. They matter to the caller's checks: they decide how far a tensor reaches.
+        numels: the number of elements of each of the T tensors.
+        addresses: row after row, T each: the contributions, then the kernel's own rows.
     """
 
     device: torch.device
@@ -135,7 +135,7 @@ def find_overlaps(key: PlanKey) -> list[int]:
     Those need a temporary. An output that is exactly one of its own contributions is no overlap.
 
     Raises:
-        ValueError: An output shares memory with another output or with a contribution to another tensor. The result
+        ValueError: an output shares memory with another output or with a contribution to another tensor. The result
             would depend on which part of the list is summed first.
     """
     num_tensors = len(key.numels)
@@ -172,16 +172,16 @@ def check_apart(key: PlanKey, num_written: int) -> None:
     """Checks that no memory of the last rows, which a kernel writes, is in two places.
 
     Raises:
-        ValueError: A tensor that is written shares memory with another one.
+        ValueError: a tensor that is written shares memory with another one.
     """
     num_tensors = len(key.numels)
     first_written = len(key.addresses) - num_written * num_tensors
     ranges = []
-    for place, start in enumerate(key.addresses):
-        row, tensor = divmod(place, num_tensors)
+    for index, start in enumerate(key.addresses):
+        row, tensor = divmod(index, num_tensors)
         if key.numels[tensor] > 0:
             ranges.append(
-                (start, start + key.dtypes[row].itemsize * key.numels[tensor], place >= first_written, tensor)
+                (start, start + key.dtypes[row].itemsize * key.numels[tensor], index >= first_written, tensor)
             )
     ends = [0, 0]  # of what was only read, of what is written
     for start, end, is_written, tensor in sorted(ranges):
@@ -197,7 +197,7 @@ def find_plan(key: PlanKey) -> Plan | None:
     """The kept plan of an earlier call, to be used on the current stream.
 
     Raises:
-        RuntimeError: A CUDA graph is being captured and there is no such plan.
+        RuntimeError: a CUDA graph is being captured and there is no such plan.
     """
     plan = _plans.get(key) or _captured.get(key)
     if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

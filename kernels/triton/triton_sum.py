@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 from tfstyle_dist_kernels.triton import triton_plan
 from tfstyle_dist_kernels.triton.triton_plan import Plan, build_plan, find_overlaps, find_plan, plan_key
 from tfstyle_dist_kernels.triton.triton_views import check_tensors, make_flat
@@ -92,18 +92,18 @@ def sum_lists(
         contributions: ``contributions[t][i]`` is contribution i to tensor t: dense tensors of one dtype on one
             device, N >= 1 for every t, those of one t of one shape. Any strides; those that differ from their
             output's cost a copy.
-        outs: Where to write, one tensor for each t: the shape of its contributions, and their dtype or, for float16
+        outs: where to write, one tensor for each t: the shape of its contributions, and their dtype or, for float16
             and bfloat16, float32. It may be one of its own contributions or overlap them, but share no memory with
             another tensor of the list.
         order: "add_n", "tree" or "accumulate_n" (see ``reference``).
-        divisor: Divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
-        scale: A floating point tensor of one element on the same device, read when the kernel runs; multiplies the
+        divisor: divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
+        scale: a floating point tensor of one element on the same device, read when the kernel runs; multiplies the
             sums before they are divided and rounded.
 
     Raises:
-        RuntimeError: The kernels cannot be used (see ``unavailable``), the tensors are on another kind of device, or
+        RuntimeError: the kernels cannot be used (see ``unavailable``), the tensors are on another kind of device, or
             a CUDA graph captures the first call with these tensors.
-        ValueError: The arguments do not fit together; the message names the tensor and the contribution.
+        ValueError: the arguments do not fit together; the message names the tensor and the contribution.
 
     Example:
         >>> outs = [torch.empty_like(p) for p in parameters]  # doctest: +SKIP
@@ -196,7 +196,7 @@ def launch(
 
 def kernel_constants(order: str, n: int, dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel is compiled for: few variants for all n, as groups of 8 contributions are summed in a loop."""
-    accumulator = reference.accumulation_dtype(dtype)
+    accumulator = problems.accumulation_dtype(dtype)
     block = min(triton_plan.BLOCK_BYTES // dtype.itemsize, triton_plan.MAX_BLOCK_ELEMENTS)
     if order == "tree":
         # The last group has `head` members; a level doubles the number of groups.

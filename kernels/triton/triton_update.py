@@ -40,22 +40,22 @@ def sum_and_sgd(
     Args:
         contributions: ``contributions[t][i]`` is contribution i to the gradient of parameter t (see ``sum_lists``):
             float32, float16 or bfloat16.
-        parameters: Updated in place: float32, or the contributions' dtype. Dense.
-        momentum_buffers: One for each parameter, in its layout, all float32 or all of the parameters' dtype; ``None``
+        parameters: updated in place: float32, or the contributions' dtype. Dense.
+        momentum_buffers: one for each parameter, in its layout, all float32 or all of the parameters' dtype; ``None``
             if ``momentum`` is 0.
-        order: As for ``sum_lists``.
-        lr: As for ``torch.optim.SGD``, like ``momentum``, ``dampening``, ``weight_decay`` and ``nesterov``.
-        momentum: See ``lr``.
-        dampening: See ``lr``.
-        weight_decay: See ``lr``.
-        nesterov: See ``lr``.
-        is_first_step: The momentum buffers hold nothing yet; they are set to the gradients.
-        divisor: As for ``sum_lists``.
-        scale: As for ``sum_lists``.
+        order: as for ``sum_lists``.
+        lr: as for ``torch.optim.SGD``, like ``momentum``, ``dampening``, ``weight_decay`` and ``nesterov``.
+        momentum: see ``lr``.
+        dampening: see ``lr``.
+        weight_decay: see ``lr``.
+        nesterov: see ``lr``.
+        is_first_step: the momentum buffers hold nothing yet; they are set to the gradients.
+        divisor: as for ``sum_lists``.
+        scale: as for ``sum_lists``.
 
     Raises:
-        RuntimeError: As for ``sum_lists``.
-        ValueError: As for ``sum_lists``; or momentum and momentum buffers do not go together.
+        RuntimeError: as for ``sum_lists``.
+        ValueError: as for ``sum_lists``; or momentum and momentum buffers do not go together.
 
     Example:
         >>> sum_and_sgd(gradients, parameters, None, "add_n", lr=0.1, divisor=2)  # doctest: +SKIP
@@ -97,24 +97,24 @@ def sum_and_adam(
     """Sums gradients and makes the step of ``torch.optim.Adam`` or ``AdamW`` with them.
 
     Args:
-        contributions: As for ``sum_and_sgd``.
-        parameters: As for ``sum_and_sgd``.
-        exp_avgs: The averages of the gradients, one for each parameter, in its layout, all float32 or all of the
+        contributions: as for ``sum_and_sgd``.
+        parameters: as for ``sum_and_sgd``.
+        exp_avgs: the averages of the gradients, one for each parameter, in its layout, all float32 or all of the
             parameters' dtype; zeros before the first step.
-        exp_avg_sqs: The averages of their squares, of the dtype of ``exp_avgs``.
-        order: As for ``sum_lists``.
-        step: The number of this step, from 1.
-        lr: As for ``torch.optim.Adam``, like ``betas``, ``eps`` and ``weight_decay``.
-        betas: See ``lr``.
-        eps: See ``lr``.
-        weight_decay: See ``lr``.
-        is_decoupled: The weight decay of ``AdamW``, which is not part of the gradient.
-        divisor: As for ``sum_lists``.
-        scale: As for ``sum_lists``.
+        exp_avg_sqs: the averages of their squares, of the dtype of ``exp_avgs``.
+        order: as for ``sum_lists``.
+        step: the number of this step, from 1.
+        lr: as for ``torch.optim.Adam``, like ``betas``, ``eps`` and ``weight_decay``.
+        betas: see ``lr``.
+        eps: see ``lr``.
+        weight_decay: see ``lr``.
+        is_decoupled: the weight decay of ``AdamW``, which is not part of the gradient.
+        divisor: as for ``sum_lists``.
+        scale: as for ``sum_lists``.
 
     Raises:
-        RuntimeError: As for ``sum_lists``.
-        ValueError: As for ``sum_lists``; or ``step`` is below 1.
+        RuntimeError: as for ``sum_lists``.
+        ValueError: as for ``sum_lists``; or ``step`` is below 1.
 
     Example:
         >>> sum_and_adam(gradients, parameters, m, v, "tree", step=1, lr=1e-3, divisor=2)  # doctest: +SKIP

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 
 
 def check_tensors(
@@ -16,11 +16,11 @@ def check_tensors(
     """Checks shapes, dtypes and devices, and says whether all tensors are contiguous and can be taken as they are.
 
     Raises:
-        ValueError: Something does not fit; the message names the tensor and the contribution.
+        ValueError: something does not fit; the message names the tensor and the contribution.
     """
     first, first_out = contributions[0][0], outs[0]
     dtype, out_dtype, device = first.dtype, first_out.dtype, first.device
-    fits = reference.find_problem([first], first_out, divisor=divisor) is None
+    fits = problems.find_problem([first], first_out, divisor=divisor) is None
     is_plain = not dtype.is_complex
     for row, out in zip(contributions, outs, strict=True):
         shape = out.shape
@@ -42,7 +42,7 @@ def _raise_problem(
     contributions: Sequence[Sequence[Tensor]], outs: Sequence[Tensor], divisor: int | float | None
 ) -> None:
     for tensor, (row, out) in enumerate(zip(contributions, outs, strict=True)):
-        problem = reference.find_problem(row, out, divisor=divisor)
+        problem = problems.find_problem(row, out, divisor=divisor)
         if problem is not None:
             raise ValueError(f"tensor {tensor}: {problem}")
     first, first_out = contributions[0][0], outs[0]
@@ -69,7 +69,7 @@ def make_flat(
         pairs (output, temporary) to copy back after the sum.
 
     Raises:
-        ValueError: A tensor is not strided.
+        ValueError: a tensor is not strided.
     """
     flat_contributions: list[list[Tensor]] = []
     flat_outs: list[Tensor] = []

@@ -17,12 +17,12 @@ from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
 from tfstyle_dist.monitoring import saved
-from tfstyle_dist.parameter_server import wire
-from tfstyle_dist.parameter_server.server_state import ServerState
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
-from tfstyle_dist.parameter_server.snapshots import SnapshotKeeper
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
-from tfstyle_dist.parameter_server.zmq_link import Keys
+from tfstyle_dist.parameter_server.persistence.record_files import RecordFile, read_records, read_what_is_whole
+from tfstyle_dist.parameter_server.persistence.snapshots import SnapshotKeeper
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind
+from tfstyle_dist.parameter_server.protocol.key_pair import Keys
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, pack_operations
+from tfstyle_dist.parameter_server.server.calls import ServerState
 from tfstyle_dist.train import Checkpoint, CheckpointManager, get_checkpoint_state
 from tfstyle_dist.train.checkpoint import codec, files
 from tfstyle_dist.train.checkpoint.listing import CheckpointReader
@@ -90,7 +90,7 @@ def test_records(folder: Path, records: bytes, data: Any) -> None:
 SESSION = "ab12"
 PARTS = st.lists(st.binary(max_size=40) | st.sampled_from([b"call", b"batch", b"{}", DEEP.encode()]), max_size=4)
 BATCH = Header(Kind.BATCH, 0).pack()
-WRITE = wire.pack_operations([Operation(Op.ADD, 0, 1, 5 << 24, 0, 16)])
+WRITE = pack_operations([Operation(Op.ADD, 0, 1, 5 << 24, 0, 16)])
 
 
 @given(

@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.comm.collectives.flat import Flat
 from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
-from tfstyle_dist.comm.host_memory.compiled import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core.enums import AggregationMethod
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.comm.collectives.flat import Flat
-from tfstyle_dist.comm.host_memory.compiled import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.core.enums import AggregationMethod
 
 

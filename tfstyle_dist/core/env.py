@@ -128,7 +128,7 @@ def accelerate_device() -> str | None:
 def accelerate_started_one_of_several() -> bool:
     """Whether ``accelerate launch`` was asked for several processes but started this one alone.
 
-    Its simple launcher, the one for CPUs, sets a meeting place for several processes and no ranks.
+    Its simple launcher, the one for CPUs, sets a rendezvous for several processes and no ranks.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "ACCELERATE_DYNAMO_BACKEND" in os.environ
     alone = not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))

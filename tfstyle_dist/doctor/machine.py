@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from tfstyle_dist.comm.host_memory.shared_lane import create_segment, segment_bytes
+from tfstyle_dist.comm.host_memory.shared_sums import create_segment, segment_bytes
 from tfstyle_dist.comm.rendezvous.bootstrap import available_backends
 from tfstyle_dist.core import env, network, torch_internals
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning

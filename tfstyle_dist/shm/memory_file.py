@@ -103,38 +103,38 @@ def hand_out(
         another user, or cannot be reached (another network namespace).
     """
     with ExitStack() as sockets:
-        place, counter, visit = "", None, None
+        address, listener, connection = "", None, None
         if handle is not None and len(here) > 1:
             with suppress(OSError):
-                place = unix_sockets.new_name("memory")
-                counter = sockets.enter_context(unix_sockets.listen(place, len(here)))
-        place = gather(place if counter is not None else "", name)[here[0]]
-        if place and rank != here[0]:
+                address = unix_sockets.new_name("memory")
+                listener = sockets.enter_context(unix_sockets.listen(address, len(here)))
+        address = gather(address if listener is not None else "", name)[here[0]]
+        if address and rank != here[0]:
             with suppress(OSError):
-                visit = unix_sockets.connect(place, None if timeout is None else timeout.total_seconds())
-                sockets.enter_context(visit)
+                connection = unix_sockets.connect(address, None if timeout is None else timeout.total_seconds())
+                sockets.enter_context(connection)
         gather(None, name)  # now all who could have connected
-        if counter is not None and handle is not None:
-            _serve(counter, handle)
-        return handle if rank == here[0] else _receive(visit)
+        if listener is not None and handle is not None:
+            _serve(listener, handle)
+        return handle if rank == here[0] else _receive(connection)
 
 
-def _serve(counter: socket.socket, handle: int) -> None:
+def _serve(listener: socket.socket, handle: int) -> None:
     """Gives a file to those of this user who wait for it."""
-    counter.setblocking(False)
+    listener.setblocking(False)
     with suppress(OSError):  # nobody waits any more
         while True:
-            connection, _ = counter.accept()
+            connection, _ = listener.accept()
             with connection, suppress(OSError):
                 if unix_sockets.is_same_user(connection):
                     socket.send_fds(connection, [b"!"], [handle])
 
 
-def _receive(visit: socket.socket | None) -> int | None:
-    if visit is not None:
+def _receive(connection: socket.socket | None) -> int | None:
+    if connection is not None:
         with suppress(OSError):
             # Not recv_fds, which drops the flag: the file would be inherited by every program that is started.
-            _, told, *_ = visit.recvmsg(1, socket.CMSG_LEN(_HANDLE.size), socket.MSG_CMSG_CLOEXEC)
+            _, told, *_ = connection.recvmsg(1, socket.CMSG_LEN(_HANDLE.size), socket.MSG_CMSG_CLOEXEC)
             for level, kind, content in told:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     handle: int = _HANDLE.unpack(content)[0]
@@ -148,21 +148,21 @@ class Presence:
     Args:
         handle: the open file; it is closed by ``leave``. No other one of this file may be closed in this process:
             that would free the lock.
-        place: this worker's number on the host.
+        index: this worker's number on the host.
 
     Raises:
         OSError: locks are not possible here.
     """
 
-    def __init__(self, handle: int, place: int) -> None:
+    def __init__(self, handle: int, index: int) -> None:
         self._handle = handle
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, index)
 
-    def is_gone(self, place: int) -> bool:
+    def is_gone(self, index: int) -> bool:
         """Whether another worker, which has held the file, does not any more."""
         if self._handle < 0:
             return False
-        question = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+        question = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
         try:
             kind: int = _KIND.unpack_from(fcntl.fcntl(self._handle, fcntl.F_GETLK, question))[0]
         except OSError:

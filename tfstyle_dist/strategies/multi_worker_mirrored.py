@@ -16,7 +16,7 @@ from tfstyle_dist.cluster_resolver import (
 )
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
-from tfstyle_dist.comm.rendezvous.rendezvous import Members
+from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.core import devices as device_names, env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.runtime.worker import Worker

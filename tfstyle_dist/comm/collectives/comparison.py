@@ -29,7 +29,7 @@ class Comparison:
         gather: collects tensors of one size.
 
     Attributes:
-        memory: where the workers meet if that is possible for all of them.
+        memory: what all workers share, if they can.
     """
 
     def __init__(self, operations: Operations, gather: Gather) -> None:

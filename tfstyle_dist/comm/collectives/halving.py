@@ -14,7 +14,7 @@ import torch
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 Exchange = Callable[[Messages, Messages], None]
-"""Sends tensors to, and receives tensors from, members by their place; returns when all have come and gone."""
+"""Sends tensors to, and receives tensors from, members by their index; returns when all have come and gone."""
 
 
 def blocks_of(size: int) -> list[tuple[int, int]]:
@@ -27,30 +27,30 @@ def blocks_of(size: int) -> list[tuple[int, int]]:
     return blocks
 
 
-def share_of(place: int, members: int, numel: int) -> tuple[int, int]:
-    """What the member at ``place`` of a block holds after all halvings among ``members`` (a power of two)."""
+def share_of(index: int, members: int, numel: int) -> tuple[int, int]:
+    """What the member at ``index`` of a block holds after all halvings among ``members`` (a power of two)."""
     low, high, distance = 0, numel, 1
     while distance < members:
         middle = (low + high) // 2
-        low, high = (middle, high) if place & distance else (low, middle)
+        low, high = (middle, high) if index & distance else (low, middle)
         distance *= 2
     return low, high
 
 
-def tree_all_reduce(buffer: torch.Tensor, place: int, size: int, exchange: Exchange) -> None:
-    """Replaces ``buffer`` by the sum over all members, added as ``reference.tree`` adds them in the order of places.
+def tree_all_reduce(buffer: torch.Tensor, index: int, size: int, exchange: Exchange) -> None:
+    """Replaces ``buffer`` by the sum over all members, added as ``reference.tree`` adds them in the order of indices.
 
     Args:
         buffer: flat and contiguous, equally long on all members.
-        place: this member's number, 0 to ``size - 1``.
+        index: this member's number, 0 to ``size - 1``.
         size: number of members.
         exchange: moves tensors between members.
     """
     numel, scratch = buffer.numel(), torch.empty_like(buffer[: (buffer.numel() + 1) // 2 if size > 1 else 0])
     blocks = blocks_of(size)
-    mine = next(k for k, (first, count) in enumerate(blocks) if first <= place < first + count)
+    mine = next(k for k, (first, count) in enumerate(blocks) if first <= index < first + count)
     first, members = blocks[mine]
-    own = place - first
+    own = index - first
 
     def share(other: int, count: int) -> torch.Tensor:
         low, high = share_of(other, count, numel)

@@ -32,7 +32,7 @@ class Route(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class Conditions:
     """Where a sum is made.
 
     Attributes:
@@ -52,12 +52,12 @@ class Place:
     summable: bool
 
 
-def routes_for(method: int, place: Place) -> list[Route]:
+def routes_for(method: int, given: Conditions) -> list[Route]:
     """The routes that give what ``method`` promises, the preferred one of equal seconds first."""
-    one_host = place.memory and place.hosts == 1
-    between_hosts = place.memory and place.hosts > 1 and place.aligned and place.workers > place.hosts
+    one_host = given.memory and given.hosts == 1
+    between_hosts = given.memory and given.hosts > 1 and given.aligned and given.workers > given.hosts
     if AggregationMethod.is_default(method):
-        if place.accelerator or not place.summable:
+        if given.accelerator or not given.summable:
             return [Route.OWN]
         return [Route.MEMORY] if one_host else [Route.HOSTS] if between_hosts else [Route.OWN]
     if one_host:
@@ -67,9 +67,9 @@ def routes_for(method: int, place: Place) -> list[Route]:
     return [Route.GATHER, Route.SLICES]  # no partial sum has ADD_N's order, so all contributions travel
 
 
-def seconds_of(route: Route, nbytes: int, place: Place) -> float:
+def seconds_of(route: Route, nbytes: int, given: Conditions) -> float:
     """The modelled time of one sum of ``nbytes``."""
-    workers, hosts = place.workers, place.hosts
+    workers, hosts = given.workers, given.hosts
     memory = _MEMORY_SECONDS + nbytes * _MEMORY_SECONDS_PER_BYTE
     if route is Route.MEMORY:
         return memory
@@ -84,21 +84,21 @@ def seconds_of(route: Route, nbytes: int, place: Place) -> float:
     return rounds * _ROUND_SECONDS + 2 * nbytes * (workers - 1) / workers * _SECONDS_PER_BYTE
 
 
-def choose(method: int, nbytes: int, place: Place) -> Route:
+def choose(method: int, nbytes: int, given: Conditions) -> Route:
     """The cheapest route that gives what ``method`` promises; a function of its arguments alone."""
-    routes = routes_for(method, place)
-    return routes[0] if len(routes) == 1 else min(routes, key=lambda route: seconds_of(route, nbytes, place))
+    routes = routes_for(method, given)
+    return routes[0] if len(routes) == 1 else min(routes, key=lambda route: seconds_of(route, nbytes, given))
 
 
-def explain(method: int, nbytes: int, place: Place) -> str:
+def explain(method: int, nbytes: int, given: Conditions) -> str:
     """One line on the choice for ``nbytes`` and why."""
-    chosen = choose(method, nbytes, place)
+    chosen = choose(method, nbytes, given)
     order = _NAMES[AggregationMethod.EXPERIMENTAL_TREE if chosen is Route.HOSTS else method]
     name = "DEFAULT" if AggregationMethod.is_default(method) else order
     bits = "added in the library's order" if chosen is Route.OWN else f"added as {order}"
-    times = ", ".join(f"{r.name} {seconds_of(r, nbytes, place) * 1e3:.3g} ms" for r in routes_for(method, place))
+    times = ", ".join(f"{r.name} {seconds_of(r, nbytes, given) * 1e3:.3g} ms" for r in routes_for(method, given))
     return (
-        f"{name} of {nbytes} bytes over {place.workers} workers on {place.hosts} host(s): {chosen.name}, "
+        f"{name} of {nbytes} bytes over {given.workers} workers on {given.hosts} host(s): {chosen.name}, "
         f"{chosen.value}; {bits}; modelled: {times}"
     )
 

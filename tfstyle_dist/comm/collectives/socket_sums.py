@@ -12,7 +12,7 @@ from tfstyle_dist.comm.collectives.halving import Messages, tree_all_reduce
 from tfstyle_dist.comm.group import Pending
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """What sums need of a transport; no call compares sizes."""
 
     rank: int
@@ -54,25 +54,25 @@ class Stages:
         return self._first is not None and self._first.moving()
 
 
-def sum_gathered(wire: Wire, buffer: torch.Tensor, name: str, add: Add) -> Pending:
+def sum_gathered(transport: Transport, buffer: torch.Tensor, name: str, add: Add) -> Pending:
     """All contributions to every worker."""
-    parts, pending = wire.start_gather(buffer, name)
+    parts, pending = transport.start_gather(buffer, name)
     return Stages(pending, lambda: add(parts, buffer))
 
 
-def sum_slices(wire: Wire, buffer: torch.Tensor, name: str, add: Add) -> Pending:
+def sum_slices(transport: Transport, buffer: torch.Tensor, name: str, add: Add) -> Pending:
     """A slice of all contributions to every worker; the sums are gathered."""
-    part = -(-buffer.numel() // wire.size)
+    part = -(-buffer.numel() // transport.size)
     padded = buffer
-    if part * wire.size != buffer.numel():
-        padded = buffer.new_zeros(part * wire.size)
+    if part * transport.size != buffer.numel():
+        padded = buffer.new_zeros(part * transport.size)
         padded[: buffer.numel()] = buffer
-    received, pending = wire.start_all_to_all(padded, name)
+    received, pending = transport.start_all_to_all(padded, name)
 
     def add_and_gather() -> None:
         total = torch.empty_like(received[:part])
-        add(list(received.view(wire.size, part).unbind()), total)
-        sums, gathering = wire.start_gather(total, name)
+        add(list(received.view(transport.size, part).unbind()), total)
+        sums, gathering = transport.start_gather(total, name)
         gathering.wait()
         for rank, piece in enumerate(sums):
             target = buffer[rank * part : (rank + 1) * part]
@@ -81,14 +81,14 @@ def sum_slices(wire: Wire, buffer: torch.Tensor, name: str, add: Add) -> Pending
     return Stages(pending, add_and_gather)
 
 
-def sum_by_halving(wire: Wire, buffer: torch.Tensor, name: str, members: tuple[int, ...]) -> None:
+def sum_by_halving(transport: Transport, buffer: torch.Tensor, name: str, members: tuple[int, ...]) -> None:
     """The tree over ``members``, ranks of which this worker is one; returns when it is done."""
 
     def exchange(sends: Messages, receives: Messages) -> None:
-        wire.exchange(_by_rank(sends, members), _by_rank(receives, members), name)
+        transport.exchange(_by_rank(sends, members), _by_rank(receives, members), name)
 
-    tree_all_reduce(buffer, members.index(wire.rank), len(members), exchange)
+    tree_all_reduce(buffer, members.index(transport.rank), len(members), exchange)
 
 
 def _by_rank(messages: Messages, members: tuple[int, ...]) -> Messages:
-    return [(members[place], tensor) for place, tensor in messages if tensor.numel() > 0]
+    return [(members[index], tensor) for index, tensor in messages if tensor.numel() > 0]

@@ -17,15 +17,15 @@ class Topology:
     hosts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, places: Sequence[Hashable]) -> Topology:
+    def of(cls, said: Sequence[Hashable]) -> Topology:
         """The topology of workers that say where they are.
 
         Args:
-            places: something for each rank that is equal where the host is the same.
+            said: something for each rank that is equal where the host is the same.
         """
         by_host: dict[Hashable, list[int]] = {}
-        for rank, place in enumerate(places):
-            by_host.setdefault(place, []).append(rank)
+        for rank, host in enumerate(said):
+            by_host.setdefault(host, []).append(rank)
         return cls(tuple(tuple(ranks) for ranks in by_host.values()))
 
     @property
@@ -38,9 +38,9 @@ class Topology:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
     def column(self, rank: int) -> tuple[int, ...]:
-        """The workers with the place of ``rank`` on their hosts, one for each host; hosts must be ``aligned``."""
-        place = self.neighbours(rank).index(rank)
-        return tuple(ranks[place] for ranks in self.hosts)
+        """The workers with the index of ``rank`` on their hosts, one for each host; hosts must be ``aligned``."""
+        index = self.neighbours(rank).index(rank)
+        return tuple(ranks[index] for ranks in self.hosts)
 
     @property
     def aligned(self) -> bool:

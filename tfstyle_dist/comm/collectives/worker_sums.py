@@ -1,4 +1,4 @@
-"""Sums over the workers: each goes the way that ``routes`` chooses, through shared memory or over a wire."""
+"""Sums over the workers: each goes the way that ``routes`` chooses, through shared memory or over a transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfstyle_dist.comm.collectives.flat import Add, BufferView, Flat
 from tfstyle_dist.comm.collectives.routes import Route
 from tfstyle_dist.comm.collectives.topology import Topology
 from tfstyle_dist.comm.group import Done, Pending, SumInto
-from tfstyle_dist.comm.host_memory.compiled import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.comm.host_memory.host_memory import DTYPES, HostMemory
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.logging import get_logger
@@ -26,8 +26,8 @@ class WorkerSums:
     """Chooses the route of each sum, once for each kind, and takes it.
 
     Args:
-        wire: moves tensors between the workers.
-        memory: where the workers of this host meet, if all hosts have that.
+        transport: moves tensors between the workers.
+        memory: sums in the memory of this host, if all hosts can.
         comparison: of the workers' calls.
         topology: which workers share a host.
 
@@ -37,9 +37,9 @@ class WorkerSums:
     """
 
     def __init__(
-        self, wire: socket_sums.Wire, memory: HostMemory | None, comparison: Comparison, topology: Topology
+        self, transport: socket_sums.Transport, memory: HostMemory | None, comparison: Comparison, topology: Topology
     ) -> None:
-        self._wire, self._memory, self._comparison, self._topology = wire, memory, comparison, topology
+        self._transport, self._memory, self._comparison, self._topology = transport, memory, comparison, topology
         self._routes: dict[Any, Route] = {}
         self._adders: dict[int, Add] = {}
         self.sum_into: SumInto = _left_to_right
@@ -59,16 +59,18 @@ class WorkerSums:
             return Done()
         self._comparison.before(name, buffer, f", method {method!r}", agreed)
         if route is Route.OWN:
-            return self._wire.start_all_reduce(buffer, name)
+            return self._transport.start_all_reduce(buffer, name)
         if route is Route.GATHER:
-            return socket_sums.sum_gathered(self._wire, buffer, name, self._adder(method))
+            return socket_sums.sum_gathered(self._transport, buffer, name, self._adder(method))
         if route is Route.SLICES:
-            return socket_sums.sum_slices(self._wire, buffer, name, self._adder(method))
-        everybody = tuple(range(self._wire.size))
+            return socket_sums.sum_slices(self._transport, buffer, name, self._adder(method))
+        everybody = tuple(range(self._transport.size))
         if route is Route.HALVING:
-            return socket_sums.Stages(None, lambda: socket_sums.sum_by_halving(self._wire, buffer, name, everybody))
-        column = self._topology.column(self._wire.rank)
-        between = lambda part: socket_sums.sum_by_halving(self._wire, part, name, column)  # noqa: E731
+            return socket_sums.Stages(
+                None, lambda: socket_sums.sum_by_halving(self._transport, buffer, name, everybody)
+            )
+        column = self._topology.column(self._transport.rank)
+        between = lambda part: socket_sums.sum_by_halving(self._transport, part, name, column)  # noqa: E731
         self.sum_in_memory(BufferView(buffer), name, AggregationMethod.EXPERIMENTAL_TREE, between)
         return Done()
 
@@ -85,7 +87,7 @@ class WorkerSums:
             values: on the CPU, of one of ``host_memory.DTYPES``.
             name: for messages.
             method: an ``AggregationMethod``.
-            between: see ``SharedLane.all_reduce``.
+            between: see ``SharedSums.all_reduce``.
         """
         assert self._memory is not None
         text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
@@ -94,22 +96,22 @@ class WorkerSums:
 
     def explain(self, numel: int, dtype: torch.dtype, device_type: str, method: int) -> str:
         """See ``WorkerGroup``."""
-        return routes.explain(method, numel * dtype.itemsize, self._place(dtype, device_type))
+        return routes.explain(method, numel * dtype.itemsize, self._conditions(dtype, device_type))
 
-    def _place(self, dtype: torch.dtype, device_type: str) -> routes.Place:
+    def _conditions(self, dtype: torch.dtype, device_type: str) -> routes.Conditions:
         topology, on_cpu = self._topology, device_type == "cpu"
         memory = self._memory is not None and on_cpu and dtype in DTYPES
-        return routes.Place(
-            self._wire.size, len(topology.hosts), topology.aligned, memory, not on_cpu, summable=dtype in _SUMMABLE
+        return routes.Conditions(
+            self._transport.size, len(topology.hosts), topology.aligned, memory, not on_cpu, summable=dtype in _SUMMABLE
         )
 
     def _route(self, numel: int, dtype: torch.dtype, device_type: str, method: int) -> Route:
         key = (numel, dtype, device_type, method, AggregationMethod.is_default(method))
         route = self._routes.get(key)
         if route is None:
-            place, nbytes = self._place(dtype, device_type), numel * dtype.itemsize
-            route = self._routes[key] = routes.choose(method, nbytes, place)
-            get_logger().debug("%s", routes.explain(method, nbytes, place))
+            given, nbytes = self._conditions(dtype, device_type), numel * dtype.itemsize
+            route = self._routes[key] = routes.choose(method, nbytes, given)
+            get_logger().debug("%s", routes.explain(method, nbytes, given))
         return route
 
     def _adder(self, method: int) -> Add:

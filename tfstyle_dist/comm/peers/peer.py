@@ -72,4 +72,4 @@ class Peer:
 def this_peer(rank: int) -> Peer:
     """This process as others see it."""
     host, boot = host_and_boot()
-    return Peer(rank, os.getpid(), host, boot, pid_namespace(), stacks.place())
+    return Peer(rank, os.getpid(), host, boot, pid_namespace(), stacks.socket_name())

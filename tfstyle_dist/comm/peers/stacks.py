@@ -25,8 +25,8 @@ class _Server:
     """Answers until it is stopped."""
 
     def __init__(self) -> None:
-        self.place = unix_sockets.new_name("stacks")
-        self._socket = unix_sockets.listen(self.place, 8)
+        self.name = unix_sockets.new_name("stacks")
+        self._socket = unix_sockets.listen(self.name, 8)
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="tfstyle_dist stacks", daemon=True)
         try:
@@ -96,17 +96,17 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def place() -> str:
+def socket_name() -> str:
     """Where this process answers, for ``ask``; empty if it does not."""
     server = _server
-    return "" if server is None else server.place
+    return "" if server is None else server.name
 
 
-def ask(place: str, seconds: float = 1.0) -> str | None:
+def ask(name: str, seconds: float = 1.0) -> str | None:
     """The Python stacks of a process of this host and user.
 
     Args:
-        place: what ``place`` gives there.
+        name: what ``socket_name`` gives there.
         seconds: how long to wait for the whole answer.
 
     Returns:
@@ -114,7 +114,7 @@ def ask(place: str, seconds: float = 1.0) -> str | None:
         out.
     """
     text, end = b"", time.monotonic() + seconds
-    with suppress(OSError), unix_sockets.connect(place, seconds) as asker:
+    with suppress(OSError), unix_sockets.connect(name, seconds) as asker:
         while len(text) < _MOST_BYTES and (left := end - time.monotonic()) > 0:
             asker.settimeout(left)
             piece = asker.recv(_MOST_BYTES - len(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
@@ -13,17 +12,12 @@ import torch
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.peers import stacks
-from tfstyle_dist.comm.peers.diagnosis import SideChannel
-from tfstyle_dist.comm.rendezvous.rendezvous import Meeting, Members
+from tfstyle_dist.comm.rendezvous.members import Members
+from tfstyle_dist.comm.rendezvous.store import open_store
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env, network, torch_internals
-from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import accelerator, is_accelerator
-from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-
-_FOREVER = timedelta(days=365)
-_meetings: dict[str, int] = {}
 
 
 def effective_timeout(options: CommunicationOptions) -> timedelta | None:
@@ -73,73 +67,6 @@ def members_of_launch() -> Members | None:
     return Members(launch.rank, launch.world_size, names, env.master_address())
 
 
-def _meet(members: Members, limit: timedelta | None) -> tuple[Any, SideChannel]:
-    """A store that all workers share and that is new, and the same for messages; waits until all are there."""
-    import torch.distributed as dist
-
-    deadline = Deadline(limit)
-    path = env.rendezvous_file()
-    agent = env.launcher_has_store()
-    if path is not None:
-        store: Any = dist.FileStore(path, members.size)
-    elif members.address is not None:
-        store = _network_store(members, members.address, deadline, serve=members.rank == 0 and not agent)
-    else:
-        raise ValueError(
-            f"RANK={members.rank} and WORLD_SIZE={members.size} are set, but neither MASTER_ADDR and MASTER_PORT nor "
-            "TFSTYLE_RENDEZVOUS_FILE says where the workers meet. Start the script with torchrun, or unset RANK and "
-            "WORLD_SIZE to run one process."
-        )
-    # What an earlier strategy of this process left in the store must not be taken for this one's.
-    place = str(path or members.address)
-    _meetings[place] = _meetings.get(place, 0) + 1
-    here = dist.PrefixStore(f"tfstyle/{_meetings[place]}", store)
-    meeting = Meeting(here, members, deadline, lasting=path is not None or agent)
-    store = dist.PrefixStore(f"tfstyle/{meeting.hold()}", store)
-    return store, SideChannel(store, None if meeting.lasting else meeting.leader)
-
-
-def _network_store(members: Members, address: tuple[str, int], deadline: Deadline, serve: bool) -> Any:
-    """The store at an address; the one that worker 0 opens does not wait for the others yet."""
-    import torch.distributed as dist
-
-    host, port = address
-    limit = deadline.limit or _FOREVER
-    if not serve:
-        _wait_for_listener(members, address, deadline)
-    try:
-        return dist.TCPStore(host, port, members.size, serve, limit, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
-        said = str(error).strip().partition("\n")[0]
-        if serve and "EADDRINUSE" in str(error):
-            raise UnavailableError(
-                f"Port {port} is in use by {network.port_owner(port) or 'another process'}, so {members.own_name} "
-                f"cannot open the meeting place {host}:{port}. End that process, or choose another port for "
-                f"{members.own_name} on all workers."
-            ) from error
-        raise UnavailableError(
-            f"{members.own_name} of {members.size} cannot use the meeting place {host}:{port}: {said}. Check the "
-            "address, and that nothing but this program answers there."
-        ) from error
-
-
-def _wait_for_listener(members: Members, address: tuple[str, int], deadline: Deadline) -> None:
-    """Returns when somebody listens; waits in Python, so that Ctrl-C ends it."""
-    host, port = address
-    pause, problem = 0.02, ""
-    while not deadline.passed():
-        left = deadline.remaining()
-        problem = network.try_connect(host, port, 5.0 if left is None else min(left, 5.0)) or ""
-        if not problem:
-            return
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
-    raise DeadlineExceededError(
-        f"{members.own_name} of {members.size} did not reach {members.names[0]} at {host}:{port} within {deadline}: "
-        f"{problem}. Check that {members.names[0]} runs there and that the address can be reached from here."
-    )
-
-
 def make_group(
     device: torch.device, options: CommunicationOptions, members: Members | None = None, num_local_replicas: int = 1
 ) -> WorkerGroup:
@@ -157,7 +84,7 @@ def make_group(
         ValueError: world sizes or numbers of replicas disagree, or the requested implementation cannot run here.
         DeadlineExceededError: a worker did not start in time; the message lists the absent ones.
         PeerLostError: a worker died or gave up during start-up.
-        UnavailableError: the port of the meeting place is in use.
+        UnavailableError: the port of the rendezvous is in use.
     """
     members = members or members_of_launch()
     import torch.distributed as dist
@@ -172,7 +99,7 @@ def make_group(
     if (not initialized and (members is None or members.size == 1)) or (initialized and dist.get_world_size() == 1):
         return SingleGroup()
     from tfstyle_dist.comm.torch_group import TorchGroup
-    from tfstyle_dist.comm.torch_wire import torch_limit
+    from tfstyle_dist.comm.torch_transport import torch_limit
 
     if is_accelerator(device.type):  # what the program puts on "cuda" goes to this worker's own device too
         accelerator(device.type).set_device(device)
@@ -196,7 +123,7 @@ def make_group(
             # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
             # TorchGroup.close).
             importlib.import_module("torch.distributed.nn.functional")
-            store, channel = _meet(members, env.start_timeout(timeout))
+            store, channel = open_store(members, env.start_timeout(timeout))
             # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
             towards = network.interface_towards(*members.address) if members.address else None
             with env.gloo_interface_set(towards):

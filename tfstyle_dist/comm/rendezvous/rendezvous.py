@@ -1,7 +1,7 @@
 """How worker processes find each other at start-up: bounded, and with the name of whoever does not come.
 
-Every worker says hello in a key-value store, with a number that it draws. Worker 0 publishes the list of these numbers,
-all confirm it, and worker 0 says go. What processes of an earlier life have left in a store that outlives them
+Every worker puts a handshake with a number that it draws into a key-value store. Worker 0 publishes the list of these
+numbers, all confirm it, and worker 0 says go. What processes of an earlier life have left in a store that outlives them
 (torchrun's, a file) therefore counts for nothing. Worker 0 watches the others, and the others watch worker 0.
 """
 
@@ -12,110 +12,55 @@ import hashlib
 import json
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tfstyle_dist.comm.peers.peer import Peer, this_peer
-from tfstyle_dist.core import json_text
+from tfstyle_dist.comm.peers.peer import this_peer
+from tfstyle_dist.comm.rendezvous.members import KINDS, Handshake, Members, read_text, read_word, strange
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
 _SHORTEST, _LONGEST = 0.002, 0.1  # seconds between two looks
 _BEAT_SECONDS, _SILENCE_SECONDS = 1.0, 30.0
 _LAST_WORDS_SECONDS = 5.0  # at most
-_KINDS = {kind.__name__: kind for kind in (DeadlineExceededError, PeerLostError, ValueError)}
 
 
-@dataclass(frozen=True)
-class Members:
-    """Who is to meet.
-
-    Attributes:
-        rank: this worker.
-        size: number of workers.
-        names: what to call each of them, e.g. ``"worker 1 (host1:2222)"``.
-        address: where worker 0 opens the store, or ``None`` if there is another meeting place.
-        signature: what must be the same on all workers, e.g. the list of their addresses.
-    """
-
-    rank: int
-    size: int
-    names: tuple[str, ...]
-    address: tuple[str, int] | None
-    signature: str = ""
-
-    @property
-    def own_name(self) -> str:
-        """What this worker is called."""
-        return self.names[self.rank]
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a worker says when it comes.
-
-    Attributes:
-        number: drawn for this start-up.
-        peer: where it runs.
-        cluster: what it was told of the cluster.
-    """
-
-    number: str
-    peer: Peer
-    cluster: str
-
-    @staticmethod
-    def parse(rank: int, text: bytes) -> Hello:
-        """From what stands in the store."""
-        said = _read(text, f"worker {rank}'s hello")
-        kinds = (str, str, int, *[str] * 4)
-        if not isinstance(said, list) or [*map(type, said)] != [*kinds]:
-            raise ValueError(_strange(f"worker {rank}'s hello", text))
-        number, cluster, *facts = said
-        return Hello(number, Peer.of(rank, facts), cluster)
-
-    def text(self) -> str:
-        """For the store."""
-        return json.dumps([self.number, self.cluster, *self.peer.facts])
-
-
-class Meeting:
+class Rendezvous:
     """One start-up in a store.
 
     Args:
-        store: the store, with a prefix that is this meeting's own among those of one process.
-        members: who is to meet.
+        store: the store, with a prefix that is this rendezvous' own among those of one process.
+        members: who is to come.
         deadline: until when.
         lasting: whether the store may hold what an earlier life of these workers has left.
 
     Attributes:
         lasting: as given.
-        leader: where worker 0 runs, once the meeting was held.
+        leader: where worker 0 runs, once all have come.
     """
 
     def __init__(self, store: Any, members: Members, deadline: Deadline, lasting: bool) -> None:
         self._store, self._members, self._deadline, self.lasting = store, members, deadline, lasting
         cluster = members.signature or f"{members.size} workers"
-        self._hello = Hello(uuid.uuid4().hex, this_peer(members.rank), cluster)
-        self.leader = self._hello.peer
+        self._handshake = Handshake(uuid.uuid4().hex, this_peer(members.rank), cluster)
+        self.leader = self._handshake.peer
         self._beats, self._next_beat = 0, 0.0
         # Of each number: its last beat, when it came, and whether one came while we looked.
         self._heard: dict[str, tuple[bytes, float, bool]] = {}
         self._alive: set[str] = set()
 
-    def hold(self) -> str:
+    def wait(self) -> str:
         """Waits until all workers are there.
 
         Returns:
-            A name for this meeting that no other has; the same on all workers.
+            A name for this rendezvous that no other has; the same on all workers.
 
         Raises:
             DeadlineExceededError: some did not come; the message lists them.
             PeerLostError: one came and died, or gave up.
-            ValueError: two processes claim one place, or the workers were told different clusters.
+            ValueError: two processes claim one rank, or the workers were told different clusters.
         """
         try:
-            self._store.set(f"hello/{self._members.rank}", self._hello.text())
+            self._store.set(f"handshake/{self._members.rank}", self._handshake.text())
             return self._lead() if self._members.rank == 0 else self._follow()
         except (DeadlineExceededError, PeerLostError, ValueError) as error:
             self._leave_word(error)
@@ -129,9 +74,9 @@ class Meeting:
     def _lead(self) -> str:
         published, pause, others = "", _SHORTEST, range(1, self._members.size)
         while True:
-            hellos = [self._read_hello(rank) for rank in range(self._members.size)]
-            if all(hellos):
-                everyone = json.dumps([hello.number for hello in hellos if hello])
+            handshakes = [self._read_handshake(rank) for rank in range(self._members.size)]
+            if all(handshakes):
+                everyone = json.dumps([handshake.number for handshake in handshakes if handshake])
                 if everyone != published:
                     self._store.set("everyone", everyone)
                     published = everyone
@@ -139,8 +84,8 @@ class Meeting:
                     self._store.set(f"go/{_digest(published)}", "1")
                     return _digest(published)
             self._beat()
-            for hello in hellos:
-                self._look_after(hello)
+            for handshake in handshakes:
+                self._look_after(handshake)
             self._check_deadline()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
@@ -149,22 +94,22 @@ class Meeting:
         rank, confirmed, pause = self._members.rank, "", _SHORTEST
         while True:
             listed = (self._read("everyone") or b"[]").decode(errors="replace")
-            numbers = _read(listed, "the list of workers")
+            numbers = read_text(listed, "the list of workers")
             if not isinstance(numbers, list):
-                raise ValueError(_strange("the list of workers", listed))
-            if listed != confirmed and len(numbers) == self._members.size and numbers[rank] == self._hello.number:
+                raise ValueError(strange("the list of workers", listed))
+            if listed != confirmed and len(numbers) == self._members.size and numbers[rank] == self._handshake.number:
                 confirmed = listed
                 self._store.set(f"confirmed/{rank}", confirmed)
             if confirmed and self._store.check([f"go/{_digest(confirmed)}"]):
-                self.leader = (self._read_hello(0) or self._hello).peer
+                self.leader = (self._read_handshake(0) or self._handshake).peer
                 return _digest(confirmed)
             self._beat()
-            self._look_after(self._read_hello(rank))
-            leader = self._read_hello(0)
+            self._look_after(self._read_handshake(rank))
+            leader = self._read_handshake(0)
             self._look_after(leader)
             if leader and leader.number in self._alive and (verdict := self._read(f"verdict/{leader.number}")):
-                kind, message = _word(verdict, "worker 0's verdict")
-                raise _KINDS[kind](message)
+                kind, message = read_word(verdict, "worker 0's verdict")
+                raise KINDS[kind](message)
             self._check_deadline()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
@@ -172,39 +117,39 @@ class Meeting:
     def _read(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
-    def _read_hello(self, rank: int) -> Hello | None:
-        text = self._read(f"hello/{rank}")
-        return Hello.parse(rank, text) if text else None
+    def _read_handshake(self, rank: int) -> Handshake | None:
+        text = self._read(f"handshake/{rank}")
+        return Handshake.parse(rank, text) if text else None
 
     # ---- who is missing ---------------------------------------------------------------------------------------
 
-    def _look_after(self, hello: Hello | None) -> None:
+    def _look_after(self, handshake: Handshake | None) -> None:
         """Raises if a worker that came is lost or does not belong here."""
-        if hello is None:
+        if handshake is None:
             return
-        peer, name = hello.peer, self._members.names[hello.peer.rank]
+        peer, name = handshake.peer, self._members.names[handshake.peer.rank]
         where = f"{name} (pid {peer.pid} on {peer.host})"
         if peer.rank == self._members.rank:
-            if hello.number != self._hello.number:
+            if handshake.number != self._handshake.number:
                 raise ValueError(
-                    f"Two processes say that they are {name}: this one (pid {self._hello.peer.pid} on "
-                    f"{self._hello.peer.host}) and pid {peer.pid} on {peer.host}. Give each process its own task."
+                    f"Two processes say that they are {name}: this one (pid {self._handshake.peer.pid} on "
+                    f"{self._handshake.peer.host}) and pid {peer.pid} on {peer.host}. Give each process its own task."
                 )
             return
-        state, was_alive = peer.state(), hello.number in self._alive
-        silent = self._listen(hello)
+        state, was_alive = peer.state(), handshake.number in self._alive
+        silent = self._listen(handshake)
         if state == "dead" and (was_alive or not self.lasting):
             raise PeerLostError(f"{where} died while the workers started. Look at its own output first.")
-        if state == "dead" or (self.lasting and not peer.visible() and not self._heard[hello.number][2]):
+        if state == "dead" or (self.lasting and not peer.visible() and not self._heard[handshake.number][2]):
             return  # perhaps of an earlier life
-        self._alive.add(hello.number)
-        if hello.cluster != self._hello.cluster:
+        self._alive.add(handshake.number)
+        if handshake.cluster != self._handshake.cluster:
             raise ValueError(
-                f"The workers were told different clusters: {self._members.own_name} has {self._hello.cluster}, "
-                f"{where} has {hello.cluster}. Give all workers the same cluster; only the task differs."
+                f"The workers were told different clusters: {self._members.own_name} has {self._handshake.cluster}, "
+                f"{where} has {handshake.cluster}. Give all workers the same cluster; only the task differs."
             )
-        if reason := self._read(f"gave up/{hello.number}"):
-            kind, message = _word(reason, f"worker {peer.rank}'s last word")
+        if reason := self._read(f"gave up/{handshake.number}"):
+            kind, message = read_word(reason, f"worker {peer.rank}'s last word")
             if kind == DeadlineExceededError.__name__:
                 self._list_absent()  # its time was up a moment before ours
             raise PeerLostError(f"{where} gave up: {message}")
@@ -213,24 +158,24 @@ class Meeting:
                 f"{where} has given no sign of life for {_SILENCE_SECONDS:g} s while the workers started: {state}."
             )
 
-    def _is_there(self, hello: Hello) -> bool:
+    def _is_there(self, handshake: Handshake) -> bool:
         """Whether it is neither dead nor, as far as we know, of an earlier life."""
-        known = hello.number in self._alive or not self.lasting or hello.peer.visible()
-        return known and hello.peer.state() != "dead"
+        known = handshake.number in self._alive or not self.lasting or handshake.peer.visible()
+        return known and handshake.peer.state() != "dead"
 
     def _beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_SECONDS
             self._beats += 1
-            self._store.set(f"beat/{self._hello.number}", str(self._beats))
+            self._store.set(f"beat/{self._handshake.number}", str(self._beats))
 
-    def _listen(self, hello: Hello) -> float:
+    def _listen(self, handshake: Handshake) -> float:
         """Seconds since the last sign of life."""
-        now, beat = time.monotonic(), self._read(f"beat/{hello.number}") or b""
-        known, since, moved = self._heard.get(hello.number, (beat, now, False))
+        now, beat = time.monotonic(), self._read(f"beat/{handshake.number}") or b""
+        known, since, moved = self._heard.get(handshake.number, (beat, now, False))
         if beat != known:
             since, moved = now, True
-        self._heard[hello.number] = (beat, since, moved)
+        self._heard[handshake.number] = (beat, since, moved)
         return now - since
 
     def _check_deadline(self) -> None:
@@ -240,12 +185,12 @@ class Meeting:
     def _list_absent(self) -> NoReturn:
         absent, lines = [], []
         for rank, name in enumerate(self._members.names):
-            hello = self._read_hello(rank)
+            handshake = self._read_handshake(rank)
             if rank == self._members.rank:
                 continue
-            if hello and self._is_there(hello):
-                where = f"pid {hello.peer.pid} on {hello.peer.host}"
-                lines.append(f"  {name}: has started, {where}, {hello.peer.state()}")
+            if handshake and self._is_there(handshake):
+                where = f"pid {handshake.peer.pid} on {handshake.peer.host}"
+                lines.append(f"  {name}: has started, {where}, {handshake.peer.state()}")
             else:
                 absent.append(name)
                 lines.append(f"  {name}: ABSENT")
@@ -259,49 +204,28 @@ class Meeting:
     def _leave_word(self, error: Exception) -> None:
         """Tells the others; worker 0 stays until they have read it, or the store would be gone before they can."""
         with contextlib.suppress(Exception):
-            kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+            kind = next(name for name, kind in KINDS.items() if isinstance(error, kind))
             if self._members.rank > 0:
-                self._store.set(f"gave up/{self._hello.number}", json.dumps([kind, _first_line(error)]))
+                self._store.set(f"gave up/{self._handshake.number}", json.dumps([kind, _first_line(error)]))
             else:
-                self._store.set(f"verdict/{self._hello.number}", json.dumps([kind, str(error)]))
+                self._store.set(f"verdict/{self._handshake.number}", json.dumps([kind, str(error)]))
                 self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
         """Until all who are there have given up too, as they do when they read the verdict; bounded."""
         end, pause = time.monotonic() + _LAST_WORDS_SECONDS, _SHORTEST
         while time.monotonic() < end:
-            leader, *others = [self._read_hello(rank) for rank in range(self._members.size)]
-            if leader is None or leader.number != self._hello.number:
+            leader, *others = [self._read_handshake(rank) for rank in range(self._members.size)]
+            if leader is None or leader.number != self._handshake.number:
                 return  # they look at another worker 0
-            if all(hello is None or self._has_left(hello) for hello in others):
+            if all(handshake is None or self._has_left(handshake) for handshake in others):
                 return
             self._beat()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
 
-    def _has_left(self, hello: Hello) -> bool:
-        return self._store.check([f"gave up/{hello.number}"]) or not self._is_there(hello)
-
-
-def _read(text: str | bytes, what: str) -> Any:
-    try:
-        return json_text.parse(text)
-    except ValueError:
-        raise ValueError(_strange(what, text)) from None
-
-
-def _word(text: bytes, what: str) -> tuple[str, str]:
-    said = _read(text, what)
-    if not isinstance(said, list) or len(said) != 2 or said[0] not in [*_KINDS] or not isinstance(said[1], str):
-        raise ValueError(_strange(what, text))
-    return said[0], said[1]
-
-
-def _strange(what: str, text: str | bytes) -> str:
-    return (
-        f"{what} in the store where the workers meet is {text[:80]!r}: nothing that a worker of this package says. "
-        "Does another program, or another version, use the same address? Give this job an address of its own."
-    )
+    def _has_left(self, handshake: Handshake) -> bool:
+        return self._store.check([f"gave up/{handshake.number}"]) or not self._is_there(handshake)
 
 
 def _digest(numbers: str) -> str:

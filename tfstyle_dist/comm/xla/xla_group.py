@@ -59,7 +59,7 @@ class XlaGroup(WorkerGroup):
             yield
         finally:
             self._in_step = False
-        with self._patience("the step"):
+        with self._reporting_delay("the step"):
             self.adapter.sync()
 
     def reduce_gradients(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
@@ -177,11 +177,11 @@ class XlaGroup(WorkerGroup):
 
     def _run(self, name: str) -> None:
         if not self._in_step:
-            with self._patience(name):
+            with self._reporting_delay(name):
                 self.adapter.sync()
 
     def _fetch(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        with self._patience(name):
+        with self._reporting_delay(name):
             return self.adapter.fetch(tensor)
 
     def _give_back(self, buffer: torch.Tensor, remote: torch.Tensor, name: str) -> None:
@@ -192,7 +192,7 @@ class XlaGroup(WorkerGroup):
             buffer.copy_(self._fetch(remote, name))
 
     @contextlib.contextmanager
-    def _patience(self, name: str) -> Iterator[None]:
+    def _reporting_delay(self, name: str) -> Iterator[None]:
         """Reports a wait that takes longer than the timeout."""
         if self.timeout is None:
             yield

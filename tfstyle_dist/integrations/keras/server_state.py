@@ -12,9 +12,9 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.records import RemoteRecord, Shard
-from tfstyle_dist.parameter_server.table import VariableTable
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
+from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
