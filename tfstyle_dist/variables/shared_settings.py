@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+
 _Place = tuple[int, int, str]  # which optimizer, group and setting
 _GONE = object()
 
@@ -96,7 +98,7 @@ def _settings(number: int, optimizer: Any) -> dict[_Place, Any]:
 def _mark(value: Any) -> Any:
     """Something that changes when the value does; equal to itself, as NaN is not."""
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return id(value), torch_internals.version_of(value)
     if isinstance(value, int | float | str | type(None)):
         return repr(value)
     if isinstance(value, tuple | list):

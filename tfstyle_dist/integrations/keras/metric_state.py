@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.backend import keras
@@ -76,7 +77,7 @@ def state_of(strategy: Strategy, variable: Any) -> MetricState:
         component._tfstyle_name = variable.path if replica == 0 else f"{variable.path}/replica_{replica}"
         component._tfstyle_device = place.logical
         components.append(component)
-    state: Any = torch.Tensor._make_subclass(MetricState, components[0].detach(), False)
+    state: Any = torch_internals.make_subclass(MetricState, components[0].detach(), False)
     on_read, add = VariableSynchronization.ON_READ, VariableAggregation.SUM
     record = Record(store, state, components, "variable", on_read, add)
     record.placement, record.local_name = Placement.MIRRORED, variable.path
