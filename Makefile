@@ -11,7 +11,7 @@ CUDA_LIBRARIES := cublas-cu12==12.8.4.1 cuda-cupti-cu12==12.8.90 cuda-runtime-cu
 	cufft-cu12==11.3.3.83 cufile-cu12==1.13.1.3 curand-cu12==10.3.9.90 cusparse-cu12==12.5.8.93 cusparselt-cu12==0.7.1 \
 	nccl-cu12==2.27.5 nvjitlink-cu12==12.8.93 nvshmem-cu12==3.3.20
 
-.PHONY: help venv venv-xla style quality test test-slow test-xla gpu bench dist
+.PHONY: help venv venv-xla style quality test test-slow test-xla fuzz accelerate-suite gpu bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -35,6 +35,12 @@ test:  ## the quick tests
 
 test-slow:  ## all tests that need no accelerator
 	$(BIN)/pytest
+
+fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTRIBUTING.md
+	TFSTYLE_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 --timeout 0 tests/fuzz
+
+accelerate-suite:  ## accelerate's own tests with StrategyAccelerator in the place of Accelerator; needs a network
+	$(BIN)/python tests/integrations/accelerate_suite.py
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
 	$(BIN)/python tests/gpu/check.py

@@ -345,6 +345,7 @@ def test_a_killed_rank_is_named_and_the_copy_is_whole(rank: int, ranks: Any) -> 
 @on_two_ranks
 def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match="one host, but WORLD_SIZE=2 and LOCAL_WORLD_SIZE=1"):
         td.experimental.CentralStorageStrategy()
 

@@ -204,12 +204,16 @@ class Client:
         self._pending.discard(header.request)
         told = wire.unpack_json(memoryview(parts[0])[wire.HEADER_SIZE :])
         if header.kind is Kind.ERROR:
-            self._outcomes[header.request] = int(told["code"]), str(told["message"])
+            code = told.get("code")
+            self._outcomes[header.request] = (
+                code if type(code) is int and code != OK else UNKNOWN,
+                str(told.get("message")),
+            )
         elif "methods" in told:
             self._outcomes[header.request] = OK, told
         else:
             try:
-                outcome = OK, pickling.loads(streams.join(told["sizes"], parts[1:]))
+                outcome = OK, pickling.loads(streams.join(told.get("sizes"), parts[1:]))
             except Exception as error:
                 outcome = UNKNOWN, f"the result cannot be read here: {error!r}"
             self._outcomes[header.request] = outcome

@@ -161,10 +161,8 @@ class Server:
             if header.kind is Kind.HELLO:
                 self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
             elif header.kind is Kind.CALL:
-                sizes = meta.get("sizes")
-                if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 0 for n in sizes):
-                    raise WireError("a call without the sizes of its parts")
-                pool.submit(self._call, identity, request, str(meta.get("method")), streams.join(sizes, parts[2:]))
+                joined = streams.join(meta.get("sizes"), parts[2:])
+                pool.submit(self._call, identity, request, str(meta.get("method")), joined)
             else:
                 raise WireError(f"an rpc server does not take messages of kind {header.kind.name}")
         except Exception as error:

@@ -10,7 +10,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import streams, wire, zmq_link
+from tfstyle_dist.parameter_server import call_fields, streams, wire, zmq_link
 from tfstyle_dist.parameter_server.records import RemoteRecord
 from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
 from tfstyle_dist.parameter_server.work import Work
@@ -135,15 +135,19 @@ class WorkerTask:
 
     def _register(self, meta: dict[str, Any], frames: list[bytes]) -> None:
         assert self._session is not None
-        parts = streams.join([int(n) for n in meta["sizes"]], frames)
-        if meta["method"] == "function":
-            self._session.functions.setdefault(int(meta["number"]), Function(parts))
-        elif meta["method"] == "resource":
-            self._session.factories.setdefault(int(meta["number"]), parts)
-        elif meta["method"] == "value":
-            self._session.values.put(int(meta["number"]), parts)
+        parts, number, method = (
+            streams.join(meta.get("sizes"), frames),
+            call_fields.number(meta, "number"),
+            meta.get("method"),
+        )
+        if method == "function":
+            self._session.functions.setdefault(number, Function(parts))
+        elif method == "resource":
+            self._session.factories.setdefault(number, parts)
+        elif method == "value":
+            self._session.values.put(number, parts)
         else:
-            raise WireError(f"unknown method {meta['method']!r}")
+            raise WireError(f"unknown method {method!r}")
 
     def _following(self) -> list[RemoteRecord]:
         """Parameters that the next function will pull, if it is here already."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import aggregate
@@ -123,15 +124,14 @@ def sparse_sum_over_workers(worker: Worker, total: torch.Tensor, name: str) -> t
     group, total = worker.group, total.coalesce()
     if group.size == 1:
         return total
-    counts = [
-        int(c) for c in group.all_gather(torch.tensor([total._nnz()], device=total.device), f"{name} (row counts)")
-    ]
+    count = torch.tensor([torch_internals.entries_of(total)], device=total.device)
+    counts = [int(c) for c in group.all_gather(count, f"{name} (row counts)")]
     most = max(counts)
     indices = torch.zeros((total.sparse_dim(), most), dtype=torch.int64, device=total.device)
-    indices[:, : total._nnz()] = total.indices()
+    indices[:, : torch_internals.entries_of(total)] = total.indices()
     dtype = torch.float32 if total.dtype in _HALF else total.dtype
     values = torch.zeros((most, *total.values().shape[1:]), dtype=dtype, device=total.device)
-    values[: total._nnz()] = total.values()
+    values[: torch_internals.entries_of(total)] = total.values()
     all_indices = group.all_gather(indices.reshape(-1), f"{name} (row numbers)")
     all_values = group.all_gather(values.reshape(-1), f"{name} (rows)")
     index = torch.cat([i.view(indices.shape)[:, :c] for i, c in zip(all_indices, counts, strict=True)], dim=1)

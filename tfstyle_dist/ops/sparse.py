@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist_kernels import reference
 
 
@@ -20,8 +21,8 @@ def sum_sparse(contributions: Sequence[Tensor], divisor: int | float | None = No
     first = contributions[0]
     # The entries of a tensor that is not coalesced have no public access, and coalescing each first would
     # sort everything twice.
-    indices = torch.cat([t._indices() for t in contributions], dim=1)
-    values = torch.cat([t._values() for t in contributions])
+    indices = torch.cat([torch_internals.indices_of(t) for t in contributions], dim=1)
+    values = torch.cat([torch_internals.values_of(t) for t in contributions])
     values = values.to(reference.accumulation_dtype(first.dtype))
     total = _make(indices, values, first.shape, is_coalesced=False).coalesce()
     sums = total.values()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.errors import DataLossError
+
 _SMALL = 1 << 12
 
 
@@ -109,8 +111,16 @@ def loads(parts: Sequence[Any], resolve: Callable[[Any], Any] | None = None) -> 
     Args:
         parts: the pickle and its buffers.
         resolve: the object for a reference.
+
+    Raises:
+        DataLossError: the pickle is cut off or damaged; what unpickling runs may raise anything else.
     """
-    return _Unpickler(io.BytesIO(parts[0]), parts[1:], resolve).load()
+    if not parts:
+        raise DataLossError("a value from another process cannot be read: nothing came")
+    try:
+        return _Unpickler(io.BytesIO(parts[0]), parts[1:], resolve).load()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise DataLossError(f"a value from another process cannot be read: {error}") from error
 
 
 def describe(value: Any) -> str:

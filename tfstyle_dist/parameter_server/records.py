@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.wire import Op, Operation, dtype_number
 from tfstyle_dist.variables.record import Placement, Record
 
@@ -127,7 +128,7 @@ def gradient_parts(
     number = dtype_number(dtype)
     if grad.is_sparse:
         grad = grad if near else grad.coalesce()
-        rows, values = grad._indices()[0], grad._values().to(dtype)
+        rows, values = torch_internals.indices_of(grad)[0], torch_internals.values_of(grad).to(dtype)
         for shard, places, ids in by_shard(record, rows):
             part = (values if places is None else values[places]).contiguous()
             yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.parameter_server import call_fields
 from tfstyle_dist.shm import memory_file
 
 _NAME = "tfstyle-ps-segment"
@@ -64,10 +65,11 @@ class Segment:
             PermissionError: it is no segment of this package, or another one.
             OSError: it is not there.
         """
-        name, half = str(place["name"]), int(place["half"])
+        name, half = str(place.get("name")), call_fields.number(place, "half", 1 << 48)
         if not name.startswith(_NAME) or half <= 0:
             raise PermissionError(f"{name!r} with 2 x {half} bytes is no shared memory segment of a parameter server")
-        handle = memory_file.find(int(place["process"]), int(place["file"]), name, 2 * half)
+        process, file = call_fields.number(place, "process", 1 << 32), call_fields.number(place, "file", 1 << 32)
+        handle = memory_file.find(process, file, name, 2 * half)
         try:
             segment = cls(handle, half, name)
         except BaseException:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from tfstyle_dist.parameter_server import pickling, streams, wire
+from tfstyle_dist.core.errors import NotFoundError
+from tfstyle_dist.parameter_server import call_fields, pickling, streams
+from tfstyle_dist.parameter_server.call_fields import NewVariable
 from tfstyle_dist.parameter_server.clients import Client
 from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.segment import Segment
@@ -86,7 +86,7 @@ class ServerState:
                 client.column = self.table.shared.join()
             return self.table.shared.describe(self.table.variables, client.column)
         if method == "fence":
-            self.table.fence(int(meta["closure"]), int(meta["attempt"]))
+            self.table.fence(call_fields.number(meta, "closure"), call_fields.number(meta, "attempt"))
             return {}
         if method == "statistics":
             return {
@@ -97,7 +97,7 @@ class ServerState:
             }  # fmt: skip
         if client.role != "coordinator":
             raise PermissionError(f"Only the coordinator may call {method!r}.")
-        parts = streams.join([int(n) for n in meta.get("sizes", ())], frames)
+        parts = streams.join(meta.get("sizes", []), frames)
         if method in ("apply", "job", "outcome"):
             return self._apply(method, meta, parts)
         self.change(meta, parts)
@@ -108,12 +108,13 @@ class ServerState:
     def _apply(self, method: str, meta: dict[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
         """Functions of the coordinator on the table, e.g. those of checkpoints."""
         if method == "outcome":
-            ended, error = self.jobs.outcome(int(meta["number"]))
+            number = call_fields.number(meta, "number")
+            ended, error = self.jobs.outcome(number)
             if ended and self.keeper is not None and self.keeper.unsaved:
                 self.keeper.soon()
             if error is not None:
                 raise error
-            return {"ended": ended, "known": ended or self.jobs.is_active(int(meta["number"]))}
+            return {"ended": ended, "known": ended or self.jobs.is_active(number)}
         function, args = pickling.loads(parts)
         if method == "job":
             return {"number": self.jobs.start(function(self.table, *args))}
@@ -125,18 +126,20 @@ class ServerState:
         method = meta.get("method")
         self.table.calls += 1
         if method == "create":
-            for entry, part in zip(meta["variables"], parts, strict=True):
-                number, name, dtype = int(entry["number"]), str(entry["name"]), wire.DTYPES[int(entry["dtype"])]
-                if "fill" in entry:
-                    self.table.create_filled(number, name, entry["shape"], dtype, entry["fill"])
-                    continue
-                data = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0)
-                value = data.view(dtype) if part else torch.empty(0, dtype=dtype)
-                self.table.create(number, name, entry["shape"], dtype, value)
+            wanted = call_fields.entries(meta, "variables")
+            if len(wanted) != len(parts):
+                raise WireError(f"{len(wanted)} variables came with {len(parts)} parts")
+            for new in [NewVariable.of(entry, part) for entry, part in zip(wanted, parts, strict=True)]:
+                if new.value is None:
+                    self.table.create_filled(new.number, new.name, new.shape, new.dtype, new.fill or ())
+                else:
+                    self.table.create(new.number, new.name, new.shape, new.dtype, new.value)
         elif method == "optimizer":
-            add_rule(self.table, int(meta["number"]), parts)
+            add_rule(self.table, call_fields.number(meta, "number"), parts)
         elif method == "hyperparameters":
-            rule: Any = self.table.rules[int(meta["number"])]
-            rule.set_hyperparameters(meta["groups"])
+            rule: Any = self.table.rules.get(number := call_fields.number(meta, "number"))
+            if rule is None:
+                raise NotFoundError(f"This parameter server has no optimizer {number}.")
+            rule.set_hyperparameters(call_fields.entries(meta, "groups"))
         else:
             raise WireError(f"unknown method {method!r}")

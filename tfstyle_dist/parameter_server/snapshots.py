@@ -23,6 +23,7 @@ from tfstyle_dist.parameter_server.jobs import Jobs
 from tfstyle_dist.parameter_server.snapshot_files import RecordFile, SnapshotFolder, read_records, read_what_is_whole
 from tfstyle_dist.parameter_server.table import VariableTable, request_bytes
 from tfstyle_dist.parameter_server.table_state import (
+    clear,
     copy_rest,
     copy_variable,
     put_rest,
@@ -104,13 +105,14 @@ class SnapshotKeeper:
             try:
                 self._load(list(read_records(self.folder.snapshot(number))))
                 return number
-            except (DataLossError, OSError) as error:
-                get_logger().error("snapshot %d cannot be used: %s", number, error)
+            except Exception as error:  # a pickle that is not ours can raise anything
+                clear(self._table)
+                get_logger().error("snapshot %d cannot be used: %s: %s", number, type(error).__name__, error)
         return 0
 
     def _load(self, records: Sequence[Sequence[bytes]]) -> None:
         *variables, end = [pickling.loads(parts) for parts in records] or [{}]
-        if "rules" not in end:
+        if not isinstance(end, dict) or "rules" not in end:
             raise DataLossError("its end is missing")
         for entry in variables:
             put_variable(self._table, entry)
@@ -120,19 +122,34 @@ class SnapshotKeeper:
 
     def _replay(self, number: int, call: Call) -> None:
         try:
-            for kind, *parts in read_what_is_whole(self.folder.journal(number)):
-                if kind == b"call":
-                    call(wire.unpack_json(parts[0]), parts[1:])
-                else:
-                    self._replay_batch(*parts)
+            for record in read_what_is_whole(self.folder.journal(number)):
+                try:
+                    self._replay_record(record, call)
+                except Exception as error:
+                    get_logger().error(
+                        "a record of journal %d cannot be used, and what it kept is lost: %s: %s", number,
+                        type(error).__name__, error,
+                    )  # fmt: skip
         except PermissionError as error:
             get_logger().error("journal %d is not used: %s", number, error)
+
+    def _replay_record(self, record: Sequence[bytes], call: Call) -> None:
+        kind, *parts = record or [b""]
+        if kind == b"call" and parts:
+            call(wire.unpack_json(parts[0]), parts[1:])
+        elif kind == b"batch" and len(parts) == 3:
+            self._replay_batch(*parts)
+        else:
+            raise DataLossError(f"it is neither a call nor a batch, but {kind[:40]!r} with {len(parts)} part(s)")
 
     def _replay_batch(self, head: bytes, operations: bytes, data: bytes) -> None:
         header = Header.unpack(head)
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         kept, pieces, versions, offset = [], [], {}, 0
-        for operation in wire.unpack_operations(operations):
+        told = wire.unpack_operations(operations)
+        if sum(map(request_bytes, told)) != len(data):
+            raise DataLossError(f"a batch that needs {sum(map(request_bytes, told))} bytes was kept with {len(data)}")
+        for operation in told:
             size = request_bytes(operation)
             stored = self._table.variables.get(operation.variable)
             version, operation.argument = operation.argument >> 24, operation.argument & 0xFFFFFF

@@ -173,12 +173,14 @@ def split(parts: Sequence[Any]) -> tuple[list[int], list[memoryview]]:
     return [len(view) for view in views], frames
 
 
-def join(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
+def join(sizes: Any, frames: Sequence[Any]) -> list[Any]:
     """Puts together what ``split`` cut.
 
     Raises:
-        WireError: the frames do not add up to the sizes.
+        WireError: the frames do not add up to the sizes, or these are no list of sizes.
     """
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise WireError(f"{str(sizes)[:80]!r} is no list of sizes of parts")
     parts, place = [], 0
     for size in sizes:
         pieces, got = [], 0

@@ -76,6 +76,14 @@ def put_rest(table: VariableTable, entry: dict[str, Any]) -> None:
         table.closures.setdefault(closure, ClosureWrites()).attempt = attempt
 
 
+def clear(table: VariableTable) -> None:
+    """Takes back what was put into a table that was empty, when the rest of it cannot be."""
+    table.variables.clear()
+    table.rules.clear()
+    table.closures.clear()
+    table.low_water = 0
+
+
 def add_rule(table: VariableTable, number: int, parts: Sequence[Any]) -> None:
     """Makes an optimizer that was pickled; the same one again changes nothing."""
     if number in table.rules:

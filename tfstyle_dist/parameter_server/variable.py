@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.parameter_server.local_copies import is_placeholder, placeholder
 from tfstyle_dist.parameter_server.partitioners import split_rows
@@ -265,7 +266,7 @@ class RemoteStore(ParameterStore):
         wants_grad = description["trainable"] and (data.is_floating_point() or data.is_complex())
         component = VariableComponent(data, requires_grad=wants_grad)
         component._tfstyle_name, component._tfstyle_device = name, torch.device("cpu")
-        variable: Any = torch.Tensor._make_subclass(_VARIABLES[kind], placeholder(data.shape, data.dtype), wants_grad)
+        variable: Any = torch_internals.make_subclass(_VARIABLES[kind], placeholder(data.shape, data.dtype), wants_grad)
         record = RemoteRecord(
             self, variable, [component], "variable", description["synchronization"], description["aggregation"],
             GradientPolicy("push"), key=description["key"], shards=description["shards"],
@@ -295,7 +296,7 @@ class RemoteStore(ParameterStore):
         local = data if buffer else torch.nn.Parameter(data, description["trainable"])
         tensor: Any = local
         if table:
-            tensor = torch.Tensor._make_subclass(ServerParameter, data, description["trainable"])
+            tensor = torch_internals.make_subclass(ServerParameter, data, description["trainable"])
         record = RemoteRecord(
             self,
             tensor,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfstyle_dist.core import json_text
 from tfstyle_dist.core.errors import (
     CancelledError,
     DataLossError,
@@ -277,8 +278,8 @@ def unpack_json(meta: bytes | memoryview) -> dict[str, Any]:
         WireError: not a JSON object.
     """
     try:
-        value = json.loads(bytes(meta))
-    except (ValueError, RecursionError) as error:
+        value = json_text.parse(bytes(meta))
+    except ValueError as error:
         raise WireError(f"the meta part is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise WireError("the meta part is no JSON object")

@@ -6,15 +6,15 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import resource
 import stat
 import threading
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfstyle_dist.core import env
+from tfstyle_dist.core import env, json_text
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.wire import CHUNK, MAX_META
 
@@ -30,6 +30,7 @@ MOST_FAILURES = 8
 """So many failed exchanges of keys in a row mean that the keys differ."""
 _HEARTBEAT_MS, _LOST_MS = 500, 2000
 _FILES = 1 << 16
+_MOST_OF_KEYS = 1 << 12
 _ZAP_DOMAIN = "tfstyle"
 
 
@@ -83,12 +84,22 @@ class Keys:
         if mode & 0o077:
             raise PermissionError(f"The key file {path} has mode {mode:o}: others may read it. Run: chmod 600 {path}")
         try:
-            value = json.loads(Path(path).read_text())
-            return cls(value["public"].encode("ascii"), value["secret"].encode("ascii"))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            with open(path, "rb") as file:
+                value = json_text.parse(file.read(_MOST_OF_KEYS))
+            if not isinstance(value, dict):
+                raise ValueError("it holds no object")
+            return cls(_key(value, "public"), _key(value, "secret"))
+        except ValueError as error:
             raise ValueError(
                 f"{path} is no key file ({error}); make one: python -m tfstyle_dist.parameter_server.keys {path}"
             ) from None
+
+
+def _key(value: dict[str, Any], name: str) -> bytes:
+    found = value.get(name)
+    if not isinstance(found, str) or not re.fullmatch(r"[!-~]{40}", found):
+        raise ValueError(f"its {name} key is no text of 40 characters")
+    return found.encode("ascii")
 
 
 def new_keys(path: str | os.PathLike[str]) -> None:

@@ -138,7 +138,7 @@ def resolver_from_environment() -> ClusterResolver:
         return tf_config
     if launch is not None:
         return TorchrunClusterResolver()
-    if int(env.slurm("STEP_NUM_TASKS") or 1) > 1 and env.slurm("PROCID"):
+    if env.slurm_tasks() > 1 and env.slurm("PROCID"):
         # Jobs of several users may share a node: their numbers keep the ports apart.
         first = _SLURM_PORTS[env.slurm_job_id() * 16 % len(_SLURM_PORTS)]
         return SlurmClusterResolver(port_base=first)

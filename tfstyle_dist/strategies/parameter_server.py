@@ -282,7 +282,7 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Ends the worker and ps tasks that serve this coordinator, and closes the links."""
-        if self._closed:
+        if self.closed:
             return
         if self.coordinator is not None:
             self.coordinator.close()

@@ -26,7 +26,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredVariables
 from tfstyle_dist.strategies.running import RunOptions
-from tfstyle_dist.values import is_uneven
+from tfstyle_dist.values import has_unequal_shares
 
 _WARM_UP_STEPS = 3
 
@@ -231,7 +231,7 @@ class TPUStrategy(MirroredVariables):
             leaves = nest.flatten((args, kwargs or {}))[0]
             for leaf in leaves:
                 self._hold_as_data(leaf)
-            with group.step(same=not any(is_uneven(leaf) for leaf in leaves)):
+            with group.step(same=not has_unequal_shares(leaves)):
                 result = super().run(fn, args, kwargs, options)
         else:
             for leaf in nest.flatten((args, kwargs or {}))[0]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.variables.record import Placement, Record, raw
@@ -93,12 +94,9 @@ def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
         if record is None:
             continue
         record.changes += 1
-        if record.index() is not None:
-            continue
-        if record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ:
-            tensor.assign(value)
-        else:
-            record.fan_out()
+        on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
+        if record.index() is None:
+            tensor.assign(value) if on_read else record.fan_out()
 
 
 def _resolve(value: Any) -> Any:
@@ -230,7 +228,7 @@ def _share_memory_(tensor: Any) -> Any:
 
 def _shallow_type(tensor: Any, other: Any) -> bool:
     with raw():
-        return bool(torch._has_compatible_shallow_copy_type(tensor, _resolve(other)))
+        return bool(torch_internals.has_compatible_shallow_copy_type(tensor, _resolve(other)))
 
 
 def _device(tensor: Any) -> torch.device:
@@ -293,7 +291,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _REQUIRES_GRAD.__set__: _set_requires_grad,
     _Tensor.requires_grad_: _requires_grad_,
     _Tensor.share_memory_: _share_memory_,
-    torch._has_compatible_shallow_copy_type: _shallow_type,
+    torch_internals.has_compatible_shallow_copy_type: _shallow_type,
     _Tensor.data_ptr: _data_ptr,
     _DEVICE.__get__: _device,
     _IS_CUDA.__get__: _is_cuda,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from tfstyle_dist.comm.peers.peer import Peer
+from tfstyle_dist.core import json_text
 
 _GRACE_SECONDS = 1.5
 _MOST_STACKS = 4
@@ -87,9 +88,16 @@ def _read(store: KeyValueStore | None, key: str) -> str | None:
     if store is None:
         return None
     try:
-        return store.get(key).decode() if store.check([key]) else None
+        return store.get(key).decode(errors="replace") if store.check([key]) else None
     except Exception:  # as in _post
         return None
+
+
+def _reason(text: str) -> str:
+    try:
+        return str(json_text.parse(text))
+    except ValueError:
+        return text
 
 
 def describe_missing(
@@ -117,7 +125,7 @@ def describe_missing(
     while True:
         for peer in others:
             if (reason := _read(store, f"{prefix}/failed/{peer.rank}")) is not None:
-                failed[peer.rank] = json.loads(reason)
+                failed[peer.rank] = _reason(reason)
             elif (where := _read(store, f"{prefix}/waiting/{peer.rank}")) is not None:
                 waiting[peer.rank] = where
         if len(waiting.keys() | failed.keys()) == len(others) or time.monotonic() > end:

@@ -16,7 +16,7 @@ from tfstyle_dist.comm.peers import stacks
 from tfstyle_dist.comm.peers.diagnosis import SideChannel
 from tfstyle_dist.comm.rendezvous.rendezvous import Meeting, Members
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import env, network, torch_internals
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
@@ -188,7 +188,8 @@ def make_group(
         failed.callback(stacks.stop)  # the group stops it otherwise
         if initialized:
             torch_group = dist.new_group(backend=backend, timeout=torch_limit(timeout, backend))
-            group = TorchGroup(torch_group, timeout, _default_store(), backend, lambda: _leave(torch_group))
+            store = torch_internals.default_store()
+            group = TorchGroup(torch_group, timeout, store, backend, lambda: _leave(torch_group))
         else:
             assert members is not None
             # Its functions keep the default group of the time of their import as a default argument, and torch.optim
@@ -229,12 +230,6 @@ def _check_same_shape(group: WorkerGroup, device: torch.device, num_local_replic
             f"All workers must hold the same number of replicas on the same kind of device, got {listed}. Give every "
             "worker the same `devices`, or hide GPUs with CUDA_VISIBLE_DEVICES."
         )
-
-
-def _default_store() -> Any:
-    import torch.distributed.distributed_c10d as c10d
-
-    return getattr(c10d, "_get_default_store", lambda: None)()
 
 
 def _leave(group: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tfstyle_dist.comm.peers.peer import Peer, this_peer
+from tfstyle_dist.core import json_text
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 
@@ -66,7 +67,11 @@ class Hello:
     @staticmethod
     def parse(rank: int, text: bytes) -> Hello:
         """From what stands in the store."""
-        number, cluster, *facts = json.loads(text)
+        said = _read(text, f"worker {rank}'s hello")
+        kinds = (str, str, int, *[str] * 4)
+        if not isinstance(said, list) or [*map(type, said)] != [*kinds]:
+            raise ValueError(_strange(f"worker {rank}'s hello", text))
+        number, cluster, *facts = said
         return Hello(number, Peer.of(rank, facts), cluster)
 
     def text(self) -> str:
@@ -143,8 +148,10 @@ class Meeting:
     def _follow(self) -> str:
         rank, confirmed, pause = self._members.rank, "", _SHORTEST
         while True:
-            listed = (self._read("everyone") or b"[]").decode()
-            numbers = json.loads(listed)
+            listed = (self._read("everyone") or b"[]").decode(errors="replace")
+            numbers = _read(listed, "the list of workers")
+            if not isinstance(numbers, list):
+                raise ValueError(_strange("the list of workers", listed))
             if listed != confirmed and len(numbers) == self._members.size and numbers[rank] == self._hello.number:
                 confirmed = listed
                 self._store.set(f"confirmed/{rank}", confirmed)
@@ -156,7 +163,7 @@ class Meeting:
             leader = self._read_hello(0)
             self._look_after(leader)
             if leader and leader.number in self._alive and (verdict := self._read(f"verdict/{leader.number}")):
-                kind, message = json.loads(verdict)
+                kind, message = _word(verdict, "worker 0's verdict")
                 raise _KINDS[kind](message)
             self._check_deadline()
             time.sleep(pause)
@@ -197,7 +204,7 @@ class Meeting:
                 f"{where} has {hello.cluster}. Give all workers the same cluster; only the task differs."
             )
         if reason := self._read(f"gave up/{hello.number}"):
-            kind, message = json.loads(reason)
+            kind, message = _word(reason, f"worker {peer.rank}'s last word")
             if kind == DeadlineExceededError.__name__:
                 self._list_absent()  # its time was up a moment before ours
             raise PeerLostError(f"{where} gave up: {message}")
@@ -274,6 +281,27 @@ class Meeting:
 
     def _has_left(self, hello: Hello) -> bool:
         return self._store.check([f"gave up/{hello.number}"]) or not self._is_there(hello)
+
+
+def _read(text: str | bytes, what: str) -> Any:
+    try:
+        return json_text.parse(text)
+    except ValueError:
+        raise ValueError(_strange(what, text)) from None
+
+
+def _word(text: bytes, what: str) -> tuple[str, str]:
+    said = _read(text, what)
+    if not isinstance(said, list) or len(said) != 2 or said[0] not in [*_KINDS] or not isinstance(said[1], str):
+        raise ValueError(_strange(what, text))
+    return said[0], said[1]
+
+
+def _strange(what: str, text: str | bytes) -> str:
+    return (
+        f"{what} in the store where the workers meet is {text[:80]!r}: nothing that a worker of this package says. "
+        "Does another program, or another version, use the same address? Give this job an address of its own."
+    )
 
 
 def _digest(numbers: str) -> str:

@@ -35,7 +35,7 @@ class _Made:
         """Whether it still serves."""
         group = default_process_group()
         same = group is None if self._group is None else self._group() is group
-        return same and not self.strategy._closed
+        return same and not self.strategy.closed
 
 
 def _name(device: torch.device) -> str:
