@@ -164,7 +164,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 @contextlib.contextmanager
 def beside(example: Documented) -> Iterator[dict[str, Any]]:
     """What an example needs beside the scene: a cluster for the coordinator's, a server for remote calls."""
-    if example.module in ("tfstyle_dist.coordinator.cluster_coordinator", "tfstyle_dist.coordinator.context"):
+    if example.module in ("tfstyle_dist.coordinator.cluster_coordinator", "tfstyle_dist.coordinator.current_worker"):
         with tfd.Server.local_cluster(workers=2, ps=1) as servers, tfd.ParameterServerStrategy(servers) as strategy:
             coordinator = tfd.experimental.coordinator.ClusterCoordinator(strategy)
             iterator = coordinator.create_per_worker_dataset(lambda: [0.25])

@@ -17,7 +17,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.torch_internals import DataPatch, Patch
 from tfstyle_dist.testing.runner import run_script
 
-HELPERS = {"annotations", "functools", "threading", "torch", "warn_once", "attrgetter", "Any", "Callable"}
+HELPERS = {"annotations", "functools", "re", "threading", "torch", "warn_once", "attrgetter", "Any", "Callable"}
 
 
 def test_every_name_has_a_test() -> None:
@@ -35,7 +35,7 @@ def test_a_torch_without_a_name_is_refused_with_its_version(tmp_path: Path) -> N
 
 
 def test_what_is_checked_at_first_use_is_refused_too() -> None:
-    with pytest.raises(ImportError, match=r"has no Tensor\._local_tensor, which tfstyle_dist needs to read the parts"):
+    with pytest.raises(ImportError, match=r"has no DTensor\._local_tensor, which tfstyle_dist needs to read the parts"):
         torch_internals.local_part(torch.ones(2))
 
 
@@ -54,6 +54,7 @@ def test_a_newer_torch_is_named_once(version: str, lines: int, tmp_path: Path) -
 
 def test_versions_are_compared_by_numbers() -> None:
     assert torch_internals.release("2.9.1+cu128") == torch_internals.OLDEST < torch_internals.NEWEST
+    assert torch_internals.release("2.16a0") == (2, 16)
     assert torch_internals.release("3.0.0.dev20270101") > torch_internals.NEWEST
     torch_internals.warn_if_untested("2.9.1")
 

@@ -12,16 +12,28 @@ from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.core.errors import CancelledError, DataLossError, InvalidArgumentError, NotFoundError
-from tfstyle_dist.parameter_server import pickling, streams, wire
-from tfstyle_dist.parameter_server.clients import Client
-from tfstyle_dist.parameter_server.frames import Frames
-from tfstyle_dist.parameter_server.server_state import ServerState
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation, WireError
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling
+from tfstyle_dist.parameter_server.protocol.header import (
+    FLAG_INLINE,
+    HEADER_SIZE,
+    Header,
+    Kind,
+    ProtocolError,
+    message_lengths,
+    pack_message,
+    pack_numbers,
+    unpack_error,
+    unpack_json,
+)
+from tfstyle_dist.parameter_server.protocol.operations import DTYPES, Op, Operation, pack_operations, unpack_operations
+from tfstyle_dist.parameter_server.server.calls import ServerState
+from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.client_session import ClientSession
+from tfstyle_dist.parameter_server.transports.stream_socket import Frames
 
 pytestmark = pytest.mark.timeout(120)
 
-HEADER = wire.message(Header(Kind.BATCH, 7, 3, 2, 1, 5, 16, wire.FLAG_INLINE), b"abcde")
+HEADER = pack_message(Header(Kind.BATCH, 7, 3, 2, 1, 5, 16, FLAG_INLINE), b"abcde")
 
 
 @given(nearly(HEADER) | st.binary(max_size=80))
@@ -30,15 +42,15 @@ def test_headers(data: bytes) -> None:
     """A header that is taken is, packed again, what came."""
     try:
         header = Header.unpack(data)
-    except WireError:
+    except ProtocolError:
         return
-    assert wire.message(header, data[wire.HEADER_SIZE :]) == data
+    assert pack_message(header, data[HEADER_SIZE:]) == data
 
 
 WHOLE = [
-    wire.message(Header(Kind.BATCH, 1, meta_bytes=3, data_bytes=4, flags=wire.FLAG_INLINE), b"abc") + b"wxyz",
-    wire.message(Header(Kind.ALIVE, 2), b""),
-    wire.message(Header(Kind.CALL, 3, meta_bytes=2), b"{}"),
+    pack_message(Header(Kind.BATCH, 1, meta_bytes=3, data_bytes=4, flags=FLAG_INLINE), b"abc") + b"wxyz",
+    pack_message(Header(Kind.ALIVE, 2), b""),
+    pack_message(Header(Kind.CALL, 3, meta_bytes=2), b"{}"),
 ]
 
 
@@ -53,12 +65,12 @@ def test_streams_of_messages(data: bytes, cuts: list[int]) -> None:
             place += size
             while (parts := frames.take()) is not None:
                 taken += b"".join(parts)
-    except WireError:
+    except ProtocolError:
         assert data.startswith(taken)
         return
     assert data.startswith(taken)
     rest = data[len(taken) :]
-    announced = wire.lengths(rest)
+    announced = message_lengths(rest)
     assert announced is None or sum(announced) > len(rest)
 
 
@@ -66,16 +78,16 @@ def test_streams_of_messages(data: bytes, cuts: list[int]) -> None:
 @bounded(60)
 def test_tables_and_numbers(data: bytes) -> None:
     try:
-        operations = wire.unpack_operations(data)
-    except WireError:
+        operations = unpack_operations(data)
+    except ProtocolError:
         pass
     else:
-        packed = wire.pack_operations(operations)
+        packed = pack_operations(operations)
         assert len(packed) == len(data)
-        assert wire.unpack_operations(packed) == operations
+        assert unpack_operations(packed) == operations
     try:
-        assert wire.pack_numbers(messages.numbers(data)) == data
-    except WireError:
+        assert pack_numbers(messages.numbers(data)) == data
+    except ProtocolError:
         assert len(data) % 8
 
 
@@ -90,12 +102,12 @@ def test_tables_and_numbers(data: bytes) -> None:
 def test_named_values_and_errors(data: bytes) -> None:
     """What a peer reports becomes an exception to raise, whatever it is."""
     try:
-        assert isinstance(wire.unpack_json(data), dict)
-    except WireError:
-        with pytest.raises(WireError):
-            wire.unpack_error(data, "somebody")
+        assert isinstance(unpack_json(data), dict)
+    except ProtocolError:
+        with pytest.raises(ProtocolError):
+            unpack_error(data, "somebody")
         return
-    assert isinstance(wire.unpack_error(data, "somebody"), Exception)
+    assert isinstance(unpack_error(data, "somebody"), Exception)
 
 
 @given(values | st.lists(st.integers(-3, 40), max_size=4), st.lists(st.binary(max_size=20), max_size=4))
@@ -103,8 +115,8 @@ def test_named_values_and_errors(data: bytes) -> None:
 def test_parts(sizes: Any, frames: list[bytes]) -> None:
     """Parts are put together from all the bytes there are, or the message is refused."""
     try:
-        parts = streams.join(sizes, frames)
-    except WireError:
+        parts = byte_streams.join(sizes, frames)
+    except ProtocolError:
         return
     assert [len(part) for part in parts] == sizes
     assert b"".join(parts) == b"".join(frames)
@@ -120,7 +132,7 @@ def table() -> VariableTable:
 
 operations = st.builds(
     Operation,
-    st.sampled_from([*Op, 0, 9, 255]), st.integers(0, len(wire.DTYPES) - 1), st.sampled_from([1, 1, 2, 3, 1 << 40]),
+    st.sampled_from([*Op, 0, 9, 255]), st.integers(0, len(DTYPES) - 1), st.sampled_from([1, 1, 2, 3, 1 << 40]),
     st.sampled_from([0, 1, 1 << 63]), st.sampled_from([0, 1, 2, 5, 1 << 33, (1 << 64) - 1]),
     st.sampled_from([0, 8, 24, 48, 1 << 60]), st.sampled_from([0, 1, 65535]),
 )  # fmt: skip
@@ -170,7 +182,7 @@ def test_calls(call: dict[str, Any], data: Any) -> None:
     """A call is answered, or refused in words of ours; a variable has all of the values that came, or is not made."""
     server = ServerState("/job:ps/task:0")
     server.table = table()
-    client = Client(b"x", None)
+    client = ClientSession(b"x", None)
     client.role = "coordinator"
     meta = data.draw(altered(call).filter(lambda meta: isinstance(meta, dict)))
     frames = [bytes(range(16))] if call.get("sizes") == [16] else []
@@ -203,6 +215,6 @@ def test_results(sizes: list[int], frames: list[bytes]) -> None:
     """The result of a function: its value, or an error of the protocol."""
     meta = struct.pack(f"<{len(sizes)}Q", *sizes)
     try:
-        messages.value_of(streams.join(messages.numbers(meta), frames))
-    except (WireError, DataLossError):
+        messages.value_of(byte_streams.join(messages.numbers(meta), frames))
+    except (ProtocolError, DataLossError):
         return

@@ -310,6 +310,20 @@ def test_one_pass_reaches_parameters_of_two_kinds(strategy: td.Strategy, process
 
 
 @both_process_models
+def test_a_pass_of_summed_parameters_is_left_alone_beside_others(strategy: td.Strategy, process_model: str) -> None:
+    """What a replica without examples adds to a sum, such as a penalty of the weights, stays."""
+    data = rows(1)
+    with strategy.scope():
+        summed, weighed = built(), built()
+    strategy.set_gradient_policy(summed.parameters(), scale="SUM")
+    (batch,) = [tuple(batch) for batch in strategy.experimental_distribute_dataset([data])]
+    with torch.no_grad():
+        summed.factor.fill_(0.5)
+    close(gradients_of(strategy, batch, summed), plain_gradients(summed, data) + of_nothing(summed))
+    close(gradients_of(strategy, batch, weighed), plain_gradients(weighed, data))
+
+
+@both_process_models
 def test_tf_style_optimizers_sum_as_before(strategy: td.Strategy, process_model: str) -> None:
     data = rows(3)
     with strategy.scope():

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import wire
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
+from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
 from tfstyle_dist.shm import ordering, versioned_page
 
 pytestmark = [
@@ -27,20 +27,20 @@ pytestmark = [
 SIZE = 100_000
 
 
-def leased_table(clients: int = 1) -> tuple[VariableTable, list[ValuesReader]]:
+def leased_table(clients: int = 1) -> tuple[VariableTable, list[ValueReader]]:
     table = VariableTable()
     table.create(1, "v", (SIZE,), torch.float32, torch.zeros(SIZE))
     columns = [table.shared.join() for _ in range(clients)]
-    return table, [ValuesReader(table.shared.describe(table.variables, column)) for column in columns]
+    return table, [ValueReader(table.shared.describe(table.variables, column)) for column in columns]
 
 
 def add(table: VariableTable, value: torch.Tensor) -> None:
-    operation = Operation(Op.ADD, wire.dtype_number(torch.float32), 1, 0, 0, 4 * SIZE)
-    header = Header(Kind.BATCH, 1, data_bytes=wire.padded(operation.nbytes))
+    operation = Operation(Op.ADD, dtype_number(torch.float32), 1, 0, 0, 4 * SIZE)
+    header = Header(Kind.BATCH, 1, data_bytes=padded(operation.nbytes))
     table.execute(header, [operation], value.view(torch.uint8))
 
 
-def lease(reader: ValuesReader) -> torch.Tensor:
+def lease(reader: ValueReader) -> torch.Tensor:
     found = reader.lease(1)
     assert found is not None
     value = found[0].view(torch.float32)
@@ -110,7 +110,7 @@ def test_values_are_never_torn() -> None:
     table, readers = leased_table(2)
     done, wrong = threading.Event(), []
 
-    def read(reader: ValuesReader) -> None:
+    def read(reader: ValueReader) -> None:
         while not done.is_set():
             found = reader.lease(1)
             if found is not None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tfstyle_dist.ops import streamed
-from tfstyle_dist.parameter_server.stored import StoredVariable, descend, write
-from tfstyle_dist.parameter_server.wire import Op
+from tfstyle_dist.parameter_server.protocol.operations import Op
+from tfstyle_dist.parameter_server.server.stored_variable import StoredVariable, descend, write
 from tfstyle_dist_kernels.cpu import cpu_sum, cpu_update
 
 

@@ -15,6 +15,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.gradients import parts
 from tfstyle_dist.variables import find_record
 
+pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
 on_two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
 

@@ -53,6 +53,12 @@ def widened(worker: Worker, values: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [v.detach().float() if partial and v.dtype in _HALF else v.detach() for v in values]
 
 
+def on_first_device(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local replicas' values where the first replica's is, for a sum."""
+    device = true_device(values[0]) if values else None
+    return [v.detach().to(device) for v in values]
+
+
 def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DEFAULT) -> torch.Tensor:
     """The sum of the local replicas' values as a new tensor on the first one's device.
 
@@ -63,8 +69,7 @@ def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DE
     Raises:
         InvalidArgumentError: shapes or dtypes differ; the message names the replica.
     """
-    device = true_device(values[0])
-    moved = [v.detach().to(device) for v in values]
+    moved = on_first_device(values)
     if moved[0].dtype is torch.bool:
         moved = [v.to(torch.int64) for v in moved]
     return aggregate(moved, method)

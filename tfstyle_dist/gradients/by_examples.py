@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.record import Record
@@ -27,18 +28,18 @@ def weighed_by_examples(original: Callable[..., Any], replica: Any, *args: Any, 
     roots, gradients, *rest = args
     leaves = _leaves(replica)
     weighing = [r.policy is not None and r.policy.weighs for r, _ in leaves]
-    if any(weighing) and not all(weighing):  # each pass may have parameters of one kind only
+    weight, some = replica.share.weight, any(weighing)
+    if some and not all(weighing):  # this pass may be of one kind alone; what a checkpoint hides is not seen
         reached = _reached(roots)
-        leaves = [(record, leaf) for record, leaf in leaves if id(leaf) in reached]
-        weighing = [r.policy is not None and r.policy.weighs for r, _ in leaves]
-    weight = replica.share.weight
-    if any(weighing):
+        seen = [weighs for (_, leaf), weighs in zip(leaves, weighing, strict=True) if id(leaf) in reached]
+        some = any(seen) or not seen
+    if some:
         _say(replica)
         gradients = tuple(None if g is None else g * weight if weight else torch.zeros_like(g) for g in gradients)
     hooks = []
     try:
         for (_, leaf), weighs in zip(leaves, weighing, strict=True):
-            if (hook := _on_leaf(weight, weighs, any(weighing))) is not None:
+            if (hook := _on_leaf(weight, weighs, some)) is not None:
                 hooks.append(leaf.register_hook(hook))
         return original(roots, gradients, *rest, **kwargs)
     finally:
@@ -59,10 +60,11 @@ def _leaves(replica: Any) -> list[tuple[Record, torch.Tensor]]:
     return found
 
 
-def _reached(roots: Sequence[torch.Tensor]) -> set[int]:
+def _reached(roots: Sequence[torch.Tensor | GradientEdge]) -> set[int]:
     """The leaves that a pass from ``roots`` comes to."""
-    found = {id(root) for root in roots if root.grad_fn is None}
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    found = {id(root) for root in roots}
+    nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in nodes if node is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

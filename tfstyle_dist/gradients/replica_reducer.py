@@ -225,7 +225,7 @@ class ReplicaReducer(GradientReducer):
         for slot, component in zip(slots, record.components, strict=True):
             grad = component.grad
             if total.is_sparse:
-                component.grad = total.to(component.device, component.dtype) if slot.replica == 0 else total.clone()
+                component.grad = total.to(component.device, component.dtype, copy=slot.replica != 0)
             elif grad is None or grad.is_sparse or grad.requires_grad:
                 component.grad = total.to(component.device, component.dtype, copy=True)
             elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:

@@ -219,8 +219,8 @@ class DealtPipeline(Pipeline):
     def _shares(self, parts: Sequence[Any]) -> dict[str, Any]:
         if self.layout.all_replicas == 1:
             return {}
-        sizes = [first_size(part) for part in parts]
-        if None in sizes:
+        sizes = [size for part in parts if (size := first_size(part)) is not None]
+        if len(sizes) < len(parts):
             return {}
         return {"sizes": sizes, "division": Division.of(sizes) if self.layout.workers == 1 else None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,9 @@ def first_size(batch: Any) -> int | None:
         return None if batch.ndim == 0 else batch.size(0) if isinstance(batch, torch.Tensor) else int(batch.shape[0])
     if isinstance(batch, list | tuple) and (not batch or isinstance(batch[0], str | bytes)):
         return len(batch)
-    entries = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    entries: Iterable[Any] = ()
+    if isinstance(batch, Mapping | list | tuple):
+        entries = batch.values() if isinstance(batch, Mapping) else batch
     sizes = {first_size(entry) for entry in entries if entry is not None}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -7,10 +7,16 @@ import sys
 
 def main(arguments: list[str]) -> int:
     """Writes a key file; the exit code."""
+    if arguments in (["-h"], ["--help"]):
+        print(
+            "usage: python -m tfstyle_dist.parameter_server.keys PATH\n\nMakes the key file of a cluster: whoever has "
+            "it belongs to the cluster. It is readable by its owner\nonly, and a file that is there is left as it is."
+        )
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m tfstyle_dist.parameter_server.keys PATH", file=sys.stderr)
         return 2
-    from tfstyle_dist.parameter_server.zmq_link import new_keys
+    from tfstyle_dist.parameter_server.protocol.zeromq_sockets import new_keys
 
     try:
         new_keys(arguments[0])

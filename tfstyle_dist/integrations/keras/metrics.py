@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tfstyle_dist.integrations.keras.backend import keras
@@ -19,7 +20,8 @@ def install() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for owner in type(self).__mro__:
+        owners: Sequence[Any] = type(self).__mro__
+        for owner in owners:
             update = vars(owner).get("update_state")
             if update is not None and not hasattr(update, "tfstyle_original"):
                 owner.update_state = _of_examples(update)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Put
@@ -25,13 +25,17 @@ class ParameterNames:
 
     Args:
         leaves: the tracked objects; modules and variables give the names.
+
+    Attributes:
+        leaves: the same.
     """
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         self._known: dict[int, tuple[str, torch.Tensor]] = {}
-        for leaf in leaves:
+        self.leaves = list(leaves)
+        for leaf in self.leaves:
             if isinstance(leaf, ModuleLeaf):
-                for name, parameter in leaf.target.named_parameters():
+                for name, parameter in leaf.named_parameters():
                     self._known.setdefault(id(parameter), (f"{leaf.path}/{name}", parameter))
             elif isinstance(leaf, TensorLeaf):
                 self._known.setdefault(id(leaf.target), (leaf.path, leaf.target))
