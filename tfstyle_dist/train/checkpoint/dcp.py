@@ -202,6 +202,8 @@ class TensorReader:
         Raises:
             DataLossError: a tensor is not there, or has another shape or element type.
         """
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         for name, facts in self._facts.items():
             about = self._metadata.state_dict_metadata.get(name)
             found = None
