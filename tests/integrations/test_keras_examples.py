@@ -64,7 +64,7 @@ def test_commands_of_the_page_are_those_of_the_examples() -> None:
 
 
 def test_code_of_the_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first two blocks; what those of parameter servers show is in test_keras_servers and test_keras_server_loops."""
+    """The first two blocks; for those of parameter servers see test_keras_servers and test_keras_server_loops."""
     assert len(BLOCKS) == 4
     space: dict[str, object] = {}
     exec(compile(BLOCKS[0] + BLOCKS[1], "docs/keras.md", "exec"), space)

@@ -158,7 +158,7 @@ def test_a_loop_of_ones_own_on_servers(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(PROGRAM + REFUSALS, encoding="utf-8")
     argv = ["-m", "tfstyle_dist.launch", "--chief", "--workers", "2", "--ps", "1", str(script)]
-    result = run_script(argv, timeout=240, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    result = run_script(argv, timeout=300, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     output = result.stdout
     assert result.returncode == 0, f"{output}\n{result.stderr}"
     for line in (

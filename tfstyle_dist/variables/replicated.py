@@ -94,12 +94,9 @@ def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
         if record is None:
             continue
         record.changes += 1
-        if record.index() is not None:
-            continue
-        if record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ:
-            tensor.assign(value)
-        else:
-            record.fan_out()
+        on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
+        if record.index() is None:
+            tensor.assign(value) if on_read else record.fan_out()
 
 
 def _resolve(value: Any) -> Any:
