@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import on_devices
 import pytest
 from keras_models import QUIET, dense, digits, weights_of
 
@@ -23,6 +24,8 @@ TRAIN, TEST = digits()
 def results(scope: Any, model_of: Any = dense, **options: Any) -> dict[str, Any]:
     """History, evaluation, predictions and weights of one training."""
     keras.utils.set_random_seed(3)
+    if on_devices.NAMES:
+        options["shuffle"] = False  # Keras alone draws the order on the device, another one than on the CPU
     with scope:
         model = model_of()
     fitted = model.fit(*TRAIN, batch_size=100, epochs=2, validation_data=TEST, verbose=0, **options)

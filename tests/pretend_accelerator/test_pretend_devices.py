@@ -59,6 +59,15 @@ def test_suites(layout: str) -> None:
     )
 
 
+@pytest.mark.slow
+def test_keras() -> None:
+    """``fit``, metrics and regularizers of Keras, with a replica on each of two devices."""
+    run_pytest(
+        ["-m", "not distributed", "-k", "mirrored_2]", "tests/integrations/test_keras_parity.py"],
+        {on_devices.VARIABLE: LAYOUTS["two devices"]},
+    )
+
+
 def ranks(*arguments: str) -> list[dict[str, Any]]:
     result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=250, env=PRETEND)
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

@@ -60,11 +60,12 @@ class Ledger:
             if training or rule != "mean":
                 self.entries.append((variable, rule))
 
-    def begin(self, replica: int) -> list[tuple[Any, torch.Tensor]]:
+    def begin(self, replica: int, device: torch.device | None = None) -> list[tuple[Any, torch.Tensor]]:
         """The values with which a replica's step begins.
 
         Args:
             replica: its number among all replicas.
+            device: where it computes; the variables themselves live on the first replica's device.
 
         Returns:
             Pairs of variable and a tensor of the replica's own, for ``StatelessScope``.
@@ -76,6 +77,8 @@ class Ledger:
                 start = torch.zeros_like(value) if rule == "sum" else value.clone()
                 if rule == "seed" and replica:
                     start[0] = (start[0].to(torch.int64) + replica * APART) % 2**31
+                if device is not None and device.type == start.device.type:
+                    start = start.to(device)
                 mapping.append((variable, start))
         return mapping
 

@@ -93,7 +93,8 @@ class Steps:
 
         def replica(batch: Any) -> torch.Tensor:
             context = self._replica()
-            logs, told = on_replica(batch, function, ledger, context.replica_id, self._context())
+            device = self.strategy.worker.torch_device(context.local_replica_id)
+            logs, told = on_replica(batch, function, ledger, context.replica_id, device, self._context())
             if context.local_replica_id == 0:
                 keys.extend(logs)
             return told
@@ -126,7 +127,7 @@ class Steps:
 
 
 def on_replica(
-    batch: Any, function: Any, ledger: Ledger, replica: int, context: Any = None
+    batch: Any, function: Any, ledger: Ledger, replica: int, device: torch.device | None = None, context: Any = None
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One replica's part of a step.
 
@@ -135,6 +136,7 @@ def on_replica(
         function: ``train_step`` or ``test_step``.
         ledger: the variables that change.
         replica: its number among all replicas.
+        device: where it computes.
         context: entered around the step.
 
     Returns:
@@ -143,7 +145,7 @@ def on_replica(
     """
     count, batch = usable(batch)
     with context if context is not None else nullcontext():
-        mapping = ledger.begin(replica)
+        mapping = ledger.begin(replica, device)
         began = [start.clone() for _, start in mapping]
         before, CURRENT.count = CURRENT.count, count
         try:
