@@ -17,12 +17,12 @@ TORCH ?= 2.15.0
 PYTHON ?= python3
 VENV_TORCH ?= .venv-torch-$(TORCH)
 VENV_CANARY ?= .venv-canary
-# What pytest is told by test-slow and test-torch, such as TESTS='tests/core tests/train -m "not slow"'.
-TESTS ?=
+# What pytest is told by test-all and test-torch, such as TESTS='tests/core tests/train -m "not slow"'.
+TESTS ?= --whole
 # As constraints.txt, but for what torch itself pins.
 UNPINNED = sed -E '/^(torch|triton|setuptools|fsspec|sympy|networkx)==/d' constraints.txt
 
-.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla fuzz accelerate-suite test-extras gpu bench dist
+.PHONY: help venv venv-xla style quality test test-all test-torch canary test-xla fuzz accelerate-suite test-extras gpu bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -42,16 +42,16 @@ quality:  ## lint, format check, types, spelling
 	$(BIN)/codespell
 
 test:  ## the quick tests
-	$(BIN)/pytest -m "not slow and not gpu and not xla"
+	$(BIN)/pytest
 
-test-slow:  ## all tests that need no accelerator
+test-all:  ## all tests that need no accelerator
 	$(BIN)/pytest $(TESTS)
 
-test-torch:  ## test-slow with another torch: make test-torch TORCH=2.9.1 TESTS=tests/core
+test-torch:  ## test-all with another torch: make test-torch TORCH=2.9.1 TESTS=tests/core
 	$(PYTHON) -m venv $(VENV_TORCH)
 	$(UNPINNED) >$(VENV_TORCH)/constraints.txt
 	$(VENV_TORCH)/bin/pip install -c $(VENV_TORCH)/constraints.txt torch==$(TORCH) -e '.[test,examples]'
-	$(MAKE) test-slow VENV=$(VENV_TORCH)
+	$(MAKE) test-all VENV=$(VENV_TORCH)
 
 canary:  ## what a new torch would break: its private names, then the quick tests, with what pip gives today
 	$(PYTHON) -m venv $(VENV_CANARY)

@@ -10,6 +10,7 @@ import on_devices
 import pytest
 import torch
 from example_runs import Player
+from quick import is_quick
 
 from tfstyle_dist.runtime import context
 from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
@@ -31,19 +32,37 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(on_devices)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--whole``."""
+    parser.addoption("--whole", action="store_true", help="run all tests, not just the quick ones (tests/quick.py)")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Runs the whole suite, where pytest-xdist is there, in two sessions at once; one spends half of its time waiting.
+    """Chooses the quick tests, or with ``--whole`` all, and runs them, where pytest-xdist is there, in two sessions.
 
-    A command line that names files, or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
+    One session spends half of its time waiting. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
+    debugger, is taken as it stands.
     """
     option = config.option
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
+    names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
     inner = hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
-    if not whole or inner or option.keyword or option.usepdb or option.collectonly:
+    if not names_nothing or inner or option.keyword:
+        return
+    option.quick = not option.whole  # the sessions of pytest-xdist are given it too
+    if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
         option.numprocesses, option.dist = 2, "worksteal"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is not quick, where the quick tests were asked for."""
+    if not getattr(config.option, "quick", False):
+        return
+    chosen = [is_quick(item.path, item.get_closest_marker("slow") is not None) for item in items]
+    config.hook.pytest_deselected(items=[item for item, quick in zip(items, chosen, strict=True) if not quick])
+    items[:] = [item for item, quick in zip(items, chosen, strict=True) if quick]
 
 
 @pytest.fixture(autouse=True)

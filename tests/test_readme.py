@@ -49,7 +49,7 @@ def test_command_1_runs_a_script_that_exists() -> None:
     assert (ROOT / script).is_file()
 
 
-def test_command_2_runs_all_tests() -> None:
+def test_command_2_runs_the_quick_tests() -> None:
     assert command(2)[-1] == ".venv/bin/pytest"
 
 
