@@ -1,0 +1,98 @@
+"""What a replica gives to joint work, as numbers and tensors on the way to workers that do not hold that replica.
+
+All replicas run the same program, so a worker knows the structure of what another replica gives from its own replicas.
+Tensors, numbers, text and ``None`` are sent; what is the same object on every replica (a function, a variable, a
+module) is not: each worker uses its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import nest
+from tfstyle_dist.core.errors import CollectiveMismatchError
+
+_VALUES = (bool, int, float, str, type(None))
+Described = list[list[Any]]
+
+
+def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[torch.Tensor]]:
+    """Leaves as JSON-able descriptions and tensors.
+
+    Args:
+        leaves: of a nest.
+        keep: called with a tensor; whether it is an object that every worker has (a variable) and is not sent.
+    """
+    described: Described = []
+    tensors: list[torch.Tensor] = []
+    for leaf in leaves:
+        if type(leaf) in _VALUES:
+            described.append(["v", leaf])
+        elif isinstance(leaf, torch.Tensor) and not (keep is not None and keep(leaf)):
+            value = leaf.detach()
+            if value.layout is torch.sparse_coo:
+                described.append(["s", list(value.shape), value.is_coalesced()])
+                tensors += [value._indices(), value._values()]
+            elif value.layout is torch.strided and not value.is_nested:
+                described.append(["t"])
+                tensors.append(value)
+            else:
+                raise TypeError(f"A tensor of layout {value.layout} cannot be sent in an elastic job; make it dense.")
+        else:
+            described.append(["o"])
+    return described, tensors
+
+
+class Reader:
+    """Takes leaves from what came.
+
+    Args:
+        tensors: of the packet.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._next = tensors, 0
+
+    def tensor(self) -> torch.Tensor:
+        """The next one."""
+        self._next += 1
+        return self._tensors[self._next - 1]
+
+    def leaves(self, described: Described, own: Sequence[Any], what: str) -> list[Any]:
+        """The leaves of another replica.
+
+        Args:
+            described: as ``describe`` gave it there.
+            own: the leaves of a replica of this worker.
+            what: names the call in an error.
+
+        Raises:
+            CollectiveMismatchError: the replicas gave different structures.
+        """
+        if len(described) != len(own):
+            raise CollectiveMismatchError(
+                f"{what}: one replica gave {len(described)} values, another one {len(own)}. Every replica must make "
+                "the same calls with values of the same structure."
+            )
+        return [self._leaf(entry, mine) for entry, mine in zip(described, own, strict=True)]
+
+    def _leaf(self, entry: list[Any], mine: Any) -> Any:
+        if entry[0] == "o":
+            return mine
+        if entry[0] == "v":
+            same = type(entry[1]) is type(mine) and entry[1] == mine
+            return mine if same else entry[1]
+        if entry[0] == "t":
+            return self.tensor()
+        indices, values = self.tensor(), self.tensor()
+        with torch.no_grad():
+            made = torch.sparse_coo_tensor(indices, values, entry[1], check_invariants=False)
+            return made._coalesced_(True) if entry[2] else made
+
+
+def flatten(value: Any) -> tuple[list[Any], nest.TreeSpec]:
+    """The leaves of a nest and its structure."""
+    return nest.flatten(value)
