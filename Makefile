@@ -11,7 +11,18 @@ CUDA_LIBRARIES := cublas-cu12==12.8.4.1 cuda-cupti-cu12==12.8.90 cuda-runtime-cu
 	cufft-cu12==11.3.3.83 cufile-cu12==1.13.1.3 curand-cu12==10.3.9.90 cusparse-cu12==12.5.8.93 cusparselt-cu12==0.7.1 \
 	nccl-cu12==2.27.5 nvjitlink-cu12==12.8.93 nvshmem-cu12==3.3.20
 
-.PHONY: help venv venv-xla style quality test test-slow test-xla gpu bench dist
+# The newest torch that the suite was run with; the oldest is 2.9.1 (docs/status.md). From PyPI it comes with CUDA's
+# libraries, several GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller CPU builds.
+TORCH ?= 2.15.0
+PYTHON ?= python3
+VENV_TORCH ?= .venv-torch-$(TORCH)
+VENV_CANARY ?= .venv-canary
+# What pytest is told by test-slow and test-torch, such as TESTS='tests/core tests/train -m "not slow"'.
+TESTS ?=
+# As constraints.txt, but for what torch itself pins.
+UNPINNED = sed -E '/^(torch|triton|setuptools|fsspec|sympy|networkx)==/d' constraints.txt
+
+.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla fuzz accelerate-suite gpu bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -34,7 +45,25 @@ test:  ## the quick tests
 	$(BIN)/pytest -m "not slow and not gpu and not xla"
 
 test-slow:  ## all tests that need no accelerator
-	$(BIN)/pytest
+	$(BIN)/pytest $(TESTS)
+
+test-torch:  ## test-slow with another torch: make test-torch TORCH=2.9.1 TESTS=tests/core
+	$(PYTHON) -m venv $(VENV_TORCH)
+	$(UNPINNED) >$(VENV_TORCH)/constraints.txt
+	$(VENV_TORCH)/bin/pip install -c $(VENV_TORCH)/constraints.txt torch==$(TORCH) -e '.[test,examples]'
+	$(MAKE) test-slow VENV=$(VENV_TORCH)
+
+canary:  ## what a new torch would break: its private names, then the quick tests, with what pip gives today
+	$(PYTHON) -m venv $(VENV_CANARY)
+	$(VENV_CANARY)/bin/pip install --upgrade torch -e '.[test,examples]'
+	$(VENV_CANARY)/bin/pytest tests/core/test_torch_internals.py
+	$(MAKE) test VENV=$(VENV_CANARY)
+
+fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTRIBUTING.md
+	TFSTYLE_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 --timeout 0 tests/fuzz
+
+accelerate-suite:  ## accelerate's own tests with StrategyAccelerator in the place of Accelerator; needs a network
+	$(BIN)/python tests/integrations/accelerate_suite.py
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
 	$(BIN)/python tests/gpu/check.py

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference, triton_plan, triton_sum, triton_update
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.triton import triton_plan, triton_sum, triton_update
 
 DTYPES = (torch.float32, torch.bfloat16)
 COUNTS = (2, 4, 8, 16, 32)

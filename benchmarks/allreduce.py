@@ -47,7 +47,7 @@ def forms_of(group: Any) -> dict[str, Callable[[torch.Tensor], object]]:
 def measure(sizes: list[int], seconds: float, compiled: bool) -> list[dict[str, Any]]:
     """Seconds of every form in every round, the slowest rank's, for each size."""
     import tfstyle_dist as td
-    from tfstyle_dist_kernels import cpu_exchange
+    from tfstyle_dist_kernels.cpu import cpu_exchange
 
     torch.set_num_threads(1)
     if compiled and cpu_exchange.unavailable() is None:

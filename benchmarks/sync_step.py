@@ -131,7 +131,7 @@ def timed(steps: int, step: Callable[[], object]) -> float:
 
 def measure(forms: list[str], name: str, threads: int, compiled: bool) -> list[list[float]]:
     """Seconds per step of each form in each block, the forms taking turns."""
-    from tfstyle_dist_kernels import cpu_exchange
+    from tfstyle_dist_kernels.cpu import cpu_exchange
 
     torch.set_num_threads(threads)
     if "ddp" in forms:

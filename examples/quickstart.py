@@ -81,8 +81,8 @@ def weights_on_one_device(start: dict[str, torch.Tensor], device: torch.device, 
 def train(strategy: tfd.Strategy, epochs: int, batch_size: int) -> int:
     _, labels, *test_data = load_data()
     num_replicas, num_steps = strategy.num_replicas_in_sync, len(labels) // batch_size
-    # Gradients of a plain torch.optim optimizer are AVERAGED over the replicas. The average of the replicas'
-    # mean losses is that of the global batch only if the shares are equal, so batches must split evenly.
+    # Gradients of a plain torch.optim optimizer are AVERAGED over the replicas. The average of the replicas' mean
+    # losses, which is printed, is that of the global batch only if the shares are equal, so batches split evenly here.
     if len(labels) % batch_size or batch_size % num_replicas or epochs * num_steps < PARITY_STEPS:
         wanted = f"divide {len(labels)} and be a multiple of {num_replicas}"
         raise SystemExit(f"--batch-size must {wanted}; --epochs must give at least {PARITY_STEPS} steps.")

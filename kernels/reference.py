@@ -20,14 +20,12 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from tfstyle_dist_kernels.problems import HALF, accumulation_dtype, find_problem
+
 # Totals above this size are summed in blocks, so that the running total stays in the CPU's cache and each
 # contribution is read from memory once. Smaller ones fit the cache, where blocks only cost calls.
 BLOCKED_ABOVE_BYTES: Final = 4 << 20
 BLOCK_BYTES: Final = 1 << 21
-
-_HALF: Final = frozenset({torch.float16, torch.bfloat16})
-_DIVISIBLE: Final = _HALF | {torch.float32, torch.float64, torch.complex64, torch.complex128}
-_SUPPORTED: Final = _DIVISIBLE | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 _Order: TypeAlias = Callable[[Tensor, Sequence[Tensor], "_Scratch"], None]
 
@@ -37,18 +35,18 @@ def add_n(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor
 
     Args:
         contributions: N >= 1 dense tensors of one shape, dtype and device, in any strides.
-        out: Where to write: the contributions' shape and device, and their dtype or, for float16 and
+        out: where to write: the contributions' shape and device, and their dtype or, for float16 and
             bfloat16, float32. It may be one of the contributions or overlap them in any way: where the sum in
             place would read what it already wrote, a block-sized temporary (``out`` is a contribution other
             than the first two) or one of the size of ``out`` (it overlaps one in part) is used. A new tensor
             by default, which never shares memory with a contribution, also for N = 1.
-        divisor: Divides the sum before it is rounded, by a true division (the mean, with ``divisor=N``).
+        divisor: divides the sum before it is rounded, by a true division (the mean, with ``divisor=N``).
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: There is no contribution, shapes, dtypes or devices differ, the dtype has no sum (bool),
+        ValueError: there is no contribution, shapes, dtypes or devices differ, the dtype has no sum (bool),
             ``out`` does not fit, or the divisor is 0 or meets integers.
 
     Example:
@@ -65,15 +63,15 @@ def tree(contributions: Sequence[Tensor], out: Tensor | None = None, *, divisor:
     and still give these bits. At most ceil(log2 N) blocks are live at a time.
 
     Args:
-        contributions: As for ``add_n``.
-        out: As for ``add_n``.
-        divisor: As for ``add_n``.
+        contributions: as for ``add_n``.
+        out: as for ``add_n``.
+        divisor: as for ``add_n``.
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: As for ``add_n``.
+        ValueError: as for ``add_n``.
 
     Example:
         >>> tree([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])  # (1 + 2) + 3
@@ -88,15 +86,15 @@ def accumulate_n(
     """Sums the contributions one after the other, as TensorFlow's ``EXPERIMENTAL_ACCUMULATE_N`` does.
 
     Args:
-        contributions: As for ``add_n``.
-        out: As for ``add_n``.
-        divisor: As for ``add_n``.
+        contributions: as for ``add_n``.
+        out: as for ``add_n``.
+        divisor: as for ``add_n``.
 
     Returns:
         ``out``, or the new tensor.
 
     Raises:
-        ValueError: As for ``add_n``.
+        ValueError: as for ``add_n``.
 
     Example:
         >>> accumulate_n([torch.tensor(1), torch.tensor(2), torch.tensor(3)])
@@ -127,22 +125,17 @@ def sum_lists(
 
     Args:
         contributions: ``contributions[t][i]`` is contribution i to tensor t; as for ``add_n``, and taken as checked.
-        outs: Where to write the sum of each tensor; as ``out`` of ``add_n``.
+        outs: where to write the sum of each tensor; as ``out`` of ``add_n``.
         order: ``"add_n"``, ``"tree"`` or ``"accumulate_n"``.
-        divisor: As for ``add_n``.
+        divisor: as for ``add_n``.
 
     Raises:
-        ValueError: The order is unknown, or there are more tensors than outputs or fewer.
+        ValueError: the order is unknown, or there are more tensors than outputs or fewer.
     """
     check_order(order)
     with torch.no_grad():
         for parts, out in zip(contributions, outs, strict=True):
             sum_checked(parts, out, order, divisor=divisor)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a running total: float32 for float16 and bfloat16, otherwise ``dtype`` itself."""
-    return torch.float32 if dtype in _HALF else dtype
 
 
 def divide_(total: Tensor, divisor: int | float) -> Tensor:
@@ -155,54 +148,6 @@ def divide_(total: Tensor, divisor: int | float) -> Tensor:
         # A tensor on the device, not a Python number: for a number, torch on CUDA multiplies by the reciprocal.
         real.div_(torch.full((), divisor, dtype=real.dtype, device=real.device))
     return total
-
-
-def find_problem(
-    contributions: Sequence[Tensor],
-    out: Tensor | None = None,
-    *,
-    divisor: int | float | None = None,
-    indices: Sequence[int] | None = None,
-) -> str | None:
-    """Says why these arguments cannot be summed, or ``None`` if they can.
-
-    Args:
-        contributions: What would be summed.
-        out: Where the sum would be written.
-        divisor: What the sum would be divided by.
-        indices: The numbers by which the message names the contributions; 0, 1, ... by default.
-    """
-    if not contributions:
-        return "there is nothing to sum: give at least one contribution"
-    names = range(len(contributions)) if indices is None else indices
-    first = contributions[0]
-    dtype, shape, device = first.dtype, first.shape, first.device
-    named = f"contribution {names[0]}"
-    if dtype not in _SUPPORTED:
-        return f"{named} has dtype {dtype}, which has no sum: cast the contributions first"
-    for name, other in zip(names, contributions, strict=True):
-        if other.shape != shape:
-            return f"contribution {name} has shape {tuple(other.shape)} but {named} has {tuple(shape)}"
-        if other.dtype != dtype:
-            return f"contribution {name} has dtype {other.dtype} but {named} has {dtype}"
-        if other.device != device:
-            return f"contribution {name} is on device {other.device} but {named} is on {device}"
-    if divisor is not None:
-        if dtype not in _DIVISIBLE:
-            return f"contributions of {dtype} cannot be divided by {divisor}: cast them to floats"
-        if divisor == 0:
-            return "the divisor is 0: give the number of values the mean is taken over"
-    return None if out is None else _find_problem_of_out(first, out)
-
-
-def _find_problem_of_out(first: Tensor, out: Tensor) -> str | None:
-    if out.shape != first.shape:
-        return f"out has shape {tuple(out.shape)} but the contributions have {tuple(first.shape)}"
-    if out.dtype not in (first.dtype, accumulation_dtype(first.dtype)):
-        return f"out has dtype {out.dtype} but the contributions have {first.dtype}"
-    if out.device != first.device:
-        return f"out is on device {out.device} but the contributions are on {first.device}"
-    return None
 
 
 class _Scratch:
@@ -238,7 +183,7 @@ def sum_checked(
     target, is_read_late = out, False
     if target is None:
         target = torch.empty_like(first)
-        if first.dtype not in _HALF and target.nbytes <= BLOCKED_ABOVE_BYTES:
+        if first.dtype not in HALF and target.nbytes <= BLOCKED_ABOVE_BYTES:
             add_up(target, contributions, _Scratch(first.dtype))
             return target if divisor is None else divide_(target, divisor)
     elif _can_write_directly(target, contributions):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems, reference
 
 
 class StreamingTree:
@@ -51,11 +51,11 @@ class StreamingTree:
         """Takes one contribution to every tensor of the list.
 
         Args:
-            index: The place of this contribution among all, from 0.
-            tensors: Dense tensors; shapes, dtypes and devices are the same for every contribution.
+            index: the place of this contribution among all, from 0.
+            tensors: dense tensors; shapes, dtypes and devices are the same for every contribution.
 
         Raises:
-            ValueError: The index is negative or was given before, or the tensors do not fit those given before.
+            ValueError: the index is negative or was given before, or the tensors do not fit those given before.
             RuntimeError: ``finish`` was called.
         """
         with self._lock:
@@ -74,15 +74,15 @@ class StreamingTree:
         """Adds up what is left and gives the sums, rounded once to the dtype of the contributions.
 
         Args:
-            outs: Where to write, one tensor for each of the list: the shapes of the contributions, and their dtypes
+            outs: where to write, one tensor for each of the list: the shapes of the contributions, and their dtypes
                 or, for float16 and bfloat16, float32. New tensors by default.
-            divisor: Divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
+            divisor: divides the sums before they are rounded, by a true division (the mean, with ``divisor=N``).
 
         Returns:
             ``outs``, or the new tensors.
 
         Raises:
-            ValueError: An index below the highest is missing, there is no contribution, or ``outs`` or the divisor
+            ValueError: an index below the highest is missing, there is no contribution, or ``outs`` or the divisor
                 do not fit.
             RuntimeError: ``finish`` was called before.
         """
@@ -101,7 +101,7 @@ class StreamingTree:
             outs = [torch.empty_like(t, dtype=spec.dtype) for t, spec in zip(total, self._specs, strict=True)]
         for out, tensor in zip(outs, total, strict=True):
             if divisor is not None:
-                wide = tensor.to(reference.accumulation_dtype(tensor.dtype), copy=not is_owned)
+                wide = tensor.to(problems.accumulation_dtype(tensor.dtype), copy=not is_owned)
                 tensor = reference.divide_(wide, divisor)
             out.copy_(tensor)
         return list(outs)
@@ -116,7 +116,7 @@ class StreamingTree:
         if self._indices and len(tensors) != len(self._specs):
             raise ValueError(f"contribution {index} has {len(tensors)} tensors but others have {len(self._specs)}")
         for position, tensor in enumerate(tensors):
-            problem = reference.find_problem([tensor], indices=[index])
+            problem = problems.find_problem([tensor], indices=[index])
             if problem is None and tensor.layout != torch.strided:
                 problem = f"contribution {index} is sparse: make it dense first"
             if problem is None and self._indices:
@@ -140,9 +140,9 @@ class StreamingTree:
             raise ValueError(f"there are {len(outs)} outs but the contributions have {len(self._specs)} tensors")
         for position, spec in enumerate(self._specs):
             stand_in = torch.empty(0, dtype=spec.dtype)
-            problem = reference.find_problem([stand_in], divisor=divisor)
+            problem = problems.find_problem([stand_in], divisor=divisor)
             if problem is None and outs is not None:
-                wide = spec._replace(dtype=reference.accumulation_dtype(spec.dtype))
+                wide = spec._replace(dtype=problems.accumulation_dtype(spec.dtype))
                 problem = spec.find_difference(outs[position])
                 if problem is not None and wide.find_difference(outs[position]) is not None:
                     problem = f"out has {problem}"
@@ -174,9 +174,9 @@ class _Spec(NamedTuple):
 def _merge(left: list[Tensor], right: list[Tensor], *, is_owned: bool) -> list[Tensor]:
     """``left + right`` in the accumulation dtype, written to ``left`` where that is a partial sum of the tree."""
     if not is_owned:
-        if all(reference.accumulation_dtype(t.dtype) == t.dtype for t in left):
+        if all(problems.accumulation_dtype(t.dtype) == t.dtype for t in left):
             return list(torch._foreach_add(left, right))
         # An addition of two half precision tensors would round before it widens.
-        left = [t.to(reference.accumulation_dtype(t.dtype), copy=True) for t in left]
+        left = [t.to(problems.accumulation_dtype(t.dtype), copy=True) for t in left]
     torch._foreach_add_(left, right)
     return left

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import on_devices
 import pytest
 import torch
 from example_runs import Player
@@ -17,8 +18,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and processes of tests that are to be interrupted would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if on_devices.NAMES:
+    on_devices.load()
+
 DEFAULT_MARKERS = "not gpu and not xla"
 """As in pyproject.toml."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds what the suites need where they run on devices."""
+    if on_devices.NAMES:
+        config.pluginmanager.register(on_devices)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,7 +18,7 @@ from source_tree import FOLDERS, KERNELS, PACKAGE, ROOT
 
 PROGRAM = """
 import importlib.metadata, importlib.resources, sys
-import tfstyle_dist, tfstyle_dist_kernels.reference
+import tfstyle_dist, tfstyle_dist_kernels.cpu.cpu_compile, tfstyle_dist_kernels.reference
 import tfstyle_dist.testing.plugin
 assert importlib.resources.files("tfstyle_dist").joinpath("py.typed").is_file(), "py.typed is missing"
 scripts = importlib.metadata.distribution("tfstyle_dist").entry_points
@@ -34,13 +34,14 @@ def test_setup_cfg_lists_every_package() -> None:
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
     found = {KERNELS}
-    for init in FOLDERS[PACKAGE].rglob("__init__.py"):
-        found.add(".".join([PACKAGE, *init.parent.relative_to(FOLDERS[PACKAGE]).parts]))
+    for package, folder in FOLDERS.items():
+        for init in folder.rglob("__init__.py"):
+            found.add(".".join([package, *init.parent.relative_to(folder).parts]))
     assert listed == found
 
 
 def test_every_folder_of_the_package_is_a_package() -> None:
-    folders = {path.parent for path in FOLDERS[PACKAGE].rglob("*.py")}
+    folders = {path.parent for folder in FOLDERS.values() for path in folder.rglob("*.py")} - {FOLDERS[KERNELS]}
     missing = [folder.relative_to(ROOT).as_posix() for folder in folders if not (folder / "__init__.py").is_file()]
     assert not missing, f"add an __init__.py: {missing}"
 

@@ -14,7 +14,7 @@ REASONS = {
     "architecture/test_import_cost.py": "a fresh interpreter",
     "architecture/test_packaging.py": "pip and build are commands",
     "comm/test_meeting.py": "needs the id of a process that is gone",
-    "comm/test_shared_files.py": "children that a rank forks",
+    "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",
     "compare_aggregation/test_compare_aggregation.py": COMMANDS,
     "conformance": RECORDED,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.halving import Messages, tree_all_reduce
-from tfstyle_dist.comm.routes import Place, Route, choose, explain
-from tfstyle_dist.comm.topology import Topology
+from tfstyle_dist.comm.collectives.halving import Messages, tree_all_reduce
+from tfstyle_dist.comm.collectives.routes import Conditions, Route, choose, explain
+from tfstyle_dist.comm.collectives.topology import Topology
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist_kernels import reference
 
@@ -75,10 +75,10 @@ def test_topology() -> None:
 def test_the_choice_and_what_it_says() -> None:
     default, add_n, tree = td.AggregationMethod.DEFAULT, td.AggregationMethod.ADD_N, td.AggregationMethod.TREE
     assert default == add_n == 0
-    one_host = Place(4, 1, aligned=True, memory=True, accelerator=False, summable=True)
-    sockets = Place(4, 1, aligned=True, memory=False, accelerator=False, summable=True)
-    two_hosts = Place(4, 2, aligned=True, memory=True, accelerator=False, summable=True)
-    gpus = Place(4, 1, aligned=True, memory=False, accelerator=True, summable=True)
+    one_host = Conditions(4, 1, aligned=True, memory=True, accelerator=False, summable=True)
+    sockets = Conditions(4, 1, aligned=True, memory=False, accelerator=False, summable=True)
+    two_hosts = Conditions(4, 2, aligned=True, memory=True, accelerator=False, summable=True)
+    gpus = Conditions(4, 1, aligned=True, memory=False, accelerator=True, summable=True)
     for method in (default, add_n, tree):
         assert choose(method, 1 << 20, one_host) is Route.MEMORY
     assert choose(default, 1 << 20, sockets) is choose(default, 1 << 20, gpus) is Route.OWN

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tfstyle_dist.comm import CollectiveHints, CommunicationImplementation, CommunicationOptions
-from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 
 
 def test_defaults() -> None:

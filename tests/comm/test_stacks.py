@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.peers import stacks
 from tfstyle_dist.core import unix_sockets
 
 pytestmark = pytest.mark.timeout(60)
 NOBODY = 65534
 
 
-def ask(place: str) -> str | None:
+def ask(name: str) -> str | None:
     """Asks in another thread: one that asks is not shown."""
     answer: list[str | None] = []
-    asker = threading.Thread(target=lambda: answer.append(stacks.ask(place, 0.5)), daemon=True)
+    asker = threading.Thread(target=lambda: answer.append(stacks.ask(name, 0.5)), daemon=True)
     asker.start()
     asker.join(20)
     assert answer, "it waits on"
@@ -30,29 +30,29 @@ def ask(place: str) -> str | None:
 
 
 def test_they_are_shown_until_the_last_user_stops() -> None:
-    assert stacks.place() == ""
+    assert stacks.socket_name() == ""
     stacks.start()
     stacks.start()
-    place = stacks.place()
-    shown = ask(place)
+    name = stacks.socket_name()
+    shown = ask(name)
     assert shown is not None
     assert "test_they_are_shown_until_the_last_user_stops" in shown
     stacks.stop()
-    assert stacks.ask(place) is not None
+    assert stacks.ask(name) is not None
     stacks.stop()
-    assert stacks.place() == ""
-    assert stacks.ask(place) is None
+    assert stacks.socket_name() == ""
+    assert stacks.ask(name) is None
     assert not [thread for thread in threading.enumerate() if thread.name == "tfstyle_dist stacks"]
 
 
 def test_nobody_knows_the_name_before() -> None:
-    places = set()
+    names = set()
     for _ in range(2):
         stacks.start()
-        places.add(stacks.place())
+        names.add(stacks.socket_name())
         stacks.stop()
-    assert len(places) == 2
-    assert not any(str(os.getpid()) in place for place in places)
+    assert len(names) == 2
+    assert not any(str(os.getpid()) in name for name in names)
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def answering() -> Iterator[Callable[[Callable[[Any], None]], str]]:
     with contextlib.ExitStack() as ends:
 
         def make(answer: Callable[[Any], None]) -> str:
-            place = unix_sockets.new_name("test")
-            listening = ends.enter_context(unix_sockets.listen(place, 1))
+            name = unix_sockets.new_name("test")
+            listening = ends.enter_context(unix_sockets.listen(name, 1))
 
             def serve() -> None:
                 with contextlib.suppress(OSError), listening.accept()[0] as asker:
@@ -71,7 +71,7 @@ def answering() -> Iterator[Callable[[Callable[[Any], None]], str]]:
             thread = threading.Thread(target=serve)
             thread.start()
             ends.callback(thread.join)
-            return place
+            return name
 
         yield make
 
@@ -109,14 +109,14 @@ input()
 asker = socket.socket(socket.AF_UNIX); asker.settimeout(20); asker.connect("\\0" + sys.argv[2])
 print(asker.recv(100), flush=True)
 """
-    place = unix_sockets.new_name("test")
+    name = unix_sockets.new_name("test")
     stacks.start()
-    command = [sys.executable, "-I", "-S", "-c", source, place, stacks.place()]
+    command = [sys.executable, "-I", "-S", "-c", source, name, stacks.socket_name()]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "bound\n"
-        assert ask(place) is None
+        assert ask(name) is None
         assert other.communicate("\n", timeout=30)[0] == "b''\n"
     finally:
         other.kill()
@@ -126,9 +126,9 @@ print(asker.recv(100), flush=True)
 
 NO_FILES = """
 import os, resource, socket, time
-from tfstyle_dist.comm import stacks
+from tfstyle_dist.comm.peers import stacks
 stacks.start()
-place = stacks.place()
+name = stacks.socket_name()
 waiting = socket.socket(socket.AF_UNIX)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
@@ -136,12 +136,12 @@ try:
     while True:
         held.append(os.dup(0))
 except OSError:
-    waiting.connect("\\0" + place)  # it cannot be taken
+    waiting.connect("\\0" + name)  # it cannot be taken
 time.sleep(1)
 for handle in held:
     os.close(handle)
 assert waiting.recv(1 << 16).startswith(b"thread MainThread")
-assert stacks.ask(place, 20) is not None
+assert stacks.ask(name, 20) is not None
 stacks.stop()
 """
 

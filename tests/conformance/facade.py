@@ -12,7 +12,7 @@ import zmq  # noqa: F401  # likewise
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.parameter_server.variable import ServerVariable, ShardedVariable
+from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable, ShardedVariable
 from tfstyle_dist.values import DistributedValues, Mirrored, PerReplica
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.torch_internals import DataPatch, Patch
+from tfstyle_dist.testing.runner import run_script
+
+HELPERS = {"annotations", "functools", "re", "threading", "torch", "warn_once", "attrgetter", "Any", "Callable"}
+
+
+def test_every_name_has_a_test() -> None:
+    names = {n for n in vars(torch_internals) if n[0].isalpha()} - HELPERS
+    tests = Path(__file__).read_text(encoding="utf-8")
+    assert not {name for name in names if tests.count(name) < 1}
+
+
+def test_a_torch_without_a_name_is_refused_with_its_version(tmp_path: Path) -> None:
+    program = "import torch, tfstyle_dist\ndel torch._C._swap_tensor_impl\ntfstyle_dist.MirroredStrategy"
+    result = run_script(["-c", program], cwd=tmp_path)
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: torch {torch.__version__} has no torch._C._swap_tensor_impl, which"), last
+
+
+def test_what_is_checked_at_first_use_is_refused_too() -> None:
+    with pytest.raises(ImportError, match=r"has no DTensor\._local_tensor, which tfstyle_dist needs to read the parts"):
+        torch_internals.local_part(torch.ones(2))
+
+
+@pytest.mark.parametrize(("version", "lines"), [("2.99.0a0+git1", 1), ("2.15.0+cpu", 0), ("2.9.1", 0)])
+def test_a_newer_torch_is_named_once(version: str, lines: int, tmp_path: Path) -> None:
+    program = (
+        f"import torch, tfstyle_dist as t\ntorch.__version__ = {version!r}\nt.MirroredStrategy, t.Variable, t.train"
+    )
+    result = run_script(["-c", program], cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if "make canary" in line]
+    assert len(said) == lines
+    if said:
+        assert f"torch {version} is newer than the newest that tfstyle_dist was tested with (2.15)" in said[0]
+
+
+def test_versions_are_compared_by_numbers() -> None:
+    assert torch_internals.release("2.9.1+cu128") == torch_internals.OLDEST < torch_internals.NEWEST
+    assert torch_internals.release("2.16a0") == (2, 16)
+    assert torch_internals.release("3.0.0.dev20270101") > torch_internals.NEWEST
+    torch_internals.warn_if_untested("2.9.1")
 
 
 def test_insides_are_exchanged_and_graphs_stay_with_theirs() -> None:
@@ -21,7 +67,7 @@ def test_insides_are_exchanged_and_graphs_stay_with_theirs() -> None:
     second = (parameter * 5).sum()
     with torch.no_grad():
         parameter.add_(1)
-    assert (parameter._version, vessel._version) == (1, 0)
+    assert [torch_internals.version_of(t) for t in (parameter, vessel)] == [1, 0]
     torch_internals.swap_insides(parameter, vessel)
     second.backward()
     assert parameter.grad is None
@@ -50,6 +96,204 @@ def test_the_number_of_the_backward_pass_under_way() -> None:
     y.sum().backward()
     assert seen[0] >= 0
     assert torch_internals.backward_pass_under_way() == -1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frames_of_the_engine_have_its_name(reentrant: bool) -> None:
+    def depth() -> int:
+        frame, found = sys._getframe(), 0
+        while frame is not None:
+            found += frame.f_code.co_name == torch_internals.RUN_BACKWARD
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def block(value: torch.Tensor) -> torch.Tensor:
+        out = value * 2
+        if out.requires_grad:
+            out.register_hook(lambda g: seen.append(depth()))
+        return out
+
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert seen[-1] == 1 + reentrant
+
+
+def test_the_end_of_the_backward_pass() -> None:
+    order: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def note(parameter: torch.Tensor) -> None:
+        order.append("gradient")
+        torch_internals.queue_end_of_backward(lambda: order.append(f"end {parameter.grad is not None}"))
+
+    x.register_post_accumulate_grad_hook(note)
+    y = x * 2
+    x.register_hook(lambda g: order.append("hook"))
+    y.sum().backward()
+    assert order == ["hook", "gradient", "end True"]
+
+
+def test_writes_are_counted_but_those_to_data() -> None:
+    x = torch.ones(4)
+    first = torch_internals.version_of(x)
+    x[1:].add_(1)
+    assert torch_internals.version_of(x) == torch_internals.version_of(x[:1]) == first + 1
+    x.data.add_(1)
+    assert torch_internals.version_of(x) == first + 1
+
+
+def test_hooks_are_where_they_are_put() -> None:
+    source, target = (torch.ones(1, requires_grad=True) for _ in range(2))
+    assert torch_internals.hooks_of(source) == (None, None)
+    seen: list[str] = []
+    source.register_hook(lambda g: seen.append("hook"))
+    source.register_post_accumulate_grad_hook(lambda p: seen.append("gradient"))
+    for name, hooks in zip(torch_internals.HOOKS, torch_internals.hooks_of(source), strict=True):
+        assert len(hooks) == 1
+        setattr(target, name, type(hooks)(hooks))
+    (target * 2).sum().backward()
+    assert seen == ["hook", "gradient"]
+    assert source.grad is None
+
+
+class Asked(torch.Tensor):
+    calls: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(function)
+        with torch_internals.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def test_subclasses_share_memory_and_are_asked() -> None:
+    data = torch.ones(2)
+    made = torch_internals.make_subclass(Asked, data, True)
+    assert type(made) is Asked
+    assert (made.is_leaf, made.requires_grad, made.data_ptr()) == (True, True, data.data_ptr())
+    data.add_(1)
+    assert made.tolist() == [2, 2]
+    Asked.calls.clear()
+    with torch_internals.DisableTorchFunctionSubclass():
+        made.sum()
+    assert not Asked.calls
+    made.sum()
+    assert Asked.calls == [torch.Tensor.sum]
+
+
+def test_modules_ask_before_they_put_data_into_a_parameter() -> None:
+    module = nn.Linear(1, 1)
+    module.weight.__class__ = type("AskedParameter", (Asked, nn.Parameter), {})
+    Asked.calls.clear()
+    module.double()
+    assert torch_internals.has_compatible_shallow_copy_type in Asked.calls
+    assert torch_internals.has_compatible_shallow_copy_type(torch.ones(1), torch.ones(1)) is True
+
+
+def test_many_tensors_in_one_call() -> None:
+    targets, sources = [torch.ones(2), torch.ones(3)], [torch.full((2,), 3.0), torch.full((3,), 5.0)]
+    added = torch._foreach_add(targets, sources)  # type: ignore[attr-defined]
+    assert [t.tolist() for t in added] == [[4, 4], [6, 6, 6]]
+    torch_internals.foreach_add_(targets, sources)
+    assert [t.tolist() for t in targets] == [[4, 4], [6, 6, 6]]
+    torch_internals.foreach_div_(targets, 2)
+    assert [t.tolist() for t in targets] == [[2, 2], [3, 3, 3]]
+    halves = [t.to(torch.bfloat16) for t in targets]
+    torch_internals.foreach_copy_(halves, sources)
+    assert [t.tolist() for t in halves] == [[3, 3], [5, 5, 5]]
+
+
+def test_entries_that_are_not_coalesced() -> None:
+    rows = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True)
+    assert torch_internals.entries_of(rows) == 3
+    assert torch_internals.indices_of(rows).tolist() == [[2, 0, 2]]
+    assert torch_internals.values_of(rows).tolist() == [1, 2, 3]
+    assert torch_internals.entries_of(rows.coalesce()) == 2
+
+
+def test_a_workers_part_and_the_store_of_the_default_group() -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch_internals.default_store().set("key", "value")
+        assert torch_internals.default_store().get("key") == b"value"
+        whole = nn.Parameter(distribute_tensor(torch.arange(4.0), dist.init_device_mesh("cpu", (1,)), [Shard(0)]))
+        part = torch_internals.local_part(whole)
+        assert type(part) is torch.Tensor
+        part.add_(1)
+        assert whole.full_tensor().tolist() == [1, 2, 3, 4]  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_a_module_holds() -> None:
+    module = nn.BatchNorm1d(2)
+    assert torch_internals.parameters_of(module)["weight"] is module.weight
+    assert torch_internals.buffers_of(module)["running_mean"] is module.running_mean
+    assert module.__dict__[torch_internals.BUFFERS] is torch_internals.buffers_of(module)
+    handle = module.register_forward_pre_hook(lambda module, args: None)
+    assert list(torch_internals.forward_pre_hooks_of(module)) == [handle.id]
+    del torch_internals.forward_pre_hooks_of(module)[handle.id]
+    module(torch.ones(2, 2))
+
+
+def test_nests() -> None:
+    pytree = torch_internals.pytree
+    assert {list, tuple, dict} <= pytree.SUPPORTED_NODES.keys()
+    nest = {"a": [1, (2, 3)], "b": None}
+    leaves, spec = pytree.tree_flatten(nest)
+    assert type(spec) is pytree.TreeSpec
+    assert leaves == pytree.tree_leaves(nest) == [1, 2, 3, None]
+    assert pytree.tree_unflatten(leaves, spec) == nest
+    assert pytree.tree_map(lambda x: x, nest, is_leaf=lambda x: isinstance(x, tuple)) == nest
+    assert pytree.tree_is_leaf(torch.ones(1))
+
+
+def test_tensors_as_keys() -> None:
+    known, key = torch_internals.WeakIdKeyDictionary(), torch.ones(2)
+    known[key] = "value"
+    assert known[key] == "value"
+    assert torch.ones(2) not in known
+    del key
+    assert len(known) == 0
+
+
+@pytest.mark.parametrize("package", torch_internals.MACHINERY)
+def test_the_packages_of_machinery_are_there(package: str) -> None:
+    assert package == "torch._C" or importlib.util.find_spec(package)
+
+
+def test_a_profiler_is_seen_and_sees_all_threads(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(torch_internals.is_profiling())
+        with torch.profiler.record_function("in another thread"):
+            torch.ones(2).add_(1)
+
+    assert not torch_internals.is_profiling()
+    thread = threading.Thread(target=work)
+    config = torch_internals.profile_all_threads()
+    with torch.profiler.profile(experimental_config=config, acc_events=True) as profiler:
+        thread.start()
+        thread.join(20)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert seen == [True]
+    assert "in another thread" in (tmp_path / "trace.json").read_text(encoding="utf-8")
+
+
+def test_the_processes_of_a_loader() -> None:
+    iterator = iter(DataLoader([1, 2], num_workers=1))
+    processes = torch_internals.reader_processes(iterator)
+    assert [process.is_alive() for process in processes] == [True]
+    torch_internals.end_reader_processes(iterator)
+    assert not processes[0].is_alive()
+    assert torch_internals.reader_processes(iter([1])) == []
+    torch_internals.end_reader_processes(iter([1]))
 
 
 def test_a_lazy_clone_is_a_copy_as_soon_as_one_writes() -> None:

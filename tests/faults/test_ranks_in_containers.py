@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from containers import CONTAINER, needs_containers
 
-from tfstyle_dist.comm.places import pid_namespace, this_peer
+from tfstyle_dist.comm.peers.peer import this_peer
 from tfstyle_dist.core import env, network
+from tfstyle_dist.shm.namespaces import pid_namespace
 
 pytestmark = [pytest.mark.timeout(120), needs_containers]
 PROGRAM = Path(__file__).with_name("rank_in_container.py")
@@ -74,7 +75,7 @@ def test_a_process_of_another_namespace_is_never_dead() -> None:
 
 
 def test_a_namespace_is_told_only_where_proc_shows_it() -> None:
-    show = [sys.executable, "-c", "from tfstyle_dist.comm.places import pid_namespace; print(pid_namespace())"]
+    show = [sys.executable, "-c", "from tfstyle_dist.shm.namespaces import pid_namespace; print(pid_namespace())"]
     shown = [
         subprocess.run([*prefix, *show], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
         for prefix in ([], CONTAINER, ["unshare", "--pid", "--fork", "--kill-child"])

@@ -325,7 +325,9 @@ def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "bf16"])
+@pytest.mark.parametrize(
+    "kind", ["sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow", "bf16"]
+)
 def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
     def weights(devices: Sequence[str]) -> list[torch.Tensor]:
         with td.MirroredStrategy(devices) as strategy:
@@ -337,7 +339,7 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
                     "adamw": lambda p: torch.optim.AdamW(p, 0.05),
                     "foreach": lambda p: torch.optim.Adam(p, 0.05, foreach=True),
                 }.get(kind, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9))(model.parameters())
-                scaler = torch.amp.GradScaler(where, enabled=kind == "scaler", init_scale=8.0)
+                scaler = torch.amp.GradScaler(where, enabled=kind in ("scaler", "overflow"), init_scale=8.0)
 
             def loss(x: torch.Tensor) -> torch.Tensor:
                 if kind == "unused" and td.get_replica_context().local_replica_id == 1:
@@ -345,8 +347,10 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
                 with torch.autocast(where, torch.bfloat16, enabled=kind == "bf16"):
                     return (model(x).float() ** 2).sum()
 
-            def step(x: torch.Tensor) -> None:
+            def step(x: torch.Tensor, number: int) -> torch.Tensor:
                 optimizer.zero_grad()
+                if kind == "overflow" and number == 1 and td.get_replica_context().local_replica_id == 1:
+                    x = x * torch.inf
                 if kind == "accumulate":
                     with strategy.accumulate():
                         loss(x * 2).backward()
@@ -355,10 +359,13 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 scaler.step(optimizer)
                 scaler.update()
+                return torch.tensor(scaler.get_scale())
 
             x = on_all(strategy, inputs)
-            for _ in range(3):
-                strategy.run(step, args=(x,))
+            for number in range(3):
+                scales = strategy.experimental_local_results(strategy.run(step, args=(x, number)))
+                scale = {"scaler": 8.0, "overflow": 4.0 if number else 8.0}.get(kind, 1.0)
+                assert [float(value) for value in scales] == [scale] * 2  # a step that overflows is left out by all
             each = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
             columns = [strategy.experimental_local_results(value) for value in each]
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in columns)
@@ -439,6 +446,25 @@ def test_variables_and_reductions(devices: list[str]) -> None:
         assert strategy.reduce("MEAN", result, axis=None).cpu().tolist() == [3.0, 3.0]
         assert strategy.gather(result, 0).cpu().tolist() == [3.0] * 4
         assert float(strategy.reduce("SUM", strategy.run(lambda: torch.ones(())), axis=None)) == 2.0  # of the CPU
+
+
+@pytest.mark.parametrize("own", [None, lambda values: torch.stack(list(values)).sum(0)], ids=["default", "own sum"])
+@on_devices
+def test_what_replicas_give_from_their_own_devices_is_summed_on_one(devices: list[str], own: Any) -> None:
+    with td.MirroredStrategy(devices, td.ReductionToOneDevice(accumulation_fn=own)) as strategy:
+        with strategy.scope():
+            summed, apart = td.Variable([3.0, 4.0], aggregation=td.VariableAggregation.SUM), td.Variable([1.0, 2.0])
+        optimizer = td.train.GradientDescentOptimizer(1.0)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.apply_gradients([(x, summed)])
+            apart.scatter_add(td.IndexedSlices(x, torch.tensor([1, 0], device=x.device)))
+
+        x = on_all(strategy, lambda n: torch.tensor([1.0, 2.0 + n]))
+        strategy.run(step, args=(x,))
+        assert [t.tolist() for t in strategy.experimental_local_results(summed)] == [[1.0, -1.0]] * 2
+        assert [t.tolist() for t in strategy.experimental_local_results(apart)] == [[3.0, 3.0], [4.0, 3.0]]
+        assert strategy.reduce("SUM", x, axis=None).tolist() == [2.0, 5.0]
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference, triton_plan, triton_sum
+from tfstyle_dist_kernels import reference
 from tfstyle_dist_kernels.streaming_tree import StreamingTree
+from tfstyle_dist_kernels.triton import triton_plan, triton_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 with_order = pytest.mark.parametrize("order", triton_sum.ORDERS)

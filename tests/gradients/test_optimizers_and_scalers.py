@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import on_devices
 import pytest
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ def test_grad_scaler_skips_everywhere_after_an_overflow_on_one_replica(
     model, reference = built(strategy, small), plain(small)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(on_devices.KIND, init_scale=8.0, growth_interval=100) for _ in range(2)]
 
     def step(k: int, overflow: bool) -> torch.Tensor:
         scaler = scalers[replica()]

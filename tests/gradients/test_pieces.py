@@ -12,7 +12,7 @@ from torch import nn
 from two_replicas import replica
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.flat import Flat
 from tfstyle_dist.gradients.pieces import GradientPieces
 
 SHAPES = [torch.Size(s) for s in ((3,), (), (0, 4), (5, 7), (2, 3, 4), (50,))]

@@ -57,9 +57,10 @@ def examples(step: int = 0, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def half(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The calling replica's half of ``examples(step)``."""
-    features, target = examples(step)
-    return features.chunk(2)[replica()], target.chunk(2)[replica()]
+    """The calling replica's half of ``examples(step)``, on its device."""
+    features, target = (values.chunk(2)[replica()] for values in examples(step))
+    here = torch.empty(0).device
+    return features.to(here), target.to(here)
 
 
 def mse(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

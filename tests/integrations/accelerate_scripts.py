@@ -24,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import tfstyle_dist as tfd
-from tfstyle_dist.comm.bootstrap import default_process_group
+from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
 from tfstyle_dist.integrations.accelerate import StrategyAccelerator
 
 METHODS = {"ADD_N": tfd.AggregationMethod.ADD_N, "TREE": tfd.AggregationMethod.EXPERIMENTAL_TREE}

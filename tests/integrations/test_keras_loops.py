@@ -133,6 +133,15 @@ def test_a_metric_that_a_step_updates_counts_all_replicas_of_the_process() -> No
         assert (float(metric.result()), float(metric.count)) == (0.5, 400.0)
 
 
+def test_a_replica_without_examples_updates_no_metric() -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            metric = keras.metrics.Mean()
+        for (x,) in strategy.experimental_distribute_dataset([(torch.tensor([1.0, 3.0]),), (torch.tensor([5.0]),)]):
+            strategy.run(lambda share: metric.update_state(share.mean()), args=(x,))
+        assert (float(metric.result()), float(metric.count)) == (3.0, 3.0)
+
+
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_the_policy_may_be_set_for_any_number_of_replicas(devices: list[str]) -> None:
     with tfd.MirroredStrategy(devices) as strategy:

@@ -8,7 +8,7 @@ import torch
 from keras_models import QUIET
 
 from tfstyle_dist.integrations.keras.server_tasks import ServerOptimizer
-from tfstyle_dist.parameter_server.rules import TFRule
+from tfstyle_dist.parameter_server.server.optimizer_rules import TFRule
 
 pytestmark = QUIET
 

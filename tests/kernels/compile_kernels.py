@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tfstyle_dist_kernels import triton_plan, triton_sum
+from tfstyle_dist_kernels.triton import triton_plan, triton_sum
 
 # (order, N, dtype, dtype of the output, has a divisor and a scale)
 SUMS = [

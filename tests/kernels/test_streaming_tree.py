@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from triton_env import assert_same, make
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems, reference
 from tfstyle_dist_kernels.streaming_tree import StreamingTree
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32]
@@ -33,7 +33,7 @@ def test_bits_are_the_trees_in_any_order_of_arrival(
     copies = [[t.clone() for t in tensors] for tensors in lists]
     outs = None
     if is_wide:
-        outs = [torch.empty_like(t, dtype=reference.accumulation_dtype(dtype)) for t in lists[0]]
+        outs = [torch.empty_like(t, dtype=problems.accumulation_dtype(dtype)) for t in lists[0]]
     tree = StreamingTree()
     for index in order:
         tree.add(index, lists[index])

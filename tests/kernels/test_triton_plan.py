@@ -13,8 +13,9 @@ from torch import Tensor
 from triton_env import DEVICE, IS_INTERPRETED, assert_same, make, needs_triton, poison
 
 from tfstyle_dist.testing.runner import run_script
-from tfstyle_dist_kernels import reference, triton_plan
-from tfstyle_dist_kernels.triton_sum import sum_lists
+from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels.triton import triton_plan
+from tfstyle_dist_kernels.triton.triton_sum import sum_lists
 
 
 @pytest.fixture
@@ -195,7 +196,8 @@ def test_tensors_elsewhere_are_refused() -> None:
 PROGRAM = """
 import sys
 import torch
-from tfstyle_dist_kernels import streaming_tree, triton_sum
+from tfstyle_dist_kernels import streaming_tree
+from tfstyle_dist_kernels.triton import triton_sum
 assert "triton" not in sys.modules, "triton was imported before its use"
 if "missing" in sys.argv:
     sys.modules["triton"] = None

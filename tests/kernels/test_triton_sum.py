@@ -22,8 +22,9 @@ from triton_env import (
 
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import reference, triton_plan
-from tfstyle_dist_kernels.triton_sum import ORDERS, sum_lists
+from tfstyle_dist_kernels import problems, reference
+from tfstyle_dist_kernels.triton import triton_plan
+from tfstyle_dist_kernels.triton.triton_sum import ORDERS, sum_lists
 
 pytestmark = needs_triton
 FLOATS = [torch.float32, torch.float64]
@@ -37,7 +38,7 @@ with_order = pytest.mark.parametrize("order", ORDERS)
 
 def expected_sum(contributions: list[Tensor], order: str, divisor: float | None = None) -> Tensor:
     """The sum by the reference, in the dtype it is accumulated in."""
-    dtype = reference.accumulation_dtype(contributions[0].dtype)
+    dtype = problems.accumulation_dtype(contributions[0].dtype)
     out = torch.empty(contributions[0].shape, dtype=dtype, device=DEVICE)
     return getattr(reference, order)([t.clone() for t in contributions], out, divisor=divisor)
 
@@ -86,7 +87,7 @@ def test_sums_are_the_references(
     if is_in_place:
         outs = [data.draw(st.sampled_from(row)) for row in contributions]
     else:
-        out_dtype = reference.accumulation_dtype(dtype) if is_wide else dtype
+        out_dtype = problems.accumulation_dtype(dtype) if is_wide else dtype
         outs = [poison(row[0].shape, out_dtype) for row in contributions]
     sum_lists(contributions, outs, order, divisor=divisor)
     for out, total in zip(outs, expected, strict=True):

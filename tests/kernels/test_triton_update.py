@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_env import DEVICE, IS_INTERPRETED, assert_same, make, misaligned, needs_triton
 
 from tfstyle_dist_kernels import reference
-from tfstyle_dist_kernels.triton_update import sum_and_adam, sum_and_sgd
+from tfstyle_dist_kernels.triton.triton_update import sum_and_adam, sum_and_sgd
 
 pytestmark = needs_triton
 SIZES = [(3, 5), (), (0,), (700,)]

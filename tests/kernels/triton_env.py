@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfstyle_dist_kernels import triton_sum
+from tfstyle_dist_kernels.triton import triton_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
-from tfstyle_dist.parameter_server import zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -152,7 +152,7 @@ time.sleep(600)
     while "ready" not in line:
         line = job.process.stdout.readline()
         assert line, job.end()
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     hello = {"role": "coordinator", "task": "chief", "session": "a stranger's"}
     link = ServerLink(context, line.split()[-1], "/job:ps/task:0", hello, timedelta(seconds=5))
     try:

@@ -54,7 +54,7 @@ def test_several_replicas_of_each_worker_train_as_one_device(rank: int) -> None:
 
 @ranks_of_two
 def test_a_resolver_says_who_the_workers_are(rank: int, shared_tmp_path: Path) -> None:
-    """TF_CONFIG's form: worker 0's address is the meeting place, whatever the launcher said."""
+    """TF_CONFIG's form: worker 0's address is the rendezvous, whatever the launcher said."""
     place = shared_tmp_path / "ports"
     if rank == 0:
         place.with_suffix(".new").write_text(json.dumps(network.free_ports(2)))

@@ -19,7 +19,7 @@ from agreement import said_by_first
 from cluster_processes import LAUNCHER_VARIABLES, loopback_cluster
 
 import tfstyle_dist as td
-from tfstyle_dist.comm.meeting import Meeting
+from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,13 +53,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     return as_task
 
 
-def when_worker_1_has_said_hello(address: str, action: Callable[[], None]) -> None:
+def when_worker_1_has_sent_its_handshake(address: str, action: Callable[[], None]) -> None:
     """Looks into the store of worker 0, in a thread: the task itself waits for the others."""
 
     def wait() -> None:
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=60), wait_for_workers=False)
-        while not store.check(["tfstyle/1/hello/1"]):
+        while not store.check(["tfstyle/1/handshake/1"]):
             time.sleep(0.05)
         action()
 
@@ -72,7 +72,7 @@ def test_workers_that_start_one_after_the_other_meet(
 ) -> None:
     chief, worker, _ = cluster["worker"]
     if rank == 0:
-        (shared_tmp_path / "begins").touch()  # before the chief, which opens the meeting place
+        (shared_tmp_path / "begins").touch()  # before the chief, which opens the store
     else:
         while not (shared_tmp_path / "begins").exists():
             time.sleep(0.01)
@@ -95,27 +95,27 @@ def test_absent_tasks_are_listed_with_their_addresses(rank: int, cluster: Cluste
 def give_up_when(condition: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of this rank is up at an event of the test."""
 
-    def check_deadline(meeting: Meeting) -> None:
+    def check_deadline(rendezvous: Rendezvous) -> None:
         if condition():
-            meeting._list_absent()
+            rendezvous._list_absent()
 
-    monkeypatch.setattr(Meeting, "_check_deadline", check_deadline)
+    monkeypatch.setattr(Rendezvous, "_check_deadline", check_deadline)
 
 
 @tasks(2, 50)
 def test_the_verdict_of_worker_0_reaches_a_worker_that_looks_late(
     rank: int, cluster: Cluster, start: Start, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has said hello, and does not look while worker 0 gives up."""
+    """It has sent its handshake, and does not look while worker 0 gives up."""
     here, verdict = shared_tmp_path / "here", shared_tmp_path / "verdict"
-    leave_word, beat = Meeting._leave_word, Meeting._beat
+    leave_word, beat = Rendezvous._leave_word, Rendezvous._beat
 
-    def leave_word_and_tell(meeting: Meeting, error: Exception) -> None:
+    def leave_word_and_tell(rendezvous: Rendezvous, error: Exception) -> None:
         verdict.touch()
-        leave_word(meeting, error)
+        leave_word(rendezvous, error)
 
-    def beat_and_look_away(meeting: Meeting) -> None:
-        beat(meeting)
+    def beat_and_look_away(rendezvous: Rendezvous) -> None:
+        beat(rendezvous)
         here.touch()
         while not verdict.exists():
             time.sleep(0.01)
@@ -123,9 +123,9 @@ def test_the_verdict_of_worker_0_reaches_a_worker_that_looks_late(
 
     if rank == 0:
         give_up_when(here.exists, monkeypatch)
-        monkeypatch.setattr(Meeting, "_leave_word", leave_word_and_tell)
+        monkeypatch.setattr(Rendezvous, "_leave_word", leave_word_and_tell)
     else:
-        monkeypatch.setattr(Meeting, "_beat", beat_and_look_away)
+        monkeypatch.setattr(Rendezvous, "_beat", beat_and_look_away)
     with pytest.raises(DeadlineExceededError, match=r"did not start within 50 s(.|\n)*waited for by worker 0"):
         start(cluster, [0, 2][rank])
 
@@ -138,7 +138,7 @@ def test_worker_0_does_not_wait_for_ever_until_a_stopped_worker_has_read_its_ver
     if rank == 0:
         give_up_when(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", monkeypatch)
     else:
-        when_worker_1_has_said_hello(cluster["worker"][0], lambda: ranks.stop(1))
+        when_worker_1_has_sent_its_handshake(cluster["worker"][0], lambda: ranks.stop(1))
     try:
         with pytest.raises((DeadlineExceededError, PeerLostError)) as caught:  # the resumed one: worker 0 is gone
             start(cluster, rank)
@@ -160,9 +160,9 @@ def test_the_first_worker_is_absent(cluster: Cluster, start: Start) -> None:
 def test_a_worker_that_dies_during_start_up_is_noticed_at_once(
     rank: int, cluster: Cluster, start: Start, ranks: Any
 ) -> None:
-    """It says hello and then stays in the meeting: the third never comes."""
+    """It sends its handshake and then stays in the rendezvous: the third never comes."""
     if rank == 1:
-        when_worker_1_has_said_hello(cluster["worker"][0], lambda: ranks.kill(1))
+        when_worker_1_has_sent_its_handshake(cluster["worker"][0], lambda: ranks.kill(1))
     with pytest.raises(PeerLostError, match="died while the workers started") as caught:
         start(cluster, rank)
     assert str(caught.value).startswith(f"worker 1 ({cluster['worker'][1]})")
@@ -173,7 +173,7 @@ def test_a_task_that_is_started_twice_is_told(
     rank: int, cluster: Cluster, start: Start, ranks: Any, shared_tmp_path: Path
 ) -> None:
     if rank == 0:
-        when_worker_1_has_said_hello(cluster["worker"][0], (shared_tmp_path / "hello").touch)
+        when_worker_1_has_sent_its_handshake(cluster["worker"][0], (shared_tmp_path / "hello").touch)
     while rank == 2 and not (shared_tmp_path / "hello").exists():
         time.sleep(0.02)
     with pytest.raises(ValueError, match="Two processes say that they are worker 1"):

@@ -29,7 +29,7 @@ assert torch.equal(aggregate(xs, backend="llvm"), expected)
 FORK_WHILE_COMPILING = """
 import os, threading, torch
 from tfstyle_dist.ops import aggregate
-from tfstyle_dist_kernels import cpu_compile
+from tfstyle_dist_kernels.cpu import cpu_compile
 holding, go_on = threading.Event(), threading.Event()
 
 def compile_a_sum():
@@ -105,7 +105,7 @@ print(explain(8, 12 << 20, torch.float32))
 BROKEN_COMPILER = """
 import torch
 from tfstyle_dist.ops import aggregate, backends
-from tfstyle_dist_kernels import cpu_sum
+from tfstyle_dist_kernels.cpu import cpu_sum
 def fail(*key):
     raise OSError("no executable memory")
 cpu_sum.prepare, backends.COMPILING_SECONDS = fail, 0.0
@@ -119,7 +119,7 @@ TRITON = """
 import torch
 from tfstyle_dist import AggregationMethod
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import triton_sum
+from tfstyle_dist_kernels.triton import triton_sum
 if reason := triton_sum.unavailable():
     print(f"the Triton kernels cannot run: {reason}", end="")
     raise SystemExit

@@ -14,7 +14,9 @@ from torch import Tensor
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import aggregate, aggregate_list
-from tfstyle_dist_kernels import cpu_steps, cpu_sum, cpu_threads, reference, triton_sum
+from tfstyle_dist_kernels import problems, reference
+from tfstyle_dist_kernels.cpu import cpu_steps, cpu_sum, cpu_threads
+from tfstyle_dist_kernels.triton import triton_sum
 
 METHODS = {
     "add_n": AggregationMethod.ADD_N,
@@ -58,7 +60,7 @@ def test_orders(backend: str, data: st.DataObject) -> None:
     outs = [nan_like(parts[0]) for parts in lists]
     BACKENDS[backend](lists, outs, order, divisor=divisor)
     for parts, out in zip(lists, outs, strict=True):
-        wide = ORDERS[order]([t.to(reference.accumulation_dtype(dtype)) for t in parts])
+        wide = ORDERS[order]([t.to(problems.accumulation_dtype(dtype)) for t in parts])
         assert_same(out, (wide if divisor is None else reference.divide_(wide.clone(), divisor)).to(dtype))
 
 
@@ -70,7 +72,7 @@ def test_more_than_a_unit_of_work(backend: str, order: str) -> None:
         outs = [nan_like(parts[0]) for parts in lists]
         BACKENDS[backend](lists, outs, order, divisor=20)
         for parts, out in zip(lists, outs, strict=True):
-            wide = ORDERS[order]([t.to(reference.accumulation_dtype(dtype)) for t in parts])
+            wide = ORDERS[order]([t.to(problems.accumulation_dtype(dtype)) for t in parts])
             assert_same(out, (wide / 20).to(dtype))
 
 

@@ -22,7 +22,7 @@ from sum_oracles import (
 )
 from torch import Tensor
 
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems, reference
 
 SUMS = [reference.add_n, reference.tree, reference.accumulate_n]
 ORACLES = list(zip(SUMS, [add_n_oracle, tree_oracle, chain_oracle], strict=True))
@@ -181,7 +181,7 @@ def test_out_is_a_contribution(
     if blocked:
         request.getfixturevalue("tiny_blocks")
     for n in (1, 2, 3, 4, 9, 18):
-        expected = oracle([t.to(reference.accumulation_dtype(dtype)) for t in make(n, 150, dtype)]).to(dtype)
+        expected = oracle([t.to(problems.accumulation_dtype(dtype)) for t in make(n, 150, dtype)]).to(dtype)
         for position in range(n):
             contributions = make(n, 150, dtype)
             out = contributions[position]

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tfstyle_dist.ops import backends, streamed
-from tfstyle_dist_kernels import cpu_kernel, cpu_llvm, cpu_sum, cpu_update
+from tfstyle_dist_kernels.cpu import cpu_kernel, cpu_llvm, cpu_sum, cpu_update
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 3e38, -3e38]
@@ -164,7 +164,7 @@ def test_nobody_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu_sum, "prepare", prepare)
     monkeypatch.setattr(cpu_sum, "is_ready", lambda *key: prepared.is_set())
-    warm_up = backends.WarmUp("cpu_sum", in_background=True)
+    warm_up = backends.WarmUp("cpu.cpu_sum", in_background=True)
     before = set(threading.enumerate())
     assert not warm_up.is_ready(cpu_update.COPY, backends.COMPILING_SECONDS / 2), "it does not pay yet"
     assert set(threading.enumerate()) == before
@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_in_the_background(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cpu_sum, "prepare", prepare)
     monkeypatch.setattr(cpu_sum, "is_ready", lambda *key: False)
-    warm_up = backends.WarmUp("cpu_sum", in_background=True)
+    warm_up = backends.WarmUp("cpu.cpu_sum", in_background=True)
     before = set(threading.enumerate())
     assert not warm_up.is_ready(cpu_update.COPY, 1.0)
     for thread in set(threading.enumerate()) - before:

@@ -68,3 +68,10 @@ def test_operators_are_registered_correctly(dtype: torch.dtype) -> None:
     library.opcheck(operators.aggregate.default, ([t.T for t in xs], "add_n", 2.0, "llvm"))
     library.opcheck(operators.aggregate_into.default, (xs, torch.empty(5, 4, dtype=dtype), "add_n", 3.0, "torch"))
     library.opcheck(operators.aggregate_list.default, (xs + xs, 3, "accumulate_n", 3.0, "auto"))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
+@pytest.mark.parametrize("name", ["aggregate", "aggregate_into", "aggregate_list"])
+def test_cuda_graphs_leave_the_operators_out(name: str) -> None:
+    """``mode="reduce-overhead"`` would replay them over addresses that hold something else by then."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.tfstyle_dist, name).default.tags

@@ -9,22 +9,22 @@ from datetime import timedelta
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK
 
 SIZE = 1 << 18
 
 
-def value_at(context: zmq_link.Context, address: str, session: str) -> list[object]:
-    """The least and the greatest element of the variable, before one is added to it and after, and the lane."""
-    hello = {"role": "worker", "task": "/job:worker/task:0", "session": session}
-    link = ServerLink(context, address, f"the server at {address}", hello, timedelta(seconds=20))
+def value_at(context: zeromq_sockets.Context, address: str, session: str) -> list[object]:
+    """The least and the greatest element of the variable, before one is added to it and after, and the transport."""
+    handshake = {"role": "worker", "task": "/job:worker/task:0", "session": session}
+    link = ServerLink(context, address, f"the server at {address}", handshake, timedelta(seconds=20))
     before, one = read(link), torch.ones(SIZE)
     link.batch(NO_WORK, [Operation(Op.ADD, 0, 1, 0, 0, one.nbytes)], [one], None)
     link.finish()
-    seen = [*before, *read(link), link.lane]
+    seen = [*before, *read(link), link.transport_name]
     link.close()
     return seen
 
@@ -48,7 +48,7 @@ def main() -> None:
         server = td.Server(cluster, "ps", int(what))
         print("ready", flush=True)
         server.join()
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     print(json.dumps([value_at(context, address, what) for address in cluster["ps"]]))
     context.close()
 

@@ -14,10 +14,10 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import connection
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Op, Operation
-from tfstyle_dist.parameter_server.work import Work
+from tfstyle_dist.parameter_server.client import connection
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import Work
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,7 +57,7 @@ def test_functions_run_again_when_a_server_was_out_of_reach(cluster: Any, shared
 def look_until_it_is_noticed(link: ServerLink) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        link._look()
+        link.check()
         time.sleep(0.01)
 
 
@@ -87,13 +87,13 @@ def test_a_server_that_looked_alive_while_it_died_is_noticed(
     with c.strategy.scope():
         v = td.Variable(torch.zeros(100_000))
     assert v.value().eq(0).all()
-    listens, asked = connection._listens, []
+    listens, asked = connection.is_listening, []
 
     def first_it_does(address: str) -> bool:
         asked.append(address)
         return len(asked) == 1 or listens(address)
 
-    monkeypatch.setattr(connection, "_listens", first_it_does)
+    monkeypatch.setattr(connection, "is_listening", first_it_does)
     c.kill("ps", 0)
     begin = time.monotonic()
     with pytest.raises(UnavailableError, match="is gone"):

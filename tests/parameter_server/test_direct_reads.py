@@ -10,28 +10,30 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import board, streams, wire
-from tfstyle_dist.parameter_server.segment import Segment
-from tfstyle_dist.parameter_server.shared_values import SharedVariables
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.protocol import byte_streams
+from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, ProtocolError
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
+from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
+from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.shm import ordering
 
-needs_x86 = pytest.mark.skipif(not board.possible(), reason="needs Linux on x86-64")
+needs_x86 = pytest.mark.skipif(not ordering.possible(), reason="needs Linux on x86-64")
 
 
-def shared_table(size: int) -> tuple[VariableTable, ValuesReader]:
+def shared_table(size: int) -> tuple[VariableTable, ValueReader]:
     table = VariableTable()
     table.create(1, "v", (size,), torch.float32, torch.zeros(size))
     table.create(2, "scalar", (), torch.int64, torch.tensor(7))
     table.create(4, "empty", (0, 3), torch.float32, torch.empty(0, 3))
     table.create_filled(3, "rows", (10, 2), torch.float32, ("constant", 1.5, 0.0, 0))
-    return table, ValuesReader(table.shared.describe(table.variables))
+    return table, ValueReader(table.shared.describe(table.variables))
 
 
 def add(table: VariableTable, value: torch.Tensor) -> None:
-    operation = Operation(Op.ADD, wire.dtype_number(torch.float32), 1, 0, 0, 4 * value.numel())
-    header = Header(Kind.BATCH, 1, data_bytes=wire.padded(operation.nbytes))
+    operation = Operation(Op.ADD, dtype_number(torch.float32), 1, 0, 0, 4 * value.numel())
+    header = Header(Kind.BATCH, 1, data_bytes=padded(operation.nbytes))
     data = torch.zeros(header.data_bytes, dtype=torch.uint8)
     data[: operation.nbytes] = value.view(torch.uint8)
     table.execute(header, [operation], data)
@@ -103,26 +105,26 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "other", "wb+") as file:
         file.truncate(4096)
         with pytest.raises(PermissionError, match="is not the memory"):
-            ValuesReader({**told, "files": [file.fileno()], "bytes": [4096]})
+            ValueReader({**told, "files": [file.fileno()], "bytes": [4096]})
     with pytest.raises(PermissionError, match="is not the memory"):  # the numbers are right in another process too
-        ValuesReader({**told, "owner": told_by_another["owner"]})
+        ValueReader({**told, "owner": told_by_another["owner"]})
     with pytest.raises(PermissionError, match="is smaller than"):
-        ValuesReader({**told, "bytes": [1 << 40] * len(told["files"])})
+        ValueReader({**told, "bytes": [1 << 40] * len(told["files"])})
     table.shared.close()
     other.shared.close()
     assert SharedVariables().describe({})["variables"] == []
 
 
 def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open() -> None:
-    mine, other = Segment.create(4096), Segment.create(4096)
-    both = Segment.attach(mine.place)
+    mine, other = TransferSegment.create(4096), TransferSegment.create(4096)
+    both = TransferSegment.attach(mine.location)
     mine.request(8).fill_(7)
     assert both.request(8).tolist() == [7] * 8
     both.close()
     before = len(os.listdir("/proc/self/fd"))
     wrong = [
-        {"file": other.place["file"]},
-        {"name": other.place["name"]},
+        {"file": other.location["file"]},
+        {"name": other.location["name"]},
         {"name": "other"},
         {"process": 1},
         {"file": 0},
@@ -132,7 +134,7 @@ def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open(
     ]
     for change in wrong:
         with pytest.raises(OSError):  # noqa: PT011  (PermissionError, or there is no such file)
-            Segment.attach({**mine.place, **change})
+            TransferSegment.attach({**mine.location, **change})
     assert len(os.listdir("/proc/self/fd")) == before
     mine.close()
     other.close()
@@ -142,15 +144,15 @@ def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open(
 def test_streams_bring_tensors_whole(sizes: tuple[int, ...]) -> None:
     tensors = [torch.arange(n, dtype=torch.int32).to(torch.uint8) for n in sizes]
     targets = [torch.zeros_like(t) for t in tensors]
-    filler = streams.Filler(targets)
+    filler = byte_streams.Filler(targets)
     total = 0
-    for piece in streams.stream(tensors):
-        assert len(piece) <= wire.CHUNK
+    for piece in byte_streams.stream(tensors):
+        assert len(piece) <= CHUNK
         filler.take(piece)
         total += len(piece)
     assert total == filler.total
     assert all(torch.equal(a, b) for a, b in zip(tensors, targets, strict=True))
-    with pytest.raises(wire.WireError, match="1 bytes too many"):
+    with pytest.raises(ProtocolError, match="1 bytes too many"):
         filler.take(memoryview(b"x"))
 
 
@@ -159,9 +161,10 @@ def test_a_message_is_taken_apart_into_its_tensors() -> None:
         torch.arange(5), torch.randn(5, 3), torch.tensor(2.5, dtype=torch.float64), torch.zeros(0, 4),
         torch.randn(2, 3, 4), torch.tensor([True, False, True]), torch.randn(7).bfloat16(), torch.arange(3),
     ]  # fmt: skip
-    pieces = streams.pieces([tensor for tensor in tensors if tensor.numel()])
+    pieces = byte_streams.views([tensor for tensor in tensors if tensor.numel()])
     data = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces])
-    taken = streams.Tensors(torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:])  # not at the storage's start
+    later = torch.cat([torch.zeros(32, dtype=torch.uint8), data])[32:]  # not at the storage's start
+    taken = byte_streams.Tensors(later)
     for tensor in tensors:
         found = taken.take(tensor.dtype, tensor.shape)
         assert found.is_contiguous()
@@ -204,7 +207,7 @@ def test_without_a_segment_tensors_go_another_way(cluster: Any) -> None:
             raise OSError(f"no memory for 2 x {half} bytes")
 
         if fails:
-            Segment.create = refuse  # type: ignore[assignment, method-assign]
+            TransferSegment.create = refuse  # type: ignore[assignment, method-assign]
         v.assign_add(torch.ones(1 << 18))
         return float(v.value().sum())
 

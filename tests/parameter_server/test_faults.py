@@ -18,9 +18,9 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import CancelledError, DeadlineExceededError, UnavailableError
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Op, Operation
-from tfstyle_dist.parameter_server.work import Work
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import Work
 
 pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

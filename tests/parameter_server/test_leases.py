@@ -14,32 +14,33 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import board, wire
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.values_reader import ValuesReader
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
+from tfstyle_dist.parameter_server.server.table import VariableTable
+from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.shm import ordering, versioned_page
 
 pytestmark = [
     pytest.mark.timeout(90),
-    pytest.mark.skipif(not board.possible(), reason="needs Linux on x86-64"),
+    pytest.mark.skipif(not ordering.possible(), reason="needs Linux on x86-64"),
 ]
 SIZE = 100_000
 
 
-def leased_table(clients: int = 1) -> tuple[VariableTable, list[ValuesReader]]:
+def leased_table(clients: int = 1) -> tuple[VariableTable, list[ValueReader]]:
     table = VariableTable()
     table.create(1, "v", (SIZE,), torch.float32, torch.zeros(SIZE))
     columns = [table.shared.join() for _ in range(clients)]
-    return table, [ValuesReader(table.shared.describe(table.variables, column)) for column in columns]
+    return table, [ValueReader(table.shared.describe(table.variables, column)) for column in columns]
 
 
 def add(table: VariableTable, value: torch.Tensor) -> None:
-    operation = Operation(Op.ADD, wire.dtype_number(torch.float32), 1, 0, 0, 4 * SIZE)
-    header = Header(Kind.BATCH, 1, data_bytes=wire.padded(operation.nbytes))
+    operation = Operation(Op.ADD, dtype_number(torch.float32), 1, 0, 0, 4 * SIZE)
+    header = Header(Kind.BATCH, 1, data_bytes=padded(operation.nbytes))
     table.execute(header, [operation], value.view(torch.uint8))
 
 
-def lease(reader: ValuesReader) -> torch.Tensor:
+def lease(reader: ValueReader) -> torch.Tensor:
     found = reader.lease(1)
     assert found is not None
     value = found[0].view(torch.float32)
@@ -80,7 +81,7 @@ def test_what_is_written_into_a_value_is_seen_by_nobody_else() -> None:
     reader.sweep()
     assert table.shared.leases() == 1  # the view uses it
     del view
-    for _ in range(2 * board.BUFFERS):  # also when that buffer is used again
+    for _ in range(2 * versioned_page.BUFFERS):  # also when that buffer is used again
         add(table, torch.ones(SIZE))
         lease(reader)
     table.shared.close()
@@ -89,10 +90,10 @@ def test_what_is_written_into_a_value_is_seen_by_nobody_else() -> None:
 def test_when_all_buffers_are_in_use_values_are_copied() -> None:
     table, (reader,) = leased_table()
     held: list[Any] = []
-    for _ in range(3 * board.BUFFERS):
+    for _ in range(3 * versioned_page.BUFFERS):
         held.append(reader.lease(1))
         add(table, torch.ones(SIZE))
-    assert sum(h is not None for h in held) == board.BUFFERS - 1
+    assert sum(h is not None for h in held) == versioned_page.BUFFERS - 1
     target = torch.empty(4 * SIZE, dtype=torch.uint8)
     version = reader.copy(1, target)
     assert version is not None
@@ -109,7 +110,7 @@ def test_values_are_never_torn() -> None:
     table, readers = leased_table(2)
     done, wrong = threading.Event(), []
 
-    def read(reader: ValuesReader) -> None:
+    def read(reader: ValueReader) -> None:
         while not done.is_set():
             found = reader.lease(1)
             if found is not None:

@@ -14,7 +14,7 @@ import resource, sys
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server.zmq_link import Context
+from tfstyle_dist.parameter_server.protocol.zeromq_sockets import Context
 context = Context(None)
 try:
     links = [context.connect("127.0.0.1:9", b"c%d" % number) for number in range(int(sys.argv[3]))]
@@ -44,12 +44,12 @@ def test_too_few_files_are_named() -> None:
 
 NO_FILE_LEFT = """
 import contextlib, os, resource, select, socket
-from tfstyle_dist.parameter_server.listener import Listener
+from tfstyle_dist.parameter_server.transports.listening_socket import ListeningSocket
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 name = f"\\0tfstyle-test-{os.getpid()}"
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(name)
-listener = Listener(listening, "/job:ps/task:0")
+listener = ListeningSocket(listening, "/job:ps/task:0")
 
 def waits():
     return bool(select.select([listener.number], [], [], 0)[0])

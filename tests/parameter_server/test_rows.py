@@ -12,7 +12,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
-from tfstyle_dist.parameter_server import pulling
+from tfstyle_dist.parameter_server.client import pull
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -25,7 +25,7 @@ def table() -> torch.Tensor:
 
 def test_very_many_rows_come_in_several_messages(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
-    monkeypatch.setattr(pulling, "MOST_COPIED", 3 * 8 + 1)  # three rows and a bit
+    monkeypatch.setattr(pull, "MOST_COPIED", 3 * 8 + 1)  # three rows and a bit
     c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
     with c.strategy.scope():
         v = td.Variable(table())

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,22 @@ import torch
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.network import free_ports
-from tfstyle_dist.parameter_server import door, keys, wire, zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
+from tfstyle_dist.parameter_server import keys
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.handshake import Tokens
+from tfstyle_dist.parameter_server.protocol.header import (
+    FLAG_INLINE,
+    HEADER_SIZE,
+    Header,
+    Kind,
+    pack_json,
+    pack_message,
+    unpack_json,
+)
+from tfstyle_dist.parameter_server.protocol.key_pair import Keys
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, pack_operations
+from tfstyle_dist.parameter_server.transports import unix_listener
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -43,11 +57,11 @@ def test_a_key_file_is_private_and_is_not_overwritten(key_file: Path) -> None:
     assert key_file.read_text() == before
     key_file.chmod(0o644)
     with pytest.raises(PermissionError, match="chmod 600"):
-        zmq_link.Keys.load(key_file)
+        Keys.load(key_file)
     key_file.chmod(0o600)
     key_file.write_text("{}")
     with pytest.raises(ValueError, match="no key file"):
-        zmq_link.Keys.load(key_file)
+        Keys.load(key_file)
 
 
 def test_training_with_keys(cluster: Any, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +94,11 @@ def test_nobody_is_admitted_while_nobody_looks_at_keys(tmp_path: Path) -> None:
     """A client that knows the server's public key, with a key of its own, when the allow-list's thread is gone."""
     for name in ("cluster", "other"):
         keys.main([str(tmp_path / name)])
-    cluster, other = (zmq_link.Keys.load(tmp_path / name) for name in ("cluster", "other"))
-    server, client = zmq_link.Context(cluster), zmq_link.Context(None)
+    cluster, other = (Keys.load(tmp_path / name) for name in ("cluster", "other"))
+    server, client = zeromq_sockets.Context(cluster), zeromq_sockets.Context(None)
     address = f"127.0.0.1:{free_ports(1)[0]}"
     listening = server.listen(address)
-    asking = client.context.socket(zmq_link.zmq.DEALER)
+    asking = client.context.socket(zeromq_sockets.zmq.DEALER)
     try:
         server._authenticators.pop().stop()
         asking.linger = 0
@@ -109,9 +123,9 @@ class Raw:
     """A client that says what it likes."""
 
     def __init__(self, address: str) -> None:
-        self.context = zmq_link.Context(None)
+        self.context = zeromq_sockets.Context(None)
         self.socket, self.monitor = self.context.connect(address, b"c" + random.randbytes(8))
-        self.poller = zmq_link.poller(self.socket)
+        self.poller = zeromq_sockets.poller(self.socket)
 
     def send(self, *parts: bytes) -> None:
         self.socket.send_multipart(list(parts))
@@ -120,24 +134,26 @@ class Raw:
         assert self.poller.poll(timeout * 1000), "no answer"
         message = self.socket.recv_multipart()[0]
         header = Header.unpack(message)
-        return header.kind, wire.unpack_json(message[wire.HEADER_SIZE :]) if header.meta_bytes else {}
+        return header.kind, unpack_json(message[HEADER_SIZE:]) if header.meta_bytes else {}
 
     def introduce(self, session: str, role: str = "worker") -> tuple[Kind, dict[str, Any]]:
-        meta = wire.pack_json({"role": role, "task": "test", "session": session})
-        self.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        meta = pack_json({"role": role, "task": "test", "session": session})
+        self.send(pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=len(meta)), meta))
         return self.answer()
 
-    def hello(self, session: str) -> None:
+    def handshake(self, session: str) -> None:
         assert self.introduce(session)[0] is Kind.OK
 
     def batch(self, operations: list[Operation], data: bytes, announced: int | None = None, flags: int = 0) -> None:
-        meta = wire.pack_operations(operations)
+        meta = pack_operations(operations)
         size = len(data) if announced is None else announced
-        head = wire.message(Header(Kind.BATCH, 1, meta_bytes=len(meta), data_bytes=size, flags=flags), meta)
+        head = pack_message(Header(Kind.BATCH, 1, meta_bytes=len(meta), data_bytes=size, flags=flags), meta)
         self.send(*([head, data] if flags else [head]))
 
     def close(self) -> None:
-        zmq_link.close_link(self.socket, self.monitor)
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
         self.context.close()
 
 
@@ -159,21 +175,21 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
     }
     for name, (operations, announced, message) in cases.items():
         raw = Raw(c.spec["ps"][0])
-        raw.hello(c.strategy.session)
+        raw.handshake(c.strategy.session)
         raw.batch(operations, b"", announced)
         kind, answer = raw.answer()
         assert kind is Kind.ERROR, name
         assert message in answer["message"], (name, answer)
         raw.close()
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     rows = struct.pack("<2q", 0, 7) + struct.pack("<2f", 1.0, 1.0) + bytes(8)
-    raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=wire.FLAG_INLINE)
+    raw.batch([Operation(Op.ADD_ROWS, 0, number, 0, 2, 8)], rows, flags=FLAG_INLINE)
     assert "Row numbers 0..7" in raw.answer()[1]["message"]
     raw.batch([Operation(Op.PULL, 0, number)], b"", 0, flags=0)
     assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
-    meta = wire.pack_json({"method": "optimizer", "number": 1, "sizes": []})
-    raw.send(wire.message(Header(Kind.CALL, 2, meta_bytes=len(meta)), meta))
+    meta = pack_json({"method": "optimizer", "number": 1, "sizes": []})
+    raw.send(pack_message(Header(Kind.CALL, 2, meta_bytes=len(meta)), meta))
     assert "Only the coordinator" in raw.answer()[1]["message"]
     raw.close()
     assert small.value().tolist() == [1.0, 2.0]
@@ -181,15 +197,15 @@ def test_headers_are_checked_before_buffers_are_taken(cluster: Any) -> None:
 
 @pytest.fixture
 def admitted(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
-    """Asks a server for its door, or its port for tensors: the name or the port."""
+    """Asks a server for its Unix socket, or its port for tensors: the name or the port."""
     raws: list[Raw] = []
 
     def ask(tcp: bool) -> Any:
         c = cluster(workers=1, ps=1)
         raws.append(Raw(c.spec["ps"][0]))
-        raws[-1].hello(c.strategy.session)
-        meta = wire.pack_json({"method": "door", "tcp": tcp})
-        raws[-1].send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+        raws[-1].handshake(c.strategy.session)
+        meta = pack_json({"method": "listen", "transport": "tcp" if tcp else "shared memory"})
+        raws[-1].send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
         kind, told = raws[-1].answer()
         assert kind is Kind.OK
         return told["port"] if tcp else told["name"]
@@ -207,7 +223,7 @@ def test_a_stranger_is_listened_to_for_a_tokens_length(admitted: Any, tcp: bool)
             stranger.connect("\0" + place)
         stranger.settimeout(5)  # less than the time that a token may take
         with contextlib.suppress(ConnectionError):
-            stranger.sendall(Header(Kind.HELLO, 0, meta_bytes=1 << 20).pack() + bytes(16))
+            stranger.sendall(Header(Kind.HANDSHAKE, 0, meta_bytes=1 << 20).pack() + bytes(16))
             stranger.sendall(bytes(100_000))
             assert stranger.recv(1) == b""
 
@@ -228,23 +244,24 @@ def test_another_user_is_not_listened_to(admitted: Any) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    entrance = door.Door(zmq_link.poller(), zmq_link.POLLIN, door.Tokens(), "/job:ps/task:0")
+    host: Any = SimpleNamespace(name="/job:ps/task:0", poller=zeromq_sockets.poller(), tokens=Tokens())
+    entrance = unix_listener.UnixListener(host)
     with socket.socket(socket.AF_UNIX) as early, socket.socket(socket.AF_UNIX) as late:
         early.connect("\0" + entrance.name)
-        monkeypatch.setattr(door, "TOKEN_SECONDS", 0.0)
+        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 0.0)
         entrance.admit()
-        monkeypatch.setattr(door, "TOKEN_SECONDS", 60.0)
+        monkeypatch.setattr(unix_listener, "TOKEN_SECONDS", 60.0)
         late.connect("\0" + entrance.name)
         entrance.admit()
-        entrance.send_strangers_away()
+        entrance.tick()
         early.settimeout(5)
         assert early.recv(1) == b""
-        assert len(entrance.visitors) == 1
-        entrance.shut()
+        assert len(entrance.connections) == 1
+        entrance.close()
         assert late.recv(1) == b""
 
 
-NO_FILE_FOR_A_DOOR = """
+NO_FILE_FOR_A_SOCKET = """
 import json, os, resource, sys
 import tfstyle_dist as td
 server = td.Server(json.loads(sys.argv[1]), "ps", 0)
@@ -255,25 +272,25 @@ try:
     while True:
         held.append(os.dup(0))
 except OSError:
-    os.close(held.pop())  # the client's own connection takes one; then there is none for a door
+    os.close(held.pop())  # the client's own connection takes one; then there is none for another socket
     print("full", flush=True)
 server.join()
 """
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
+def test_a_server_without_a_file_for_a_socket_takes_messages_by_zeromq(
     shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared)
     cluster = {"ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_DOOR
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))" + NO_FILE_FOR_A_SOCKET
     server = subprocess.Popen(
         [sys.executable, "-c", limited, json.dumps(cluster)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    context = zmq_link.Context(None)
-    hello = {"role": "coordinator", "task": "chief", "session": "s"}
-    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", hello, timedelta(seconds=20))
+    context = zeromq_sockets.Context(None)
+    handshake = {"role": "coordinator", "task": "chief", "session": "s"}
+    link = ServerLink(context, cluster["ps"][0], "/job:ps/task:0", handshake, timedelta(seconds=20))
     try:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -282,7 +299,7 @@ def test_a_server_without_a_file_for_a_door_takes_messages_by_zeromq(
         server.stdin.flush()
         assert server.stdout.readline() == "full\n"
         assert link.call({"method": "statistics"})["clients"] == 1
-        assert link.lane.endswith("ZeroMQ")
+        assert link.transport_name.endswith("ZeroMQ")
     finally:
         link.close()
         server.kill()
@@ -300,13 +317,13 @@ def test_a_small_request_for_a_very_long_answer_is_refused(cluster: Any) -> None
     again = [Operation(Op.PULL, 0, numbers[0]) for _ in range(300)]
     rows = Operation(Op.PULL_ROWS, 0, numbers[1], 0, 300)
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     for operations, data in (([write, *again], bytes(16)), (again, b""), ([rows], bytes(8 * 300))):
-        raw.batch(operations, data, flags=wire.FLAG_INLINE if data else 0)
+        raw.batch(operations, data, flags=FLAG_INLINE if data else 0)
         kind, answer = raw.answer()
         assert kind is Kind.ERROR
         assert "is too long" in answer["message"]
-    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=wire.FLAG_INLINE)
+    raw.batch([write, *again[:2]], struct.pack("<f3f", 1.0, 0.0, 0.0, 0.0), flags=FLAG_INLINE)
     assert Header.unpack(raw.socket.recv_multipart()[0]).kind is Kind.OK
     raw.close()
     assert float(count.value()) == 1.0  # the first write was not made
@@ -317,15 +334,13 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     with c.strategy.scope():
         value = td.Variable([1.0, 2.0])
     chance = random.Random(0)
-    good = wire.message(
-        Header(Kind.BATCH, 1, 5, 1, 1, 32, 16), wire.pack_operations([Operation(Op.ADD, 0, 1, 0, 0, 8)])
-    )
+    good = pack_message(Header(Kind.BATCH, 1, 5, 1, 1, 32, 16), pack_operations([Operation(Op.ADD, 0, 1, 0, 0, 8)]))
     for job in ("ps", "worker"):
         address = c.spec[job][0]
         for _ in range(60):
             raw = Raw(address)
             if chance.random() < 0.5 and job == "ps":
-                raw.hello(c.strategy.session)
+                raw.handshake(c.strategy.session)
             for _ in range(4):
                 message = bytearray(good)
                 for _ in range(chance.randrange(1, 6)):
@@ -347,15 +362,15 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     opened = Path(f"/proc/{c.pids['ps', 0]}/fd")
     raw = Raw(c.spec["ps"][0])
-    raw.hello(c.strategy.session)
+    raw.handshake(c.strategy.session)
     memory = os.memfd_create("tfstyle-ps-segment")
     try:
         os.ftruncate(memory, 4096)
         before = len(list(opened.iterdir()))
         for half in (0, -1, -(1 << 62), -(1 << 70), 1 << 70, 1 << 62, 4096):
             place = {"process": os.getpid(), "file": memory, "name": "tfstyle-ps-segment", "half": half}
-            meta = wire.pack_json({"method": "segment", **place})
-            raw.send(wire.message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
+            meta = pack_json({"method": "segment", **place})
+            raw.send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
             kind, told = raw.answer()
             assert kind is Kind.ERROR, half
             assert told["error"] == "PermissionError", told
@@ -368,10 +383,10 @@ def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
 SERVER_WITHOUT_SOCKETS = """
 import errno, json, os, sys
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import service
+from tfstyle_dist.parameter_server.transports.available import LISTENERS
 def no_files(*args):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-service.Door = service.StreamPort = no_files
+LISTENERS.update(dict.fromkeys(LISTENERS, no_files))
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 
@@ -387,7 +402,7 @@ def test_a_server_that_cannot_open_another_socket_is_used_without(
         c.start("worker", 0)
         c.make_coordinator()
         assert c.add_three_times(300_000).eq(3).all()
-        assert "ZeroMQ" in c.strategy.servers.links[0].lane
+        assert "ZeroMQ" in c.strategy.servers.links[0].transport_name
         c.strategy.close()
         assert server.wait(30) == 0
     finally:
@@ -398,8 +413,8 @@ def test_a_server_that_cannot_open_another_socket_is_used_without(
 SMALL_SERVER = """
 import json, sys
 import tfstyle_dist as td
-from tfstyle_dist.parameter_server import service
-service._MAX_CLIENTS = 8
+from tfstyle_dist.parameter_server.server import loop
+loop.MOST_CLIENTS = 8
 td.Server(json.loads(sys.argv[1]), "ps", 0).join()
 """
 
@@ -436,8 +451,8 @@ def refused_clients(c: Any) -> None:
     assert c.statistics()[0]["clients"] <= 3
     for number in range(9):
         raw = Raw(address)
-        meta = wire.pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
-        raw.send(wire.message(Header(Kind.HELLO, 0, meta_bytes=len(meta)), meta))
+        meta = pack_json({"role": "worker", "task": f"worker {number}", "session": c.strategy.session})
+        raw.send(pack_message(Header(Kind.HANDSHAKE, 0, meta_bytes=len(meta)), meta))
         kind, told = raw.answer()
         raw.close()
     assert kind is Kind.ERROR

@@ -16,8 +16,9 @@ import torch
 from containers import CONTAINER, beside, needs_containers
 
 from tfstyle_dist.core.network import free_ports
-from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.operations import dtype_number, tensor_bytes
 
 pytestmark = pytest.mark.timeout(90)
 PROGRAM = Path(__file__).with_name("server_and_reader.py")
@@ -52,14 +53,14 @@ def test_a_worker_reads_the_server_that_it_asked(in_containers: Any, monkeypatch
     """Both servers have process id 1 and files of the same numbers: /proc/1 is the one of the reader's container."""
     cluster, servers = in_containers
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0")
-    context, session = zmq_link.Context(None), uuid.uuid4().hex
+    context, session = zeromq_sockets.Context(None), uuid.uuid4().hex
     links = []
     for index, address in enumerate(cluster["ps"]):
-        hello = {"role": "coordinator", "task": "chief", "session": session}
-        links.append(ServerLink(context, address, f"/job:ps/task:{index}", hello, timedelta(seconds=20)))
+        handshake = {"role": "coordinator", "task": "chief", "session": session}
+        links.append(ServerLink(context, address, f"/job:ps/task:{index}", handshake, timedelta(seconds=20)))
         value = torch.full((SIZE,), 100.0 * (index + 1))
-        variable = {"number": 1, "name": "v", "shape": [SIZE], "dtype": wire.dtype_number(value.dtype)}
-        links[-1].call({"method": "create", "variables": [variable]}, [wire.tensor_bytes(value)])
+        variable = {"number": 1, "name": "v", "shape": [SIZE], "dtype": dtype_number(value.dtype)}
+        links[-1].call({"method": "create", "variables": [variable]}, [tensor_bytes(value)])
     monkeypatch.delenv("TFSTYLE_SHARED_MEMORY")
     for here in (0, 1):
         command = [*beside(servers[here]), sys.executable, str(PROGRAM), json.dumps(cluster), session]

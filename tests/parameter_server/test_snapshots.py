@@ -15,8 +15,8 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.snapshot_files import RecordFile, read_records, read_what_is_whole
+from tfstyle_dist.parameter_server.persistence.record_files import RecordFile, read_records, read_what_is_whole
+from tfstyle_dist.parameter_server.protocol import pickling
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.coordinator.closures import Staleness
+from tfstyle_dist.coordinator.closure import Staleness
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tfstyle_dist.ops import streamed
-from tfstyle_dist.parameter_server.stored import StoredVariable, descend, write
-from tfstyle_dist.parameter_server.wire import Op
-from tfstyle_dist_kernels import cpu_sum, cpu_update
+from tfstyle_dist.parameter_server.protocol.operations import Op
+from tfstyle_dist.parameter_server.server.stored_variable import StoredVariable, descend, write
+from tfstyle_dist_kernels.cpu import cpu_sum, cpu_update
 
 
 def test_writes_and_gradients_while_the_old_value_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import cloudpickle
 import pytest
 
 import tfstyle_dist as td
-from tfstyle_dist.coordinator import closures
-from tfstyle_dist.coordinator.closures import ClosureQueue
+from tfstyle_dist.coordinator import closure_queue
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
 
@@ -93,7 +93,7 @@ def test_whoever_waits_for_a_coordinator_that_is_closed_is_told(cluster: Any) ->
 
 def test_an_error_is_raised_although_another_function_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A join without a limit, too."""
-    monkeypatch.setattr(closures, "_LET_END", timedelta(seconds=0.1))
+    monkeypatch.setattr(closure_queue, "_LET_END", timedelta(seconds=0.1))
     queue = ClosureQueue()
     for _ in range(2):
         queue.put(1, [], None)

@@ -17,11 +17,12 @@ from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
-from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.client import ServerLink
-from tfstyle_dist.parameter_server.service import ParameterServer
-from tfstyle_dist.parameter_server.wire import Header, Kind, Op, Operation
-from tfstyle_dist.parameter_server.work import NO_WORK
+from tfstyle_dist.parameter_server.client.server_link import ServerLink
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_json, pack_message
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation
+from tfstyle_dist.parameter_server.protocol.work import NO_WORK
+from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
 pytestmark = pytest.mark.timeout(60)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -54,7 +55,7 @@ def two_threads() -> Iterator[None]:
 def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
     """A cluster with the server in this process."""
     c = far(start=False, coordinator=False)
-    context = zmq_link.Context(None)
+    context = zeromq_sockets.Context(None)
     server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -63,7 +64,7 @@ def here(far: Callable[..., Any]) -> Iterator[tuple[Any, ParameterServer]]:
         yield c, server
     finally:
         c.strategy.close()
-        server._ended = True  # its client may have been refused, and could not take leave
+        server.end()  # its client may have been refused, and could not say goodbye
         thread.join(20)
         context.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("tfstyle-ps")]
@@ -102,7 +103,7 @@ def test_a_server_that_stops_while_it_is_sent_a_tensor(far: Any) -> None:
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
-    link._timeout = timedelta(seconds=30)
+    link.timeout = timedelta(seconds=30)
     c.signal("ps", 0, signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(UnavailableError, match="/job:ps/task:0"):
@@ -120,10 +121,10 @@ def test_a_tensor_that_was_sent_in_part_is_not_completed_by_the_next(here: Any) 
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
-    link._timeout = timedelta(seconds=1.2)
+    link.timeout = timedelta(seconds=1.2)
     with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         add_to(link, place_of(v), torch.ones(LARGE))
-    link._timeout = timedelta(seconds=20)
+    link.timeout = timedelta(seconds=20)
     v.assign_add(torch.full((LARGE,), 2.0))
     assert v.value().eq(2).all()
 
@@ -133,23 +134,23 @@ def test_a_client_that_was_forgotten_while_it_sends_changes_nothing(here: Any) -
     with c.strategy.scope():
         v = td.Variable(torch.zeros(100_000))
     assert v.value().eq(0).all()
-    (client,) = (client for client in server._clients.values() if client.carrier is not None)
-    carrier, begun = client.carrier, threading.Event()
-    fill, going_on = carrier._fill, threading.Event()
+    (client,) = (client for client in server.sessions.clients.values() if client.connection is not None)
+    connection: Any = client.connection
+    begun, fill, going_on = threading.Event(), connection._fill, threading.Event()
 
     def slowly(room: memoryview) -> None:
         begun.set()
         assert going_on.wait(20)
         fill(room)
 
-    carrier._fill = slowly
+    connection._fill = slowly
     add_to(c.strategy.servers.links[0], place_of(v), torch.ones(100_000))
     assert begun.wait(20)
     time.sleep(0.1)  # now they are in the socket's buffer
     with server.lock:
         server.forget(client)
     going_on.set()
-    carrier.thread.join(20)
+    connection.thread.join(20)
     assert v.value().eq(0).all()
 
 
@@ -165,30 +166,30 @@ def test_threads_that_cannot_be_started(here: Any, monkeypatch: pytest.MonkeyPat
     with c.strategy.scope():
         v = td.Variable(torch.ones(LARGE // 16))
     link = c.strategy.servers.links[0]
-    assert link.lane == "TCP"
-    link._broken("is connected to once more", alive=True)
+    assert link.transport_name == "TCP"
+    link.lose("is connected to once more", alive=True)
     monkeypatch.setattr(threading.Thread, "start", fail)
     assert v.value().eq(1).all()
-    assert link.lane == "ZeroMQ"
+    assert link.transport_name == "ZeroMQ"
 
 
-def test_a_hello_over_tcp_is_refused(here: Any) -> None:
+def test_a_handshake_over_tcp_is_refused(here: Any) -> None:
     """It could end other clients' sockets from this connection's thread, while the server's thread polls them."""
     c, server = here
     with c.strategy.scope():
         v = td.Variable(torch.zeros(10))
     assert float(v.value().sum()) == 0
     link = c.strategy.servers.links[0]
-    body = wire.pack_json({"role": "coordinator", "session": "another", "task": "x"})
-    link._send_message([wire.message(Header(Kind.HELLO, 1, meta_bytes=len(body)), body)])
-    answer = link._next_message()
+    body = pack_json({"role": "coordinator", "session": "another", "task": "x"})
+    link.transport.send_message([pack_message(Header(Kind.HANDSHAKE, 1, meta_bytes=len(body)), body)])
+    answer = link.transport.receive()
     assert Header.unpack(answer[0]).kind is Kind.ERROR
-    assert server.session == c.strategy.servers.links[0]._hello["session"]
+    assert server.state.session == c.strategy.servers.links[0].handshake["session"]
 
 
 def ask_and_take_nothing(context: Any, server: ParameterServer, address: str, task: str, number: int) -> ServerLink:
-    hello = {"role": "worker", "session": server.session, "task": task}
-    link = ServerLink(context, address, "server", hello, timedelta(seconds=20))
+    handshake = {"role": "worker", "session": server.state.session, "task": task}
+    link = ServerLink(context, address, "server", handshake, timedelta(seconds=20))
     link.batch(NO_WORK, [Operation(Op.PULL, 0, number)], [], lambda answers: [])
     return link
 
@@ -199,9 +200,9 @@ def test_large_updates_are_made_by_one_thread_for_all(here: Any, monkeypatch: py
     names: list[str] = []
     execute = server.execute_taken
 
-    def note(client: Any, way: Any) -> None:
+    def note(client: Any, channel: Any) -> None:
         names.append(threading.current_thread().name)
-        execute(client, way)
+        execute(client, channel)
 
     with c.strategy.scope():
         small, large = td.Variable(torch.zeros(100_000)), td.Variable(torch.zeros(1 << 20))
@@ -213,41 +214,41 @@ def test_large_updates_are_made_by_one_thread_for_all(here: Any, monkeypatch: py
 
 
 def test_clients_that_take_nothing_or_vanish(here: Any) -> None:
-    """What is lent to them comes back, the others go on, and the server ends with threads that are sending."""
+    """What is leased to them comes back, the others go on, and the server ends with threads that are sending."""
     c, server = here
     with c.strategy.scope():
         v = td.Variable(torch.zeros(LARGE))
     assert v.value().eq(0).all()
-    stored = server.table.variables[place_of(v)]
-    context, address = zmq_link.Context(None), c.spec["ps"][0]
+    stored = server.state.table.variables[place_of(v)]
+    context, address = zeromq_sockets.Context(None), c.spec["ps"][0]
     links = [ask_and_take_nothing(context, server, address, f"worker {n}", stored.number) for n in range(2)]
-    wait_until(lambda: stored.home is not None and sum(stored.home._lent.values()) == 2)
+    wait_until(lambda: stored.segment is not None and sum(stored.segment._leased.values()) == 2)
     for number in range(3):
         assert v.value().eq(number).all()
         v.assign_add(torch.ones(LARGE))
-    wait_until(lambda: sum(stored.home._lent.values()) == 2)
-    links[0].stream._socket.close()
-    wait_until(lambda: sum(stored.home._lent.values()) == 1)
+    wait_until(lambda: sum(stored.segment._leased.values()) == 2)
+    links[0].transport.socket._socket.close()
+    wait_until(lambda: sum(stored.segment._leased.values()) == 1)
     again = ask_and_take_nothing(context, server, address, "worker 1", stored.number)  # the same task, started again
-    wait_until(lambda: list(stored.home._lent) == [stored.parameter.data_ptr()])
-    assert len(stored.home._spares) <= 2
+    wait_until(lambda: list(stored.segment._leased) == [stored.parameter.data_ptr()])
+    assert len(stored.segment._spares) <= 2
     c.strategy.close()
-    wait_until(lambda: not server._clients and not stored.home._lent)
+    wait_until(lambda: not server.sessions.clients and not stored.segment._leased)
     for link in (*links, again):
         link.close(goodbye=False)
     context.close()
 
 
-WAYS = ({"TFSTYLE_SHARED_MEMORY": "1"}, {"TFSTYLE_SHARED_MEMORY": "0"}, {"TFSTYLE_SHARED_MEMORY": "0"},
+TRANSPORTS = ({"TFSTYLE_SHARED_MEMORY": "1"}, {"TFSTYLE_SHARED_MEMORY": "0"}, {"TFSTYLE_SHARED_MEMORY": "0"},
         {"TFSTYLE_SHARED_MEMORY": "0", "TFSTYLE_PS_TCP": "0"})  # fmt: skip
 
 
-def test_clients_on_different_ways_see_whole_values(cluster: Any) -> None:
+def test_clients_on_different_transports_see_whole_values(cluster: Any) -> None:
     """One worker uses shared memory, two TCP, one ZeroMQ; all read and write the same variables of one server."""
-    c = cluster(workers=len(WAYS), ps=1, start=False, coordinator=False)
+    c = cluster(workers=len(TRANSPORTS), ps=1, start=False, coordinator=False)
     c.start("ps", 0)
-    for index, way in enumerate(WAYS):
-        c._env = way
+    for index, environment in enumerate(TRANSPORTS):
+        c._env = environment
         c.start("worker", index)
     c.make_coordinator()
     with c.strategy.scope():
@@ -283,4 +284,4 @@ def test_clients_on_different_ways_see_whole_values(cluster: Any) -> None:
 
 
 def lane() -> str:
-    return str(td.get_strategy().servers.links[0].lane)
+    return str(td.get_strategy().servers.links[0].transport_name)

@@ -10,30 +10,30 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.closures import ClosureQueue
-from tfstyle_dist.coordinator.pool import WorkerPool
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
+from tfstyle_dist.coordinator.worker_pool import WorkerPool
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.network import free_ports
-from tfstyle_dist.parameter_server import wire, zmq_link
-from tfstyle_dist.parameter_server.wire import Header, Kind
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.header import Header, Kind, pack_message
 
 pytestmark = pytest.mark.timeout(60)
 NO_MESSAGES = {
     "nothing": [b""],
     "no header": [b"short"],
     "another protocol": [b"tfXX" + bytes(100)],
-    "no JSON": [wire.message(Header(Kind.OK, 0, meta_bytes=3), b"abc")],
-    "no list": [wire.message(Header(Kind.ERROR, 0, meta_bytes=2), b"[]")],
+    "no JSON": [pack_message(Header(Kind.OK, 0, meta_bytes=3), b"abc")],
+    "no list": [pack_message(Header(Kind.ERROR, 0, meta_bytes=2), b"[]")],
 }
 
 
 class Odd:
     """A worker that answers its first call by ``reply`` and the others well."""
 
-    def __init__(self, address: str, context: zmq_link.Context, reply: list[bytes] | None) -> None:
+    def __init__(self, address: str, context: zeromq_sockets.Context, reply: list[bytes] | None) -> None:
         self._socket = context.listen(address)
         self._reply = reply
-        self._poller = zmq_link.poller(self._socket)
+        self._poller = zeromq_sockets.poller(self._socket)
         self.over = False
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
@@ -43,7 +43,7 @@ class Odd:
             if self._poller.poll(100):
                 identity, head, *_ = self._socket.recv_multipart()
                 header = Header.unpack(head)
-                if header.kind is Kind.HELLO:
+                if header.kind is Kind.HANDSHAKE:
                     self._send(identity, [messages.plain(Kind.OK, {"incarnation": "x"})])
                 elif header.kind is Kind.RUN:
                     good = messages.result(header.closure, header.attempt, False, messages.parts_of(7))
@@ -52,13 +52,13 @@ class Odd:
         self._socket.close(0)
 
     def _send(self, identity: bytes, parts: list[Any]) -> None:
-        with contextlib.suppress(zmq_link.ZMQError):
+        with contextlib.suppress(zeromq_sockets.ZMQError):
             self._socket.send_multipart([identity, *parts])
 
 
 @contextlib.contextmanager
 def pool_with(reply: list[bytes] | None) -> Iterator[tuple[WorkerPool, ClosureQueue]]:
-    context, address = zmq_link.Context(None), f"127.0.0.1:{free_ports(1)[0]}"
+    context, address = zeromq_sockets.Context(None), f"127.0.0.1:{free_ports(1)[0]}"
     worker, queue = Odd(address, context, reply), ClosureQueue()
     pool = WorkerPool(context, [address], [], {}, queue, {1: [b"function"]}, {}, 1)
     try:

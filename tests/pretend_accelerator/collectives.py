@@ -60,7 +60,7 @@ class _Work:
 
 
 class PretendCollectives(dist.ProcessGroup):
-    """CPU tensors by Gloo, those of the pretend accelerator as described above."""
+    """Tensors of the pretend accelerator as described above; the CPU's by Gloo if the group was made for both."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -81,7 +81,7 @@ class PretendCollectives(dist.ProcessGroup):
     def _go(self, what: str, tensors: list[torch.Tensor], plain: Any, staged: Any) -> Any:
         """``plain(group)`` for CPU tensors; else ``staged(group, hosts)`` over copies, written back."""
         kinds = {tensor.device.type for tensor in tensors}
-        if kinds == {"cpu"}:
+        if kinds == {"cpu"} and "cpu:gloo" in dist.distributed_c10d._world.pg_backend_config[self]:
             return plain(self._cpu)
         if kinds != {"pretend"}:
             raise RuntimeError(f"No backend type associated with device types {kinds}: {what}")

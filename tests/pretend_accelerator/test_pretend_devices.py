@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import on_devices
 import pytest
 
 from tfstyle_dist.testing.runner import run_script
@@ -20,24 +21,42 @@ from tfstyle_dist.testing.runner import run_script
 HERE = Path(__file__).parent
 ON_DEVICES = HERE.parent / "gpu"  # what runs on real ones too
 PRETEND = {"TFSTYLE_DEVICE_KIND": "pretend"}
+LIMIT = 600  # seconds, on a machine that does much else
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(LIMIT),
     pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend accelerator is compiled with g++"),
 ]
+
+
+def run_pytest(arguments: list[str], environment: dict[str, str]) -> None:
+    """A session of its own, which must pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    there, limit = {**os.environ, **environment}, LIMIT - 20
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=there, capture_output=True, text=True, timeout=limit, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
 
 
 @pytest.mark.parametrize(
     "cases", [HERE / "cases_device.py", ON_DEVICES / "cases_replicas.py"], ids=lambda path: path.stem
 )
 def test_cases(cases: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-o", "python_files=cases_*.py", str(cases)]
-    environment = {**os.environ, **PRETEND}
-    done = subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=380, check=False
+    run_pytest(["-o", "python_files=cases_*.py", str(cases)], PRETEND)
+
+
+SUITES = ["variables", "gradients", "strategies"]
+LAYOUTS = {"two devices": "pretend:0,pretend:1", "one device": "pretend:0#0,pretend:0#1"}
+
+
+@pytest.mark.parametrize("layout", ["two devices", pytest.param("one device", marks=pytest.mark.slow)])
+def test_suites(layout: str) -> None:
+    """The suites' own tests, with their replicas on devices (``tests/on_devices.py``)."""
+    run_pytest(
+        ["-m", "not distributed and not gpu and not xla", *(f"tests/{name}" for name in SUITES)],
+        {on_devices.VARIABLE: LAYOUTS[layout]},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
 
 
 def ranks(*arguments: str) -> list[dict[str, Any]]:

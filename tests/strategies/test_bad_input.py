@@ -15,6 +15,7 @@ from tfstyle_dist.values import PerReplica
 # ---- devices -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 @pytest.mark.parametrize(
     ("devices", "error", "message"),
     [
@@ -49,6 +50,7 @@ def test_absent_device() -> None:
         td.OneDeviceStrategy(f"cuda:{count}")
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 def test_mixed_kinds_are_refused_before_their_presence_is_checked() -> None:
     with pytest.raises(ValueError, match=r"all be on one kind of device, got \['cpu', 'cuda'\]"):
         td.MirroredStrategy(["cpu:0", "cuda:0"])

@@ -15,6 +15,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.gradients import parts
 from tfstyle_dist.variables import find_record
 
+pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
 on_two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
 
@@ -345,6 +346,7 @@ def test_a_killed_rank_is_named_and_the_copy_is_whole(rank: int, ranks: Any) -> 
 @on_two_ranks
 def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(ValueError, match="one host, but WORLD_SIZE=2 and LOCAL_WORLD_SIZE=1"):
         td.experimental.CentralStorageStrategy()
 

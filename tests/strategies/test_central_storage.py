@@ -45,6 +45,7 @@ def train(strategy: Any, model: nn.Module, optimizer: Any, steps: int = 3, fail:
         strategy.run(step, args=(number == steps - 1,))
 
 
+@pytest.mark.cpu_only("it looks at memory that compute and parameter devices share")
 def test_there_is_one_copy_of_weights_and_of_the_optimizer_state(central: Any) -> None:
     with central.scope():
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -120,6 +121,7 @@ def test_a_variable_needs_an_aggregation_to_be_written_by_replicas(central: Any)
     assert float(variable.value()) == 1.0
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 def test_one_compute_device_is_also_the_parameter_device() -> None:
     with td.experimental.CentralStorageStrategy(["cpu:1"]) as strategy:
         assert strategy.extended.parameter_devices == ("cpu:1",)

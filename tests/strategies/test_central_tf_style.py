@@ -14,6 +14,8 @@ import tfstyle_dist as td
 from tfstyle_dist.gradients import parts
 from tfstyle_dist.variables import find_record
 
+pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "GradientDescent": lambda: td.train.GradientDescentOptimizer(0.1),
     "Momentum": lambda: td.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),

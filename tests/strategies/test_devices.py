@@ -11,6 +11,8 @@ from hypothesis import given, strategies as st
 import tfstyle_dist as td
 from tfstyle_dist.core.devices import ReplicaDevice, parse, parse_replica_devices
 
+pytestmark = pytest.mark.cpu_only("it is about the names of devices themselves")
+
 kinds = st.sampled_from(
     [("cpu", "cpu"), ("CPU", "cpu"), ("gpu", "cuda"), ("GPU", "cuda"), ("cuda", "cuda"), ("xla", "xla")]
 )

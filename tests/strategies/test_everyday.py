@@ -73,6 +73,7 @@ def test_values_can_be_read_after_close() -> None:
     assert model.state_dict()["weight"].shape == (1, 2)
 
 
+@pytest.mark.cpu_only("only one replica on the CPU needs no hooks")
 def test_default_mirrored_strategy_leaves_torch_alone() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has more than the CPU")
@@ -195,6 +196,7 @@ def test_chief_of_ranks(rank: int) -> None:
         assert repr(strategy) == f"<MirroredStrategy on [cpu:0], worker {rank} of 2>"
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 def test_reprs(two: Any) -> None:
     assert repr(two) == "<MirroredStrategy on [cpu:0, cpu:1]>"
     assert repr(td.get_strategy()) == "<default strategy>"
@@ -207,6 +209,7 @@ def test_reprs(two: Any) -> None:
     assert "2." in repr(variable)
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 def test_printing_a_per_replica(two: Any) -> None:
     value = two.run(lambda: replica().replica_id_in_sync_group)
     assert str(value) == "PerReplica:{\n  0: 0,\n  1: 1\n}"

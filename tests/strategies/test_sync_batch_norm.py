@@ -26,7 +26,7 @@ def test_uneven_shares_normalise_as_one_batch(sizes: tuple[int, ...], momentum: 
             norm = nn.SyncBatchNorm(3, momentum=momentum).double()
 
         def step(share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            leaf = share.clone().requires_grad_()
+            leaf = share.to(torch.empty(0).device, copy=True).requires_grad_()
             for _ in range(2):
                 out = norm(leaf)
             (out**3).sum().backward()

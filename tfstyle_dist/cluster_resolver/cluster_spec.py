@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MOST_TASKS = 1 << 20
+"""Task indices are below this number."""
+
 
 class ClusterSpec:
     """Jobs, their tasks and where each task listens (``tf.train.ClusterSpec``).
@@ -15,7 +18,7 @@ class ClusterSpec:
 
     Raises:
         TypeError: ``cluster`` is of another type, or a job name or an address is not a string.
-        ValueError: a task index is not a whole number.
+        ValueError: a task index is no whole number from 0 to ``MOST_TASKS`` - 1, or is given twice.
 
     Example:
         >>> spec = ClusterSpec({"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"]})
@@ -65,7 +68,7 @@ class ClusterSpec:
 
     def _plain(self, job: str, tasks: dict[int, str]) -> list[str] | dict[int, str]:
         if tasks and max(tasks) + 1 == len(tasks):
-            return [tasks[index] for index in range(len(tasks))] if 0 in tasks else dict(tasks)
+            return [tasks[index] for index in range(len(tasks))]
         return {index: tasks[index] for index in sorted(tasks)}
 
     def num_tasks(self, job_name: str) -> int:
@@ -119,8 +122,12 @@ def _tasks_of(job: Any, tasks: Any) -> dict[int, str]:
     elif isinstance(tasks, Mapping):
         try:
             numbered = {int(index): address for index, address in tasks.items()}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"Task indices of {job!r} are whole numbers, got {list(tasks)}.") from None
+        if len(numbered) < len(tasks) or not all(0 <= index < MOST_TASKS for index in numbered):
+            raise ValueError(
+                f"Task indices of {job!r} are different numbers from 0 to {MOST_TASKS - 1}, got {list(tasks)}."
+            )
     else:
         raise TypeError(
             f"The tasks for job {job!r} must be a list or a dictionary from integers to strings, got {tasks!r}."

@@ -46,7 +46,11 @@ class GCEClusterResolver(ClusterResolver):
         self._service = _service(credentials) if service is None else service
 
     def cluster_spec(self) -> ClusterSpec:
-        """The machines that run now."""
+        """The machines that run now.
+
+        Raises:
+            RuntimeError: an answer of the service lacks a machine's name or address.
+        """
         addresses = []
         groups = self._service.instanceGroups()
         where = {"project": self._project, "zone": self._zone}
@@ -54,10 +58,10 @@ class GCEClusterResolver(ClusterResolver):
         request = groups.listInstances(**where, instanceGroup=self._group, body=running, orderBy="name")
         while request is not None:
             response = request.execute()
-            for item in response.get("items", []):
-                name = item["instance"].rpartition("/")[2]
+            for item in _part(response, "items", otherwise=[]):
+                name = str(_part(item, "instance")).rpartition("/")[2]
                 details = self._service.instances().get(**where, instance=name).execute()
-                addresses.append(f"{details['networkInterfaces'][0]['networkIP']}:{self._port}")
+                addresses.append(f"{_part(details, 'networkInterfaces', 0, 'networkIP')}:{self._port}")
             request = groups.listInstances_next(previous_request=request, previous_response=response)
         return ClusterSpec({str(self._task_type): sorted(addresses)})
 
@@ -75,6 +79,22 @@ class GCEClusterResolver(ClusterResolver):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task, by default this machine's; see ``ClusterResolver``."""
         return self._own_master(task_type, task_id, rpc_layer)
+
+
+def _part(answer: Any, *path: str | int, otherwise: Any = None) -> Any:
+    """What is inside of an answer; ``otherwise``, if that is not ``None``, where its last part is left out."""
+    found = answer
+    for step in path:
+        kind = list if isinstance(step, int) else dict
+        if isinstance(found, dict) and step not in found and otherwise is not None:
+            return otherwise
+        if not isinstance(found, kind) or (len(found) <= step if isinstance(step, int) else step not in found):
+            raise RuntimeError(f"Compute Engine's answer has no {'/'.join(map(str, path))}: {str(answer)[:200]}")
+        found = found[step]
+    wanted = str if otherwise is None else type(otherwise)
+    if not isinstance(found, wanted) or (wanted is str and not found):
+        raise RuntimeError(f"Compute Engine's answer has no {'/'.join(map(str, path))}: {str(answer)[:200]}")
+    return found
 
 
 def _service(credentials: Any) -> Any:

@@ -68,7 +68,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """The pods as they are now.
 
         Raises:
-            RuntimeError: a pod does not run yet, or no longer.
+            RuntimeError: a pod does not run yet, or no longer, or has no address yet.
         """
         return ClusterSpec({job: self._pods(selectors) for job, selectors in self._labels.items()})
 
@@ -76,15 +76,19 @@ class KubernetesClusterResolver(ClusterResolver):
         addresses = []
         for selector in selectors:
             found = self._client.list_pod_for_all_namespaces(label_selector=selector).items
-            for pod in sorted(found, key=lambda pod: pod.metadata.name):
-                if pod.status.phase != "Running":
-                    raise RuntimeError(
-                        f"Pod {pod.metadata.name!r} is not running; phase: {pod.status.phase!r}. Wait until all pods "
-                        f"of {selector!r} run."
-                    )
+            if found is None:
+                raise RuntimeError(f"Kubernetes gave no list of the pods of {selector!r}.")
+            for pod in sorted(found, key=lambda pod: pod.metadata.name or ""):
+                phase = None if pod.status is None else pod.status.phase
                 # TensorFlow takes the node's address, which reaches a pod on the host network only; for those the
                 # two are the same.
-                addresses.append(f"{pod.status.pod_ip or pod.status.host_ip}:{self._port}")
+                address = None if pod.status is None else pod.status.pod_ip or pod.status.host_ip
+                if phase != "Running" or not address:
+                    raise RuntimeError(
+                        f"Pod {pod.metadata.name!r} is not running; phase: {phase!r}, address: {address!r}. Wait until "
+                        f"all pods of {selector!r} run."
+                    )
+                addresses.append(f"{address}:{self._port}")
         return addresses
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:

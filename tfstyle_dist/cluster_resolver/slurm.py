@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
-from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
+from tfstyle_dist.cluster_resolver.cluster_spec import MOST_TASKS, ClusterSpec
 from tfstyle_dist.core import env
+
+_PIECE = r"[^\[\],\s]+|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
+_HOST_LIST = re.compile(rf"(?:{_PIECE})+(?:,(?:{_PIECE})+)*")
+_HOSTS = re.compile(r"(?:[^\[\],]|\[[^\]]*\])+")
+_PIECES = re.compile(r"([^\[\]]+)|\[([^\]]+)\]")
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -16,29 +22,47 @@ def expand_hostlist(text: str) -> list[str]:
         text: e.g. ``"n[1-2,7],login,r[1-2]n[01-02]"``; zeros at the left of a number are kept.
 
     Raises:
-        ValueError: brackets do not match, or a range is not numeric.
+        ValueError: brackets do not match, a range is not numeric, or a host is named twice.
 
     Example:
         >>> expand_hostlist("n[1-2],m5")
         ['n1', 'n2', 'm5']
     """
-    hosts = []
-    for name in re.split(r",(?![^\[]*\])", text):
+    if not _HOST_LIST.fullmatch(text):
+        raise ValueError(f"SLURM node list {_shown(text)} cannot be read; expected a form such as 'n[1-3],m5'.")
+    hosts: dict[str, None] = {}
+    for name in _HOSTS.findall(text):
         found = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
+        for plain, ranges in _PIECES.findall(name):
             ends = [plain] if plain else [number for part in ranges.split(",") for number in _numbers(part, text)]
+            if len(found) * len(ends) + len(hosts) > MOST_TASKS:
+                raise ValueError(f"SLURM node list {_shown(text)} names more than {MOST_TASKS} hosts.")
             found = [start + end for start in found for end in ends]
-        if name.count("[") != name.count("]") or not name:
-            raise ValueError(f"SLURM node list {text!r} cannot be read; expected a form such as 'n[1-3],m5'.")
-        hosts += found
-    return hosts
+        if repeated := [host for host in found if host in hosts]:
+            raise ValueError(f"SLURM node list {_shown(text)} names {repeated[0]!r} twice.")
+        hosts |= dict.fromkeys(found)
+    return list(hosts)
 
 
 def _numbers(part: str, text: str) -> list[str]:
     low, dash, high = part.partition("-")
-    if not low.isdigit() or (dash and not high.isdigit()):
-        raise ValueError(f"SLURM node list {text!r} cannot be read: {part!r} is no range of numbers.")
-    return [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    if not dash:
+        return [low]
+    first, last = _whole(low), _whole(high)
+    if not first <= last < first + MOST_TASKS:
+        raise ValueError(
+            f"SLURM node list {_shown(text)} cannot be read: {part!r} is no range of at most {MOST_TASKS} numbers."
+        )
+    return [str(number).zfill(len(low)) for number in range(first, last + 1)]
+
+
+def _whole(digits: str) -> int:
+    """A number of digits; one of too many for any real number of nodes or tasks counts as endless."""
+    return int(digits) if len(digits) <= 18 else sys.maxsize
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
@@ -49,10 +73,14 @@ def expand_tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read; expected a form such as '2(x3),1'.")
-        counts += [int(match[1])] * int(match[2] or 1)
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+        times = 0 if match is None else _whole(match[2] or "1")
+        if match is None or len(counts) + times > MOST_TASKS or _whole(match[1]) > MOST_TASKS:
+            raise ValueError(
+                f"SLURM_STEP_TASKS_PER_NODE={_shown(text)} cannot be read; expected a form such as '2(x3),1', with at "
+                f"most {MOST_TASKS} nodes and tasks."
+            )
+        counts += [int(match[1])] * times
     return counts
 
 
@@ -91,18 +119,18 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str = "grpc",
     ) -> None:
-        self._rank = int(_slurm("PROCID"))
-        self._jobs = {"worker": int(_slurm("STEP_NUM_TASKS"))} if jobs is None else jobs
+        self._rank = _slurm_number("PROCID")
+        self._jobs = {"worker": _slurm_number("STEP_NUM_TASKS")} if jobs is None else jobs
         self._port_base, self._auto_set_gpu, self._rpc_layer = port_base, auto_set_gpu, rpc_layer
         self._tasks_per_node = _tasks_per_node(tasks_per_node)
-        most, assigned = max(self._tasks_per_node.values()), sum(self._tasks_per_node.values())
+        most, assigned = max(self._tasks_per_node.values(), default=0), sum(self._tasks_per_node.values())
         for name, gpus in (("gpus_per_node", gpus_per_node), ("gpus_per_task", gpus_per_task)):
             if gpus is not None and not isinstance(gpus, int):
                 raise TypeError(f"`{name}` must be a whole number of GPUs, got {gpus!r}; leave it out to find it.")
         if gpus_per_node is None:
             gpus_per_node = super().num_accelerators().get("GPU", 0)
         if gpus_per_task is None:
-            gpus_per_task = gpus_per_node // most
+            gpus_per_task = gpus_per_node // max(most, 1)
         self._gpus_per_node, self._gpus_per_task = gpus_per_node, gpus_per_task
         if most * gpus_per_task > gpus_per_node:
             raise RuntimeError(
@@ -164,7 +192,13 @@ def _tasks_per_node(given: int | dict[str, int] | None) -> dict[str, int]:
     hosts = expand_hostlist(_slurm("STEP_NODELIST"))
     if given is not None:
         return dict.fromkeys(hosts, given)
-    return dict(zip(hosts, expand_tasks_per_node(_slurm("STEP_TASKS_PER_NODE")), strict=True))
+    counts = expand_tasks_per_node(_slurm("STEP_TASKS_PER_NODE"))
+    if len(counts) != len(hosts):
+        raise RuntimeError(
+            f"SLURM_STEP_NODELIST names {len(hosts)} node(s), SLURM_STEP_TASKS_PER_NODE has the tasks of "
+            f"{len(counts)}. Start the script with srun, which sets both."
+        )
+    return dict(zip(hosts, counts, strict=True))
 
 
 def _slurm(name: str) -> str:
@@ -174,3 +208,10 @@ def _slurm(name: str) -> str:
             f"SLURM_{name} not found in environment. Not running inside a SLURM step? Start the script with srun."
         )
     return value
+
+
+def _slurm_number(name: str) -> int:
+    value = _slurm(name)
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        raise ValueError(f"SLURM_{name}={_shown(value)} is no whole number. Start the script with srun, which sets it.")
+    return int(value)

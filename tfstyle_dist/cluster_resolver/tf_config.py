@@ -7,7 +7,7 @@ from typing import Any
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver, format_master_url
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
-from tfstyle_dist.core import env
+from tfstyle_dist.core import env, json_text
 
 KEYS = ("cluster", "task", "rpc_layer", "session_master")
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -24,12 +24,11 @@ def load_tf_config() -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
+        config = json_text.parse(text)
+    except ValueError as error:
+        why, place = (error.msg, error.pos) if isinstance(error, json.JSONDecodeError) else (error, 0)
         raise json.JSONDecodeError(
-            f"TF_CONFIG is not JSON ({error.msg}); write e.g. {EXAMPLE}, or unset it. It holds {text[:200]!r}",
-            text,
-            error.pos,
+            f"TF_CONFIG is not JSON ({why}); write e.g. {EXAMPLE}, or unset it. It holds {text[:200]!r}", text, place
         ) from None
     if isinstance(config, dict):
         return config
@@ -103,12 +102,13 @@ class TFConfigClusterResolver(ClusterResolver):
         task = self._task()
         if "index" not in task:
             return None
+        index = task["index"]
         try:
-            return int(task["index"])
+            if not isinstance(index, float) or index.is_integer():
+                return int(index)
         except (TypeError, ValueError):
-            raise ValueError(
-                f'"index" in TF_CONFIG must be a whole number, got {task["index"]!r}; write e.g. {EXAMPLE}.'
-            ) from None
+            pass
+        raise ValueError(f'"index" in TF_CONFIG must be a whole number, got {index!r}; write e.g. {EXAMPLE}.')
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.flat import Flat
 from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core.enums import AggregationMethod
 

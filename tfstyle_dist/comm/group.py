@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.flat import Flat
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.core.enums import AggregationMethod
 
 

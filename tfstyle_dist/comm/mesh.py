@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core import torch_internals
 
 
 def is_divided(tensor: Any) -> bool:
@@ -57,7 +58,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def part_of(tensor: Any) -> torch.Tensor:
     """This worker's part of a DTensor; shares its memory, and knows nothing of gradients."""
-    return tensor._local_tensor  # type: ignore[no-any-return]
+    return torch_internals.local_part(tensor)
 
 
 def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.comm.comparison import Comparison
-from tfstyle_dist.comm.compiled import FindSum, nothing_compiled
-from tfstyle_dist.comm.flat import Flat
+from tfstyle_dist.comm.collectives.comparison import Comparison
+from tfstyle_dist.comm.collectives.flat import Flat
+from tfstyle_dist.comm.collectives.topology import Topology
+from tfstyle_dist.comm.collectives.worker_sums import WorkerSums
 from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
-from tfstyle_dist.comm.host_memory import HostMemory
-from tfstyle_dist.comm.places import Peer, this_peer
-from tfstyle_dist.comm.topology import Topology
-from tfstyle_dist.comm.torch_wire import TorchWire
-from tfstyle_dist.comm.worker_sums import WorkerSums
+from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
+from tfstyle_dist.comm.host_memory.host_memory import HostMemory
+from tfstyle_dist.comm.peers.peer import Peer, this_peer
+from tfstyle_dist.comm.torch_transport import TorchTransport
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
 
@@ -68,11 +68,11 @@ class TorchGroup(WorkerGroup):
         backend: str,
         on_close: Callable[[], None],
     ) -> None:
-        self._wire = TorchWire(process_group, timeout, store, backend)
-        self._operations = self._wire.operations
-        self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, timeout
+        self._transport = TorchTransport(process_group, timeout, store, backend)
+        self._operations = self._transport.operations
+        self.rank, self.size, self.timeout = self._transport.rank, self._transport.size, timeout
         self._on_close, self._closed = on_close, False
-        self._comparison = Comparison(self._operations, self._wire.gather)
+        self._comparison = Comparison(self._operations, self._transport.gather)
         mine = [this_peer(self.rank).facts, _next_group_number(), env.shared_memory(), env.host_name()]
         facts = self.gather_objects(mine, "who is there")
         peers = [Peer.of(r, fact[0]) for r, fact in enumerate(facts)]
@@ -83,13 +83,13 @@ class TorchGroup(WorkerGroup):
             self._memory = HostMemory.open(self._operations, self.topology, self.gather_objects)
         if self._memory is not None and self._memory.for_all:
             self._comparison.memory = self._memory
-        self._sums = WorkerSums(self._wire, self._memory, self._comparison, self.topology)
+        self._sums = WorkerSums(self._transport, self._memory, self._comparison, self.topology)
         _open_groups.add(self)
 
     @property
     def process_group(self) -> Any:
         """The torch group."""
-        return self._wire.process_group
+        return self._transport.process_group
 
     # ---- sums -------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class TorchGroup(WorkerGroup):
         self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
     ) -> Pending:
         """See ``WorkerGroup``."""
-        if self._wire.carries(buffer):
+        if self._transport.carries(buffer):
             return self._sums.start(buffer, name, agreed, method)
         host = buffer.cpu()
         return _CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
@@ -119,7 +119,7 @@ class TorchGroup(WorkerGroup):
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         """See ``WorkerGroup``."""
-        return self._sums.explain(numel, dtype, self._wire.accelerator or "cpu", method)
+        return self._sums.explain(numel, dtype, self._transport.accelerator or "cpu", method)
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
@@ -128,9 +128,9 @@ class TorchGroup(WorkerGroup):
             raise ValueError(
                 f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
             )
-        if buffer.device.type == self._wire.accelerator:
+        if buffer.device.type == self._transport.accelerator:
             self._comparison.before(name, buffer)
-            return self._wire.reduce_scatter(buffer, name)
+            return self._transport.reduce_scatter(buffer, name)
         total = buffer.clone()
         self.all_reduce(total, name)
         return total[self.rank * part : (self.rank + 1) * part].clone()
@@ -140,9 +140,9 @@ class TorchGroup(WorkerGroup):
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         """See ``WorkerGroup``."""
         self._comparison.before(name, buffer)
-        if self._wire.carries(buffer):
-            return self._wire.gather(buffer, name)
-        return [part.to(buffer.device) for part in self._wire.gather(buffer.cpu(), name)]
+        if self._transport.carries(buffer):
+            return self._transport.gather(buffer, name)
+        return [part.to(buffer.device) for part in self._transport.gather(buffer.cpu(), name)]
 
     def numbers(self, number: int, name: str) -> list[int]:
         """See ``WorkerGroup``."""
@@ -151,19 +151,19 @@ class TorchGroup(WorkerGroup):
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """See ``WorkerGroup``."""
         self._comparison.before(name, buffer)
-        host = buffer if self._wire.carries(buffer) else buffer.cpu()
-        self._wire.broadcast(host, source, name)
+        host = buffer if self._transport.carries(buffer) else buffer.cpu()
+        self._transport.broadcast(host, source, name)
         if host is not buffer:
             buffer.copy_(host)
 
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
         """See ``WorkerGroup``."""
-        self._wire.send(buffer if self._wire.carries(buffer) else buffer.cpu(), to, name)
+        self._transport.send(buffer if self._transport.carries(buffer) else buffer.cpu(), to, name)
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """See ``WorkerGroup``."""
-        host = buffer if self._wire.carries(buffer) else torch.empty_like(buffer, device="cpu")
-        self._wire.recv(host, source, name)
+        host = buffer if self._transport.carries(buffer) else torch.empty_like(buffer, device="cpu")
+        self._transport.recv(host, source, name)
         if host is not buffer:
             buffer.copy_(host)
 
@@ -195,17 +195,17 @@ class TorchGroup(WorkerGroup):
 
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
         """See ``WorkerGroup``."""
-        mine, backend, destroy = self._wire.subgroup(ranks)
+        mine, backend, destroy = self._transport.subgroup(ranks)
         part = TorchGroup(mine, self.timeout, self._operations.store, backend, destroy)
         part.use_summation(self._sums.sum_into, self._sums.find_sum)
         return part
 
     def abort(self) -> None:
         """See ``WorkerGroup``."""
-        idle = self._wire.idle
+        idle = self._transport.idle
         self._operations.abort()
         if not idle:
-            self._wire.abort()
+            self._transport.abort()
 
     def close(self) -> None:
         """See ``WorkerGroup``."""
@@ -213,19 +213,19 @@ class TorchGroup(WorkerGroup):
             self._closed = True
             _open_groups.discard(self)
             self._leave_memory()
-            idle = self._wire.idle
+            idle = self._transport.idle
             self.abort()
             self._on_close()
             if idle:
                 # The last reference: Gloo's threads end here. One that still frees a tensor when the interpreter goes
                 # would abort the process. Unfinished transfers would make this wait for the peers, so not then.
-                self._wire.release()
+                self._transport.release()
                 self._on_close = _nothing
 
     def close_at_exit(self) -> None:
         """Closes the group if that cannot wait for a peer; the others of this host are told in any case."""
         self._leave_memory()
-        if self._wire.idle:
+        if self._transport.idle:
             self.close()
 
     def _leave_memory(self) -> None:

@@ -1,7 +1,7 @@
 """``tf.distribute.coordinator``: functions that run on worker tasks while the program goes on."""
 
 from tfstyle_dist.coordinator.cluster_coordinator import ClusterCoordinator
-from tfstyle_dist.coordinator.context import experimental_get_current_worker_index
+from tfstyle_dist.coordinator.current_worker import experimental_get_current_worker_index
 from tfstyle_dist.coordinator.per_worker import PerWorkerValues
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 

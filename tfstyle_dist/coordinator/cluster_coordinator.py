@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from tfstyle_dist.coordinator.closures import ClosureQueue, CoordinatorStatistics
+from tfstyle_dist.coordinator.closure import CoordinatorStatistics
+from tfstyle_dist.coordinator.closure_queue import ClosureQueue
 from tfstyle_dist.coordinator.per_worker import PerWorkerDataset, PerWorkerResource, ReturnDataset
-from tfstyle_dist.coordinator.pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.coordinator.references import Outgoing
 from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.parameter_server import pickling
+from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 
@@ -69,7 +70,7 @@ class ClusterCoordinator:
         self._resources: dict[int, list[bytes]] = {}
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
-        hello = {
+        handshake = {
             "role": "coordinator", "session": strategy.session, "cluster": strategy.cluster,
             "snapshots": strategy.snapshots,
             "wire": {"bfloat16": strategy.wire_options.dtype is not None, "ahead": strategy.wire_options.ahead},
@@ -82,7 +83,7 @@ class ClusterCoordinator:
             strategy.coordinator = None
             raise
         self._pool = WorkerPool(
-            strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], hello, self._queue,
+            strategy.context, strategy.cluster["worker"], strategy.cluster["ps"], handshake, self._queue,
             self._functions, self._resources,
             # A call that waits at its worker counts as one at work.
             IN_FLIGHT if strategy.max_staleness is None or strategy.wire_options.ahead else 1,
@@ -182,7 +183,7 @@ class ClusterCoordinator:
 
         Example:
             >>> coordinator.statistics()
-            CoordinatorStatistics(waiting=92, running=4, finished=304, staleness=1.02)
+            CoordinatorStatistics(waiting=..., running=..., finished=..., staleness=...)
         """
         return self._queue.statistics()
 

@@ -1,4 +1,4 @@
-"""What the coordinator and its workers tell each other, on top of ``parameter_server.wire``."""
+"""What the coordinator and its workers tell each other, on top of ``parameter_server.protocol``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
-from tfstyle_dist.parameter_server.wire import Header, Kind
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.header import (
+    Header,
+    Kind,
+    pack_json,
+    pack_message,
+    pack_numbers,
+    unpack_numbers,
+)
 
 
 def send(socket: Any, parts: Sequence[Any]) -> None:
     """``socket.send_multipart`` without its checks, which cost more than sending."""
     *first, last = parts
     for part in first:
-        socket.send(part, zmq_link.SNDMORE)
+        socket.send(part, zeromq_sockets.SNDMORE)
     socket.send(last)
 
 
@@ -40,42 +47,42 @@ def value_of(parts: Sequence[Any]) -> Any:
 
 def run(closure: int, attempt: int, low_water: int, function: int, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that starts a function; without arguments it has no parts."""
-    sizes, frames = streams.split(parts)
+    sizes, frames = byte_streams.split(parts)
     meta = struct.pack(f"<{len(sizes) + 1}Q", function, *sizes)
-    return [wire.message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta), 0, flags), meta), *frames]
+    return [pack_message(Header(Kind.RUN, closure, closure, low_water, attempt, len(meta), 0, flags), meta), *frames]
 
 
 def finished(low_water: int, below: int, unfinished: Sequence[tuple[int, int]]) -> bytes:
     """The sign of life for servers, which tells them what functions' writes they need not know any more."""
-    meta = wire.pack_numbers([below, *(number for pair in unfinished for number in pair)])
-    return wire.message(Header(Kind.ALIVE, 0, 0, low_water, meta_bytes=len(meta)), meta)
+    meta = pack_numbers([below, *(number for pair in unfinished for number in pair)])
+    return pack_message(Header(Kind.ALIVE, 0, 0, low_water, meta_bytes=len(meta)), meta)
 
 
 def numbers(meta: Any) -> list[int]:
     """The numbers of a meta part.
 
     Raises:
-        WireError: it is no list of numbers.
+        ProtocolError: it is no list of numbers.
     """
-    return wire.unpack_numbers(meta)
+    return unpack_numbers(meta)
 
 
 def result(closure: int, attempt: int, failed: bool, parts: Sequence[Any], flags: int = 0) -> list[Any]:
     """The message that ends a function: its pickled value or exception."""
-    sizes, frames = streams.split(parts)
+    sizes, frames = byte_streams.split(parts)
     meta = struct.pack(f"<{len(sizes)}Q", *sizes)
     kind = Kind.ERROR if failed else Kind.OK
-    return [wire.message(Header(kind, closure, closure, 0, attempt, len(meta), 0, flags), meta), *frames]
+    return [pack_message(Header(kind, closure, closure, 0, attempt, len(meta), 0, flags), meta), *frames]
 
 
 def call(meta: dict[str, Any], parts: Sequence[Any]) -> list[Any]:
     """A message with named values and pickled parts."""
-    sizes, frames = streams.split(parts)
-    body = wire.pack_json({**meta, "sizes": sizes})
-    return [wire.message(Header(Kind.CALL, 0, meta_bytes=len(body)), body), *frames]
+    sizes, frames = byte_streams.split(parts)
+    body = pack_json({**meta, "sizes": sizes})
+    return [pack_message(Header(Kind.CALL, 0, meta_bytes=len(body)), body), *frames]
 
 
 def plain(kind: Kind, meta: dict[str, Any] | None = None, request: int = 0) -> bytes:
     """A message without parts."""
-    body = wire.pack_json(meta) if meta is not None else b""
-    return wire.message(Header(kind, request, meta_bytes=len(body)), body)
+    body = pack_json(meta) if meta is not None else b""
+    return pack_message(Header(kind, request, meta_bytes=len(body)), body)

@@ -17,17 +17,20 @@ class PerWorkerValues:
     Args:
         values: in the order of the workers.
 
+    Attributes:
+        values: in the order of the workers.
+
     Source: ``tf.distribute.coordinator.PerWorkerValue``.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values = tuple(values)
+        self.values = tuple(values)
 
     def for_worker(self, index: int) -> Any:
         """The value of one worker."""
-        if index >= len(self._values):
-            raise ValueError(f"PerWorkerValues holds {len(self._values)} values, but this is worker {index}.")
-        return self._values[index]
+        if index >= len(self.values):
+            raise ValueError(f"PerWorkerValues holds {len(self.values)} values, but this is worker {index}.")
+        return self.values[index]
 
 
 class PerWorkerResource:

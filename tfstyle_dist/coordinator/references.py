@@ -9,9 +9,9 @@ import torch
 
 from tfstyle_dist.coordinator.per_worker import PerWorkerResource, PerWorkerValues
 from tfstyle_dist.coordinator.remote_value import RemoteValue
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.records import RemoteRecord
-from tfstyle_dist.parameter_server.rules import optimizer_state, restore_optimizer
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables.store import find_record
@@ -53,7 +53,7 @@ class Outgoing:
             self._on_resource(value)
             return "resource", value.number
         if isinstance(value, PerWorkerValues):
-            return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value._values]
+            return "per worker", [[bytes(p) for p in pickling.dumps(v, self)] for v in value.values]
         if isinstance(value, RemoteValue):
             if self.values is None:
                 raise ValueError(

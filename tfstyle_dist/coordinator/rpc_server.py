@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.bell import Bell
-from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -21,8 +19,17 @@ from tfstyle_dist.core.errors import (
     UnavailableError,
 )
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling, streams, wire, zmq_link
-from tfstyle_dist.parameter_server.wire import Header, Kind, WireError
+from tfstyle_dist.parameter_server.protocol import byte_streams, pickling, zeromq_sockets
+from tfstyle_dist.parameter_server.protocol.header import (
+    HEADER_SIZE,
+    Header,
+    Kind,
+    ProtocolError,
+    pack_json,
+    pack_message,
+    unpack_json,
+)
+from tfstyle_dist.parameter_server.protocol.peer_loop import PeerLoop
 
 OK, UNKNOWN = 0, 2
 CODES: dict[type[BaseException], int] = {
@@ -39,12 +46,6 @@ def check_layer(rpc_layer: str) -> None:
     """
     if rpc_layer != "grpc":
         raise ValueError(f'rpc_layer={rpc_layer!r}: write "grpc", TensorFlow\'s name; the messages travel by ZeroMQ.')
-
-
-def new_context() -> zmq_link.Context:
-    """Sockets with the keys that the environment names."""
-    path = env.parameter_server_keys()
-    return zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
 
 
 def error_code(error: BaseException) -> int:
@@ -70,7 +71,7 @@ class Server:
         self._address = address
         self._functions: dict[str, Callable[..., Any]] = {}
         self._thread: threading.Thread | None = None
-        self._bell: Bell  # made by start()
+        self._loop: PeerLoop  # made by start()
         self._answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._stopping = False
 
@@ -115,13 +116,13 @@ class Server:
         """
         if self._thread is not None:
             raise RuntimeError("This rpc server was started already.")
-        context = new_context()
+        context = zeromq_sockets.new_context()
         try:
             socket = context.listen(self._address)
         except BaseException:
             context.close()
             raise
-        self._bell = Bell()
+        self._loop = PeerLoop()
         self._thread = threading.Thread(target=self._serve, args=(context, socket), name="tfstyle-rpc", daemon=True)
         self._thread.start()
 
@@ -130,43 +131,37 @@ class Server:
         if self._thread is None or self._stopping:
             return
         self._stopping = True
-        self._bell.ring()
+        self._loop.wake()
         self._thread.join(30)
 
-    def _serve(self, context: zmq_link.Context, socket: Any) -> None:
+    def _serve(self, context: zeromq_sockets.Context, socket: Any) -> None:
         pool = ThreadPoolExecutor(8, thread_name_prefix="tfstyle-rpc-call")
-        poller = zmq_link.poller(socket, self._bell.file)
+        self._loop.add(socket, lambda: self._take(socket.recv_multipart(), pool))
         try:
             while not self._stopping:
-                for entry, _ in poller.poll(1000):
-                    if entry == self._bell.file:
-                        self._bell.heard()
-                    else:
-                        self._take(socket.recv_multipart(), pool)
+                self._loop.turn(1000)
                 while not self._answers.empty():
-                    with contextlib.suppress(zmq_link.ZMQError):  # that client is gone
+                    with contextlib.suppress(zeromq_sockets.ZMQError):  # that client is gone
                         socket.send_multipart(self._answers.get())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             socket.close(0)
             context.close()
-            self._bell.close()
+            self._loop.close()
 
     def _take(self, parts: list[bytes], pool: ThreadPoolExecutor) -> None:
         identity, request = parts[0], 0
         try:
             header = Header.unpack(parts[1])
             request = header.request
-            meta = wire.unpack_json(memoryview(parts[1])[wire.HEADER_SIZE :])
-            if header.kind is Kind.HELLO:
+            meta = unpack_json(memoryview(parts[1])[HEADER_SIZE:])
+            if header.kind is Kind.HANDSHAKE:
                 self._answers.put([identity, messages.plain(Kind.OK, {"methods": sorted(self._functions)}, request)])
             elif header.kind is Kind.CALL:
-                sizes = meta.get("sizes")
-                if not isinstance(sizes, list) or not all(isinstance(n, int) and n >= 0 for n in sizes):
-                    raise WireError("a call without the sizes of its parts")
-                pool.submit(self._call, identity, request, str(meta.get("method")), streams.join(sizes, parts[2:]))
+                joined = byte_streams.join(meta.get("sizes"), parts[2:])
+                pool.submit(self._call, identity, request, str(meta.get("method")), joined)
             else:
-                raise WireError(f"an rpc server does not take messages of kind {header.kind.name}")
+                raise ProtocolError(f"an rpc server does not take messages of kind {header.kind.name}")
         except Exception as error:
             get_logger().warning("the rpc server at %s refuses a message: %s", self._address, error)
             self._fail(identity, request, error)
@@ -177,11 +172,11 @@ class Server:
             if function is None:
                 raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
             result = pickling.dumps(function(*pickling.loads(parts)))
-            sizes, frames = streams.split([bytes(part) for part in result])
-            body = wire.pack_json({"sizes": sizes})
-            head = wire.message(Header(Kind.OK, request, meta_bytes=len(body)), body)
+            sizes, frames = byte_streams.split([bytes(part) for part in result])
+            body = pack_json({"sizes": sizes})
+            head = pack_message(Header(Kind.OK, request, meta_bytes=len(body)), body)
             self._answers.put([identity, head, *frames])
-            self._bell.ring()
+            self._loop.wake()
         except BaseException as error:
             self._fail(identity, request, error)
 
@@ -189,4 +184,4 @@ class Server:
         text = str(error) if type(error) in CODES else f"{type(error).__name__}: {error}"
         body = {"code": error_code(error), "message": text[:4000]}
         self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
-        self._bell.ring()
+        self._loop.wake()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
-from tfstyle_dist.parameter_server.cluster import as_addresses
+from tfstyle_dist.parameter_server.addresses import as_addresses
 
 if TYPE_CHECKING:
     from tfstyle_dist.parameter_server.local_cluster import LocalCluster
@@ -124,19 +124,18 @@ class Server:
         """Starts listening; nothing when it has."""
         if self._thread is not None:
             return
-        from tfstyle_dist.parameter_server import zmq_link
-        from tfstyle_dist.parameter_server.service import ParameterServer
+        from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+        from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
-        path = env.parameter_server_keys()
-        context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
-        job, index, patience = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
+        context = zeromq_sockets.new_context()
+        job, index, grace_seconds = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
         try:
             if job == "ps":
-                task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", patience)
+                task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", grace_seconds)
             else:
-                from tfstyle_dist.coordinator.worker import WorkerTask
+                from tfstyle_dist.coordinator.worker_task import WorkerTask
 
-                task = WorkerTask(context, self._address, job, index, patience)
+                task = WorkerTask(context, self._address, job, index, grace_seconds)
         except BaseException:
             context.close()
             raise

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from tfstyle_dist.coordinator import messages
-from tfstyle_dist.coordinator.context import on_worker
+from tfstyle_dist.coordinator.current_worker import on_worker
 from tfstyle_dist.coordinator.references import Incoming
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import OutOfRangeError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.cluster import as_addresses
-from tfstyle_dist.parameter_server.records import RemoteRecord
-from tfstyle_dist.parameter_server.variable import ServerVariable
-from tfstyle_dist.parameter_server.work import Work
+from tfstyle_dist.parameter_server.addresses import as_addresses
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
+from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.protocol.work import Work
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 

@@ -13,7 +13,7 @@ class ReduceOp(enum.Enum):
     * ``MEAN``: add all values, then divide by their number.
 
     Example:
-        >>> strategy.reduce(ReduceOp.MEAN, losses, axis=None)
+        >>> strategy.reduce(ReduceOp.MEAN, per_replica_losses, axis=None)
     """
 
     SUM = "SUM"

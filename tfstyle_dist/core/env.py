@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+_MOST_SECONDS = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,11 @@ def _int(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None or text == "":
         return default
-    try:
-        return int(text)
-    except ValueError:
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         raise ValueError(
-            f"Environment variable {name}={text!r} is not a whole number; unset it or write e.g. {name}=0."
-        ) from None
+            f"Environment variable {name}={text[:200]!r} is not a whole number; unset it or write e.g. {name}=0."
+        )
+    return int(text)
 
 
 def launch() -> Launch | None:
@@ -58,7 +61,13 @@ def launch() -> Launch | None:
     rank, world = _int("RANK", 0), _int("WORLD_SIZE", 1)
     if not 0 <= rank < world:
         raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world}: RANK counts from 0 to WORLD_SIZE - 1.")
-    return Launch(rank, world, _int("LOCAL_RANK", rank), _int("LOCAL_WORLD_SIZE", world))
+    local_rank, local_world = _int("LOCAL_RANK", rank), _int("LOCAL_WORLD_SIZE", world)
+    if not 0 <= local_rank < local_world <= world:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world} do not fit WORLD_SIZE={world}: LOCAL_RANK "
+            "counts from 0 to LOCAL_WORLD_SIZE - 1, and a host has no more workers than there are."
+        )
+    return Launch(rank, world, local_rank, local_world)
 
 
 def rendezvous_file() -> str | None:
@@ -69,7 +78,12 @@ def rendezvous_file() -> str | None:
 def master_address() -> tuple[str, int] | None:
     """``MASTER_ADDR`` and ``MASTER_PORT``, where worker 0 is; ``None`` unless both are set."""
     host = os.environ.get("MASTER_ADDR")
-    return (host, _int("MASTER_PORT", 0)) if host and os.environ.get("MASTER_PORT") else None
+    if not host or not os.environ.get("MASTER_PORT"):
+        return None
+    port = _int("MASTER_PORT", 0)
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} is no port; write a number from 0 to 65535.")
+    return host, port
 
 
 def gloo_interface() -> str | None:
@@ -114,7 +128,7 @@ def accelerate_device() -> str | None:
 def accelerate_started_one_of_several() -> bool:
     """Whether ``accelerate launch`` was asked for several processes but started this one alone.
 
-    Its simple launcher, the one for CPUs, sets a meeting place for several processes and no ranks.
+    Its simple launcher, the one for CPUs, sets a rendezvous for several processes and no ranks.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "ACCELERATE_DYNAMO_BACKEND" in os.environ
     alone = not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
@@ -154,6 +168,11 @@ def slurm_job_id() -> int:
     return _int("SLURM_JOB_ID", 0)
 
 
+def slurm_tasks() -> int:
+    """``SLURM_STEP_NUM_TASKS``: the tasks of this job step; 1 outside of one."""
+    return _int("SLURM_STEP_NUM_TASKS", 1)
+
+
 def tf_config() -> str | None:
     """``TF_CONFIG``: the cluster and this process's task as JSON, as TensorFlow reads it."""
     return os.environ.get("TF_CONFIG")
@@ -166,7 +185,10 @@ def slurm(name: str) -> str | None:
 
 def tpu_hosts() -> list[str]:
     """``TPU_WORKER_HOSTNAMES``: the hosts of this TPU slice; default: this host."""
-    return [host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host] or ["localhost"]
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").removesuffix(",").split(",")
+    if len(hosts) > 1 and not all(hosts):
+        raise ValueError(f"TPU_WORKER_HOSTNAMES={','.join(hosts)!r} has a host without a name; write e.g. host0,host1.")
+    return hosts if hosts[0] else ["localhost"]
 
 
 def tpu_worker_id() -> int:
@@ -176,7 +198,12 @@ def tpu_worker_id() -> int:
 
 def tpu_chips_per_host() -> list[int]:
     """``TPU_CHIPS_PER_HOST_BOUNDS``: how one host's chips are laid out, e.g. ``2,2,1``; empty if not set."""
-    return [int(side) for side in os.environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "").split(",") if side.isdigit()]
+    text = os.environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
+    if text and not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text):
+        raise ValueError(
+            f"TPU_CHIPS_PER_HOST_BOUNDS={text[:200]!r} is no list of numbers; write e.g. 2,2,1, or unset it."
+        )
+    return [int(side) for side in text.split(",")] if text else []
 
 
 def set_visible_gpus(gpus: str) -> None:
@@ -243,6 +270,8 @@ def _seconds(name: str, default: timedelta | None) -> timedelta | None:
         raise ValueError(f"{name}={text!r} is not a number of seconds; write e.g. 300, or 0 for no limit.") from None
     if seconds < 0:
         raise ValueError(f"{name}={text!r} is negative; write e.g. 300, or 0 for no limit.")
+    if not seconds <= _MOST_SECONDS:
+        raise ValueError(f"{name}={text!r} is no time that one can wait; write e.g. 300, or 0 for no limit.")
     return timedelta(seconds=seconds) if seconds else None
 
 
@@ -295,7 +324,7 @@ def coordinator_patience() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"TFSTYLE_PS_PATIENCE_SECONDS={text!r} is not a number of seconds above 0; write e.g. 60.")
     return seconds
 
@@ -309,8 +338,15 @@ def prefer_large_pages() -> None:
 
 
 def log_level() -> str:
-    """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING."""
-    return os.environ.get("TFSTYLE_LOG_LEVEL", "WARNING").upper()
+    """``TFSTYLE_LOG_LEVEL``: level of the package's logger; default WARNING.
+
+    Raises:
+        ValueError: the logging module has no such level.
+    """
+    level = (os.environ.get("TFSTYLE_LOG_LEVEL") or "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ValueError(f"TFSTYLE_LOG_LEVEL={level!r} is no level; write DEBUG, INFO, WARNING, ERROR or CRITICAL.")
+    return level
 
 
 def prefer_torch_backend_of_keras() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from tfstyle_dist.core.torch_internals import pytree
 
 TreeSpec = pytree.TreeSpec
 flatten = pytree.tree_flatten

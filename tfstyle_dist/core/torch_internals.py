@@ -1,44 +1,213 @@
-"""Names of torch that are private or undocumented, in one place, and the functions of torch that are wrapped.
+"""Every name of torch that is private or undocumented, in one place, and the functions of torch that are wrapped.
 
-Each name is looked up when the package is imported. ``tests/core/test_torch_internals.py`` shows what each is for.
+Each name is looked up when the package loads torch; of a module that ``import torch`` does not load, when it is first
+used. A torch without it raises ``ImportError`` that names its version. All names were seen in torch 2.9.1, 2.13.0 and
+2.15.0. ``tests/core/test_torch_internals.py`` shows what each must do: a torch that changed one fails a test there.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 
-def _required(owner: Any, name: str, what_for: str) -> Any:
-    found = getattr(owner, name, None)
-    if found is None:
-        raise ImportError(
-            f"torch {torch.__version__} has no {owner.__name__}.{name}, which tfstyle_dist needs to {what_for}. "
-            "Install a version of torch that this package was tested with (docs/status.md)."
+OLDEST = (2, 9)
+"""The oldest torch that the tests are run with."""
+
+NEWEST = (2, 15)
+"""The newest one; ``docs/status.md`` says what was run with which."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The two first numbers of a version: ``(2, 16)`` for ``"2.16.0a0+git1234"``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def warn_if_untested(version: str) -> None:
+    """Says, once, that nobody has run the tests with a torch as new as this one."""
+    if release(version) > NEWEST:
+        warn_once(
+            "untested torch",
+            f"torch {version} is newer than the newest that tfstyle_dist was tested with ("
+            f"{'.'.join(map(str, NEWEST))}). All that it needs of torch is there. To see that it still means the same, "
+            "run `make canary` in a clone of tfstyle_dist.",
         )
+
+
+def _required(path: str, what_for: str, owner: Any = torch) -> Any:
+    """What is found at ``path``, whose first part is the name of ``owner``."""
+    found = owner
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+        if found is None:
+            _refuse(path, what_for)
     return found
 
 
-swap_insides = _required(torch._C, "_swap_tensor_impl", "let the replicas of one process take turns")
+def _refuse(path: str, what_for: str) -> None:
+    raise ImportError(
+        f"torch {torch.__version__} has no {path}, which tfstyle_dist needs to {what_for}. Install a version of torch "
+        "that this package was tested with (docs/status.md)."
+    )
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------
+
+swap_insides = _required("torch._C._swap_tensor_impl", "let the replicas of one process take turns")
 """Exchanges the insides of two tensors: data, gradient, version counter and the node that accumulates gradients. The
 Python objects stay, and a graph stays tied to the inside it was made with. Refuses a tensor that has a C++ weak
-reference. (``torch.utils.swap_tensors`` uses it, but makes the old graphs unusable.) Seen in torch 2.13."""
+reference. (``torch.utils.swap_tensors`` uses it, but makes the old graphs unusable.)"""
 
-backward_pass_under_way = _required(torch._C, "_current_graph_task_id", "tell the backward passes apart")
-"""The number of the backward pass that this thread is in; -1 outside of every pass. Seen in torch 2.13."""
+backward_pass_under_way = _required("torch._C._current_graph_task_id", "tell the backward passes apart")
+"""The number of the backward pass that this thread is in; -1 outside of every pass."""
 
 RUN_BACKWARD = "_engine_run_backward"
 """The function of ``torch.autograd`` through which ``backward`` and ``grad`` call the engine, with the arguments
-(tensors, gradients, retain_graph, create_graph, inputs, ..., accumulate_grad=whether this is backward). Seen in torch
-2.13."""
-_required(torch.autograd, RUN_BACKWARD, "make gradients equal at the end of backward()")
+(tensors, gradients, retain_graph, create_graph, inputs, ..., accumulate_grad=whether this is backward). Its frames have
+this name too, by which a backward pass inside of another one is seen."""
+if _required(f"torch.autograd.{RUN_BACKWARD}", "make gradients equal after backward()").__name__ != RUN_BACKWARD:
+    _refuse(f"function that is called {RUN_BACKWARD}", "see a backward pass inside of another one")
+
+queue_end_of_backward: Callable[[Callable[[], None]], None] = _required(
+    "torch.autograd.Variable._execution_engine.queue_callback", "reduce gradients after backward()"
+)
+"""Calls a function without arguments when the backward pass that this thread is in is over."""
+
+version_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._version", "see writes to tensors").__get__
+"""How often a tensor, or one that shares its memory as a view, was written to."""
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The attributes of a tensor that hold its hooks by number, or ``None``."""
+for _name in HOOKS:
+    _required(f"torch.Tensor.{_name}", "give each replica hooks of its own")
+hooks_of: Callable[[torch.Tensor], tuple[Any, Any]] = attrgetter(*HOOKS)
+
+# ---- tensors --------------------------------------------------------------------------------------------------
+
+DisableTorchFunctionSubclass = _required("torch._C.DisableTorchFunctionSubclass", "read the storage of a variable")
+"""A context manager under which ``__torch_function__`` of subclasses is not called."""
+
+has_compatible_shallow_copy_type = _required(
+    "torch._has_compatible_shallow_copy_type", "let module.to(...) move the parameters of a strategy"
+)
+"""What ``torch.nn.Module.to`` asks before it puts new data into a parameter instead of replacing it."""
+
+make_subclass = _required("torch.Tensor._make_subclass", "make variables")
+"""``(class, data, requires_grad)``: a leaf of a subclass of ``torch.Tensor`` that shares the memory of ``data``."""
 
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clone", torch.clone)
-"""A copy that shares memory until either tensor is written to. Without it: a copy. Seen in torch 2.13."""
+"""A copy that shares memory until either tensor is written to. Without it: a copy, which is only slower."""
+
+foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
+"""``(targets, sources)``: as ``target.copy_(source)`` for each pair."""
+
+foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
+"""``(targets, others)``: as ``target.add_(other)`` for each pair."""
+
+foreach_div_ = _required("torch._foreach_div_", "divide many gradients in one call")
+"""``(targets, number)``: as ``target.div_(number)`` for each."""
+
+entries_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._nnz", "count the rows of a sparse gradient")
+"""How many entries a sparse tensor stores; of one that is not coalesced, those of one place are counted each."""
+
+indices_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._indices", "add sparse gradients")
+"""The places of a sparse COO tensor's entries, as they are stored; ``indices()`` refuses what is not coalesced."""
+
+values_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._values", "add sparse gradients")
+"""The values of a sparse COO tensor's entries, as they are stored."""
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This worker's part of a DTensor, as it is stored (``to_local()`` may wrap it anew and knows of gradients)."""
+    part: torch.Tensor = _required("DTensor._local_tensor", "read the parts of divided models", tensor)
+    return part
+
+
+# ---- modules --------------------------------------------------------------------------------------------------
+
+BUFFERS = "_buffers"
+"""The attribute of a module that holds its own buffers by name."""
+
+for _name in ("_parameters", BUFFERS, "_forward_pre_hooks"):
+    if not isinstance(torch.nn.Module().__dict__.get(_name), dict):
+        _refuse(f"torch.nn.Module.{_name}", "follow the parameters and buffers of modules")
+
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
+"""A module's own parameters by name: what is written to the dictionary is registered, past all hooks."""
+
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter(BUFFERS)
+"""A module's own buffers by name."""
+
+forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
+"""A module's forward pre-hooks by number; ``copy.deepcopy`` of a module copies them, but not their handles."""
+
+# ---- nests, profiler, input -----------------------------------------------------------------------------------
+
+pytree = _required("torch.utils._pytree", "walk nested structures")
+"""Nested structures of lists, tuples, dictionaries and what programs register."""
+_NESTS = "SUPPORTED_NODES", "TreeSpec", "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_unflatten"
+for _name in _NESTS:
+    _required(f"torch.utils._pytree.{_name}", "walk nested structures")
+
+WeakIdKeyDictionary = _required("torch.utils.weak.WeakIdKeyDictionary", "know the tensors of a strategy")
+"""A dictionary whose keys are told apart by ``is``, and not kept alive."""
+
+MACHINERY = (
+    "torch._C", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._ops", "torch.distributed",
+    "torch.futures", "torch.fx", "torch.jit", "torch.multiprocessing", "torch.profiler", "torch.utils.data",
+    "torch.utils.hooks",
+)  # fmt: skip
+"""Packages of torch whose objects are no state of a training program."""
+
+_required("torch.autograd.profiler._is_profiler_enabled", "name its work in the profiler's traces")
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch runs, seen from every thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+_profiler_config = _required("torch.profiler._ExperimentalConfig", "see the threads of all replicas in a trace")
+
+
+def profile_all_threads() -> Any:
+    """The ``experimental_config`` with which ``torch.profiler.profile`` sees the threads of all replicas."""
+    return _profiler_config(profile_all_threads=True)
+
+
+def reader_processes(iterator: Any) -> list[Any]:
+    """The processes that read for an iterator of a ``DataLoader``; none for other iterators."""
+    return list(getattr(iterator, "_workers", ()))
+
+
+def end_reader_processes(iterator: Any) -> None:
+    """Ends them."""
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
+_required(
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+    "end the processes of a DataLoader whose reading failed",
+)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group of ``torch.distributed``."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return _required("c10d._get_default_store", "let workers tell each other what they wait for", c10d)()
+
+
+warn_if_untested(torch.__version__)
 
 
 class Patch:

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
-from torch.autograd import profiler
+
+from tfstyle_dist.core import torch_internals
 
 PREFIX = "tfstyle_dist: "
 
@@ -36,6 +37,6 @@ def region(what: str, name: str = "") -> AbstractContextManager[object]:
         name: of the single call, e.g. ``"gradients[0]"``.
     """
     # True in every thread while torch.profiler.profile or torch.autograd.profiler.profile is active.
-    if not profiler._is_profiler_enabled:
+    if not torch_internals.is_profiling():
         return _NOTHING
     return torch.profiler.record_function(f"{PREFIX}{what} {name}".rstrip())

@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
-from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, true_device
+from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
 from tfstyle_dist.values import DistributedValues, Mirrored
 
 Pair = tuple[Any, Any]
@@ -23,6 +23,7 @@ class CrossDeviceOps:
     strategy sums is then summed so in each process, gradients and variables too, before the processes' sums are added.
 
     Example:
+        >>> from tfstyle_dist.values import PerReplica
         >>> op = ReductionToOneDevice()
         >>> op.reduce(ReduceOp.SUM, PerReplica((torch.tensor(1.0), torch.tensor(2.0))), "cpu:0")
         tensor(3.)
@@ -40,7 +41,7 @@ class CrossDeviceOps:
         return None if type(self).sum_values is CrossDeviceOps.sum_values else self._checked_sum
 
     def _checked_sum(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        total: Any = self.sum_values([v.detach() for v in values])
+        total: Any = self.sum_values(on_first_device(values))
         if not isinstance(total, torch.Tensor) or total.shape != values[0].shape:
             got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
             raise TypeError(
@@ -97,7 +98,7 @@ class CrossDeviceOps:
     def _reduce_one(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         if not isinstance(value, DistributedValues):
             return place(torch.as_tensor(value), destinations)
-        values = [torch.as_tensor(v) for v in value.values]
+        values = on_first_device([torch.as_tensor(v) for v in value.values])
         total = self.sum_values(values)
         return place(total / len(values) if op is ReduceOp.MEAN else total, destinations)
 

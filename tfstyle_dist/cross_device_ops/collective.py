@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.ops import aggregate
@@ -52,6 +53,12 @@ def widened(worker: Worker, values: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [v.detach().float() if partial and v.dtype in _HALF else v.detach() for v in values]
 
 
+def on_first_device(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The local replicas' values where the first replica's is, for a sum."""
+    device = true_device(values[0]) if values else None
+    return [v.detach().to(device) for v in values]
+
+
 def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DEFAULT) -> torch.Tensor:
     """The sum of the local replicas' values as a new tensor on the first one's device.
 
@@ -62,8 +69,7 @@ def local_sum(values: Sequence[torch.Tensor], method: int = AggregationMethod.DE
     Raises:
         InvalidArgumentError: shapes or dtypes differ; the message names the replica.
     """
-    device = true_device(values[0])
-    moved = [v.detach().to(device) for v in values]
+    moved = on_first_device(values)
     if moved[0].dtype is torch.bool:
         moved = [v.to(torch.int64) for v in moved]
     return aggregate(moved, method)
@@ -123,15 +129,14 @@ def sparse_sum_over_workers(worker: Worker, total: torch.Tensor, name: str) -> t
     group, total = worker.group, total.coalesce()
     if group.size == 1:
         return total
-    counts = [
-        int(c) for c in group.all_gather(torch.tensor([total._nnz()], device=total.device), f"{name} (row counts)")
-    ]
+    count = torch.tensor([torch_internals.entries_of(total)], device=total.device)
+    counts = [int(c) for c in group.all_gather(count, f"{name} (row counts)")]
     most = max(counts)
     indices = torch.zeros((total.sparse_dim(), most), dtype=torch.int64, device=total.device)
-    indices[:, : total._nnz()] = total.indices()
+    indices[:, : torch_internals.entries_of(total)] = total.indices()
     dtype = torch.float32 if total.dtype in _HALF else total.dtype
     values = torch.zeros((most, *total.values().shape[1:]), dtype=dtype, device=total.device)
-    values[: total._nnz()] = total.values()
+    values[: torch_internals.entries_of(total)] = total.values()
     all_indices = group.all_gather(indices.reshape(-1), f"{name} (row numbers)")
     all_values = group.all_gather(values.reshape(-1), f"{name} (rows)")
     index = torch.cat([i.view(indices.shape)[:, :c] for i, c in zip(all_indices, counts, strict=True)], dim=1)

@@ -50,7 +50,7 @@ def find_cluster() -> tuple[ClusterResolver | None, list[Finding]]:
 
 
 def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
-    """The meeting place and the other tasks."""
+    """The rendezvous and the other tasks."""
     if isinstance(resolver, TorchrunClusterResolver):
         yield from _torchrun(resolver)
         return

@@ -12,12 +12,11 @@ from importlib import metadata
 
 import torch
 
-from tfstyle_dist.comm.bootstrap import available_backends
-from tfstyle_dist.comm.shared_lane import create_segment, segment_bytes
-from tfstyle_dist.core import env, network
+from tfstyle_dist.comm.host_memory.shared_sums import create_segment, segment_bytes
+from tfstyle_dist.comm.rendezvous.bootstrap import available_backends
+from tfstyle_dist.core import env, network, torch_internals
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 
-_OLDEST_TORCH = (2, 9)
 _FEW_FILES = 1024
 _MEGABYTE = 1024 * 1024
 
@@ -33,8 +32,11 @@ def package_version() -> str:
 def versions() -> Iterator[Finding]:
     """Python, torch, this package."""
     text = f"Python {platform.python_version()}, torch {torch.__version__}, tfstyle_dist {package_version()}"
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST_TORCH:
+    release = torch_internals.release(torch.__version__)
+    if release < torch_internals.OLDEST:
         yield problem("versions", text, "install torch 2.9 or later")
+    elif release > torch_internals.NEWEST:
+        yield warning("versions", text, "this torch is untested: run `make canary` in a clone of tfstyle_dist")
     elif sys.platform != "linux":
         yield warning("versions", f"{text} on {sys.platform}", "only Linux is tested")
     else:

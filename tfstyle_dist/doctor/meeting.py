@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from tfstyle_dist.cluster_resolver import ClusterResolver
-from tfstyle_dist.comm.bootstrap import make_group
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import make_group
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 from tfstyle_dist.doctor.machine import package_version
 from tfstyle_dist.strategies.multi_worker_mirrored import members_of

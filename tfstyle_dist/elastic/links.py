@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfstyle_dist.comm.places import boot_id, pid_namespace
 from tfstyle_dist.core.errors import DataLossError, UnavailableError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.network import port_owner
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.shm.namespaces import boot_id, pid_namespace
 
 _DIAL_AGAIN = 0.05
 _DIAL_AGAIN_LATER = 0.5

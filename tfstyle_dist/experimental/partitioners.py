@@ -1,6 +1,6 @@
 """``tf.distribute.experimental.partitioners``."""
 
-from tfstyle_dist.parameter_server.partitioners import (
+from tfstyle_dist.parameter_server.client.partitioning import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -1,5 +1,5 @@
 """``tf.distribute.experimental.rpc``."""
 
-from tfstyle_dist.coordinator.rpc import Client, Server
+from tfstyle_dist.coordinator.rpc_client import Client, Server
 
 __all__ = ["Client", "Server"]

@@ -6,12 +6,14 @@ While a strategy that adopts modules lives, they run in the thread that makes th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import any_accelerator
+from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.local_gradients import note_local
 from tfstyle_dist.gradients.one_pass import PassReducer
 from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
@@ -39,6 +41,8 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if replica.num_replicas_in_sync > 1:
             note_local(found)
         return found
+    if replica.share is not None:
+        original = partial(weighed_by_examples, original, replica)
     reducer = replica.strategy.gradient_reducer
     if isinstance(reducer, ReplicaReducer):
         with reducer.watching(replica):

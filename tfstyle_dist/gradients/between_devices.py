@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.gradients.plan import DEFAULT_BYTES_PER_PACK
 from tfstyle_dist.ops import aggregate
 
@@ -36,7 +37,7 @@ def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, b
             torch.cat([mean.to(flat.device, non_blocking=True) for mean in means], out=flat)
             sizes = [row[place].numel() for place in places]
             news = [new.view(row[p].shape) for new, p in zip(flat.split(sizes), places, strict=True)]
-            torch._foreach_copy_([row[place] for place in places], news)
+            torch_internals.foreach_copy_([row[place] for place in places], news)
 
 
 def _buckets(gradients: Sequence[torch.Tensor], limit: int) -> Iterator[list[int]]:

@@ -10,8 +10,9 @@ from typing import Protocol, cast
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -43,15 +44,15 @@ class GraphReducer(GradientReducer):
         if self.keeps_local(slot):
             return
         slot.ready = True
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.backward_pass_under_way()
         if task not in self._touched:
             self._touched[task] = {}
-            queue_end_of_backward(lambda: self._finish(task))
+            torch_internals.queue_end_of_backward(lambda: self._finish(task))
         self._touched[task][id(slot)] = slot
 
     def in_same_pass(self, slot: Slot) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""
-        return id(slot) in self._touched.get(torch._C._current_graph_task_id(), {})
+        return id(slot) in self._touched.get(torch_internals.backward_pass_under_way(), {})
 
     def _finish(self, task: int) -> None:
         self.forget_dead()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+from tfstyle_dist.core.torch_internals import WeakIdKeyDictionary
 
 _results: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

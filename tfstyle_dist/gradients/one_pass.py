@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot, queue_end_of_backward
+from tfstyle_dist.gradients.reducer import GradientReducer, Slot
 
 
 class PassReducer(GradientReducer):
@@ -39,7 +40,7 @@ class PassReducer(GradientReducer):
             return False
         if self.keeps_local(slot):
             return False
-        task = torch._C._current_graph_task_id()
+        task = torch_internals.backward_pass_under_way()
         if not self._active or (task != self._task and not nested_backward()):
             self._begin(task)
         return True
@@ -48,7 +49,7 @@ class PassReducer(GradientReducer):
         """Whether a gradient of this copy came in the backward pass under way."""
         if not slot.ready or not self._active:
             return False
-        return torch._C._current_graph_task_id() == self._task or nested_backward()
+        return torch_internals.backward_pass_under_way() == self._task or nested_backward()
 
     @contextmanager
     def keeping_graphs(self, replica: Any) -> Iterator[None]:
@@ -91,7 +92,7 @@ class PassReducer(GradientReducer):
         self._active, self._task = True, task
         self._pass += 1
         number = self._pass
-        queue_end_of_backward(lambda: self._end(number))
+        torch_internals.queue_end_of_backward(lambda: self._end(number))
 
     def _end(self, number: int) -> None:
         if number == self._pass and self._active:  # else a nested backward has finished it already
@@ -118,7 +119,7 @@ def nested_backward() -> bool:
     """Whether this thread is in a backward that was started from within another one (reentrant checkpointing)."""
     frame, depth = sys._getframe(1), 0
     while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward":
+        if frame.f_code.co_name == torch_internals.RUN_BACKWARD:
             depth += 1
         frame = frame.f_back  # type: ignore[assignment]
     return depth > 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tfstyle_dist.comm.flat import Add, with_own
+from tfstyle_dist.comm.collectives.flat import Add, with_own
+from tfstyle_dist.core import torch_internals
 
 
 @dataclass
@@ -49,7 +50,7 @@ class GradientPieces:
         chunk = self._chunk(start, stop)
         if chunk.pieces:
             views = self._lasting_views(chunk, out) if lasting else self._views(chunk, out)
-            torch._foreach_copy_(views, self._sources(chunk))
+            torch_internals.foreach_copy_(views, self._sources(chunk))
 
     def write(self, start: int, stop: int, parts: Sequence[torch.Tensor], add: Add, own: int | None = None) -> None:
         """See ``Flat``."""
@@ -66,7 +67,7 @@ class GradientPieces:
             for known in self._chunks.values():
                 known.views.clear()
         self._total([p[: chunk.numel] for p in parts], add, self._scratch[: chunk.numel])
-        torch._foreach_copy_(targets, self._lasting_views(chunk, self._scratch))
+        torch_internals.foreach_copy_(targets, self._lasting_views(chunk, self._scratch))
 
     def in_place(self) -> tuple[Sequence[torch.Tensor], int | None] | None:
         """See ``Flat``."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
@@ -242,7 +243,7 @@ class GradientReducer(abc.ABC):
         old = self.old_part(slot)
         if old is not None:
             total = (total + old).coalesce()
-        if total._nnz() > 0 or parameter.grad is not None:
+        if torch_internals.entries_of(total) > 0 or parameter.grad is not None:
             parameter.grad = total
         self.settle(slot)
 
@@ -262,8 +263,3 @@ def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> 
     component.register_post_accumulate_grad_hook(function)
     if frozen:
         component.requires_grad_(False)
-
-
-def queue_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls ``function`` when the backward pass under way is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)

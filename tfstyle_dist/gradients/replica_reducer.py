@@ -74,12 +74,12 @@ class ReplicaReducer(GradientReducer):
         watched = self._records()
         # In its own turn a replica's copy of a module's parameter is the parameter.
         leaves = [r.tensor if r.kind == "parameter" else r.components[number] for r in watched]
-        before = [(grad, 0 if grad is None else grad._version) for grad in map(_grad_of, leaves)]
+        before = [(grad, 0 if grad is None else torch_internals.version_of(grad)) for grad in map(_grad_of, leaves)]
         self._remember(watched, before, number)
         yield
         touched: dict[int, _New] = {}
         for record, grad, (old, version) in zip(watched, map(_grad_of, leaves), before, strict=True):
-            if grad is None or (grad is old and grad._version == version):
+            if grad is None or (grad is old and torch_internals.version_of(grad) == version):
                 continue
             policy = record.policy
             if policy is None or policy.reduce_at != "backward":
@@ -174,8 +174,8 @@ class ReplicaReducer(GradientReducer):
             sum_over_devices([first, *others], self.method, self.bytes_per_pack)
             return
         if count == 2 and not any(g.dtype in HALF for g in first):
-            torch._foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
-            torch._foreach_div_(first, count)
+            torch_internals.foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
+            torch_internals.foreach_div_(first, count)
         else:
             aggregate_list([first, *others], self.method, outs=first, divisor=count)
         for replica, other in enumerate(others, start=1):
@@ -188,7 +188,7 @@ class ReplicaReducer(GradientReducer):
                     small[0].append(grad)
                     small[1].append(total)
             if small[0]:
-                torch._foreach_copy_(*small)
+                torch_internals.foreach_copy_(*small)
 
     def _parts(self, record: Record) -> list[torch.Tensor]:
         slots = self.slots[id(record)]
@@ -225,7 +225,7 @@ class ReplicaReducer(GradientReducer):
         for slot, component in zip(slots, record.components, strict=True):
             grad = component.grad
             if total.is_sparse:
-                component.grad = total.to(component.device, component.dtype) if slot.replica == 0 else total.clone()
+                component.grad = total.to(component.device, component.dtype, copy=slot.replica != 0)
             elif grad is None or grad.is_sparse or grad.requires_grad:
                 component.grad = total.to(component.device, component.dtype, copy=True)
             elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:
@@ -270,5 +270,5 @@ class ReplicaReducer(GradientReducer):
         local = sum_parts(parts, self.method, self.own_sum) if parts else no_rows(first.detach())
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
-        if total._nnz() > 0:
+        if torch_internals.entries_of(total) > 0:
             self._store(record, total if divisor is None else total / divisor)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tfstyle_dist.comm.shared_segment import PAGE, SharedSegment, open_segment
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.one_pass import PassReducer
@@ -20,6 +19,8 @@ from tfstyle_dist.gradients.plan import Bucket, ReductionPlan
 from tfstyle_dist.gradients.reducer import Slot
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
+from tfstyle_dist.shm.pages import PAGE
+from tfstyle_dist.shm.segment import Segment, open_segment
 from tfstyle_dist.variables.shared_home import dense_strides
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -44,7 +45,7 @@ class _Piece:
 class _Lane:
     """A bucket, its result, and what has happened to it in this pass."""
 
-    def __init__(self, bucket: Bucket, slots: list[Slot], segment: SharedSegment, offset: int) -> None:
+    def __init__(self, bucket: Bucket, slots: list[Slot], segment: Segment, offset: int) -> None:
         self.bucket, self.slots, self._segment = bucket, slots, segment
         self._bytes = slice(offset, offset + bucket.numel * bucket.dtype.itemsize)
         self.result = segment.shared[self._bytes].view(bucket.dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.shared_segment import open_segment
 from tfstyle_dist.gradients.parts import Part
+from tfstyle_dist.shm.segment import open_segment
 from tfstyle_dist.variables.shared_home import dense_strides, offsets_of
 
 State = dict[str, Any]

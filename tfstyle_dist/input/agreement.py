@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input.split import describe, from_description, leading_size, map_leaves
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.values import Division
 
 
 def check_same(worker: Worker, facts: dict[str, Any], compared: bool) -> None:
@@ -40,7 +42,9 @@ def check_same(worker: Worker, facts: dict[str, Any], compared: bool) -> None:
         )
 
 
-def any_has_more(worker: Worker, has_batch: bool, template: Any, compare: bool, whole: Any) -> tuple[bool, Any]:
+def any_has_more(
+    worker: Worker, has_batch: bool, template: Any, compare: bool, whole: Any, sizes: Sequence[int] | None
+) -> tuple[bool, Any, Division | None]:
     """One small sum over the workers: goes on while one of them has a batch.
 
     Args:
@@ -49,9 +53,11 @@ def any_has_more(worker: Worker, has_batch: bool, template: Any, compare: bool, 
         template: any batch that this worker has seen, ``None`` for none.
         compare: whether all workers must have read the same batch.
         whole: that batch; ``None`` when this worker has none.
+        sizes: examples for each local replica; ``None`` when this worker has no batch, or cannot tell.
 
     Returns:
-        Whether there is a step, and a batch that shows the structure, perhaps told by another worker.
+        Whether there is a step, a batch that shows the structure, perhaps told by another worker, and how the examples
+        of the step are divided among all replicas, if every worker can tell its part.
 
     Raises:
         InvalidArgumentError: the workers read different batches.
@@ -59,11 +65,14 @@ def any_has_more(worker: Worker, has_batch: bool, template: Any, compare: bool, 
     group = worker.group
     needs = not has_batch and template is None
     digest = fingerprint(whole) if compare and whole is not None else 0
-    sums = torch.tensor([int(has_batch), int(needs), digest], dtype=torch.int64, device=worker.torch_device(0))
+    unknown = int(has_batch and sizes is None)
+    shares = Division.of(sizes or [0] * worker.num_local_replicas)
+    numbers = [int(has_batch), int(needs), digest, unknown, *shares]
+    sums = torch.tensor(numbers, dtype=torch.int64, device=worker.torch_device(0))
     group.all_reduce(sums, "input: is there a batch")
-    having, needing, total = sums.tolist()
+    having, needing, total, unknown, *shared = sums.tolist()
     if having == 0:
-        return False, template
+        return False, template, None
     if compare and total != digest * group.size:
         raise InvalidArgumentError(
             "The workers read different batches, so dividing them would lose some samples and repeat others. Make the "
@@ -76,7 +85,7 @@ def any_has_more(worker: Worker, has_batch: bool, template: Any, compare: bool, 
         )
         if needs:
             template = from_description(next(t for t in texts if t is not None))
-    return True, template
+    return True, template, None if unknown else Division(*shared)
 
 
 def fingerprint(batch: Any) -> int:

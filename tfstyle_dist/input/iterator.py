@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +16,13 @@ from tfstyle_dist.input.pipeline import Position, Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.split import empty_like, group, map_leaves
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
-from tfstyle_dist.values import mark_uneven
+from tfstyle_dist.values import Share, any_noted, note_batch
 
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
 
 _VERSION = 1
+_alive: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
 
 
 class Optional:
@@ -69,6 +72,7 @@ class DistributedIterator:
         self._left: int | None = None
         self._template: Any = None
         self._ended = False
+        _alive.add(self)
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -92,6 +96,7 @@ class DistributedIterator:
             raise
         if step is None:
             self._ended = True
+            _alive.discard(self)
             raise StopIteration
         return group(step.parts)
 
@@ -202,10 +207,16 @@ class DistributedIterator:
         if step is not None:
             self._made += 1
             self._position = step.after
-            if self._worker.group.traces and not step.even:
-                for part in step.parts:
-                    map_leaves(mark_uneven, part)
+            if self._dataset.layout.all_replicas > 1:
+                self._note_shares(step)
         return step
+
+    def _note_shares(self, step: Step) -> None:
+        """Equal shares are noted only beside others: a step may get both, or a tensor of an earlier batch again."""
+        division = step.division
+        if division is None or not division.even or len(_alive) > 1 or any_noted():
+            for replica, part in enumerate(step.parts):
+                note_batch(part, Share(0 if step.sizes is None else step.sizes[replica], division))
 
     def _position_to_begin(self) -> Position:
         return (self._made, 0) if self._pipeline.unit == "steps" else self._position
@@ -216,14 +227,18 @@ class DistributedIterator:
             self._template = _copied_empty(step.parts[0])
         whole = None if step is None else step.whole
         with self._worker.clocks[0].counting(WAIT):
-            more, template = any_has_more(
-                self._worker, step is not None, self._template, self._pipeline.compares, whole
+            sizes = None if step is None else step.sizes
+            more, template, division = any_has_more(
+                self._worker, step is not None, self._template, self._pipeline.compares, whole, sizes
             )
-        if not more or step is not None:
-            return step
+        if not more:
+            return None
+        if step is not None:
+            return step if step.division is not None else replace(step, division=division)
         self._template = template
         devices = self._dataset.devices
-        return Step([template if d is None else to_device(template, d) for d in devices], self._position)
+        parts = [template if d is None else to_device(template, d) for d in devices]
+        return Step(parts, self._position, None, [0] * len(parts), division)
 
     def _fail(self, error: Exception) -> None:
         workers = self._worker.group

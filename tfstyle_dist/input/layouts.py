@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor has strides and can be sliced."""
@@ -54,7 +56,7 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if is_dense(tensor):
         return [tensor]
     if not tensor.is_nested:
-        return [tensor._indices(), tensor._values()]
+        return [torch_internals.indices_of(tensor), torch_internals.values_of(tensor)]
     return [tensor.values()]
 
 

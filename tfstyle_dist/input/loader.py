@@ -15,6 +15,7 @@ from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
 from tfstyle_dist.input.sharding import Layout, Pieces, count_steps
 from tfstyle_dist.input.split import leading_size, map_leaves
+from tfstyle_dist.values import Division, cut_evenly
 
 _DONE = object()
 
@@ -178,7 +179,7 @@ class _Reader:
         self._share_of = pipeline.sampler.reader()
         self._before = start
         self._spread = pipeline.sampler.policy is AutoShardPolicy.DATA
-        self._replicas = pipeline.layout.all_replicas
+        self._layout = pipeline.layout
         self.finished = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -194,7 +195,10 @@ class _Reader:
             raise StopIteration
         pieces, after = entry
         size, self._before = after - self._before, after
-        return Step(self._parts(pieces), (after, 0), even=self._spread and size % self._replicas == 0)
+        sizes = [len(piece) for piece in pieces]
+        # Under OFF every worker reads the same, and takes the same pieces of it.
+        division = cut_evenly(size, self._layout.all_replicas) if self._spread else None
+        return Step(self._parts(pieces), (after, 0), None, sizes, division or Division.of(sizes * self._layout.workers))
 
     def _parts(self, pieces: Pieces) -> list[Any]:
         size = len(pieces[0]) if len(pieces) == 1 else sum(len(p) for p in pieces)

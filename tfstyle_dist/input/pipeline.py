@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, steps_of_batch
-from tfstyle_dist.input.split import empty_like, is_scalar, leading_size, slice_batch
+from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
+from tfstyle_dist.values import Division, cut_evenly
 
 Position = tuple[int, int]
 """Where a step begins: units read, and examples taken of the unit after them."""
@@ -24,13 +26,15 @@ class Step:
         parts: a batch for each local replica.
         after: where the next step begins.
         whole: the batch that the parts were cut from, for a comparison over the workers.
-        even: whether all replicas of all workers are known to get shares of one size.
+        sizes: examples of each part; ``None`` where they cannot be told, as without a first dimension.
+        division: the shares of all replicas of all workers; ``None`` where this worker alone cannot tell.
     """
 
     parts: Sequence[Any]
     after: Position
     whole: Any = None
-    even: bool = False
+    sizes: Sequence[int] | None = None
+    division: Division | None = None
 
 
 class Pipeline(abc.ABC):
@@ -150,8 +154,15 @@ class BatchPipeline(Pipeline):
             for index, pieces in enumerate(steps, start=1):
                 made += 1
                 after = (number + 1, 0) if index == len(steps) else (number, done + pieces[-1].stop)
-                even = self._policy is AutoShardPolicy.DATA and (size - done) % self.layout.all_replicas == 0
-                yield Step(cut(batch, pieces, -done), (made, 0) if self.unit == "steps" else after, batch, even)
+                sizes = [len(piece) for piece in pieces]
+                division = self._division(size - done, sizes)
+                parts = cut(batch, pieces, -done)
+                yield Step(parts, (made, 0) if self.unit == "steps" else after, batch, sizes, division)
+
+    def _division(self, size: int, sizes: list[int]) -> Division | None:
+        if self._policy is AutoShardPolicy.DATA:
+            return cut_evenly(size, self.layout.all_replicas)
+        return Division.of(sizes) if self.layout.workers == 1 else None
 
 
 class DealtPipeline(Pipeline):
@@ -202,7 +213,16 @@ class DealtPipeline(Pipeline):
                 return
             missing = empty_like(got[0]) if len(got) < len(elements) else None
             made += 1
-            yield Step([missing if e is nothing else e for e in elements], (made, 0))
+            parts = [missing if e is nothing else e for e in elements]
+            yield Step(parts, (made, 0), **self._shares(parts))
+
+    def _shares(self, parts: Sequence[Any]) -> dict[str, Any]:
+        if self.layout.all_replicas == 1:
+            return {}
+        sizes = [size for part in parts if (size := first_size(part)) is not None]
+        if len(sizes) < len(parts):
+            return {}
+        return {"sizes": sizes, "division": Division.of(sizes) if self.layout.workers == 1 else None}
 
 
 @contextlib.contextmanager
@@ -219,9 +239,7 @@ def stopping(*streams: Any) -> Iterator[None]:
     except BaseException as error:
         dead = [pid for stream in streams for pid in _killed(stream, error)]
         for stream in streams:
-            shut_down = getattr(stream, "_shutdown_workers", None)
-            if shut_down is not None:
-                shut_down()
+            torch_internals.end_reader_processes(stream)
         if dead:
             raise RuntimeError(
                 f"DataLoader worker (pid {', '.join(map(str, dead))}) was killed while it was read. Look for the "
@@ -236,7 +254,7 @@ def _killed(stream: Any, error: BaseException) -> list[int]:
     if not isinstance(error, ConnectionError | EOFError):
         return []
     dead = []
-    for process in getattr(stream, "_workers", ()):
+    for process in torch_internals.reader_processes(stream):
         process.join(0.5)
         if process.exitcode is not None and process.exitcode != 0:
             dead.append(process.pid)

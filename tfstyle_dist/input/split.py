@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input import layouts
 from tfstyle_dist.values import PerReplica
@@ -51,7 +51,7 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
             return make({k: map_leaves(fn, v) for k, v in value.items()})
         return fn(value)
 
-    return pytree.tree_map(leaf, batch, is_leaf=is_text_list)
+    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=is_text_list)
 
 
 def leading_size(batch: Any) -> int:
@@ -76,6 +76,19 @@ def leading_size(batch: Any) -> int:
             "Batch every part, e.g. in collate_fn."
         )
     return sizes[0]
+
+
+def first_size(batch: Any) -> int | None:
+    """The common first dimension of all leaves, as ``leading_size``; ``None`` where there is no such thing."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return None if batch.ndim == 0 else batch.size(0) if isinstance(batch, torch.Tensor) else int(batch.shape[0])
+    if isinstance(batch, list | tuple) and (not batch or isinstance(batch[0], str | bytes)):
+        return len(batch)
+    entries: Iterable[Any] = ()
+    if isinstance(batch, Mapping | list | tuple):
+        entries = batch.values() if isinstance(batch, Mapping) else batch
+    sizes = {first_size(entry) for entry in entries if entry is not None}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _leaf_size(leaf: Any) -> int:

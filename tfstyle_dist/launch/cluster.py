@@ -30,7 +30,7 @@ def key_of_job(ps: int) -> Iterator[str | None]:
     if ps == 0 or given or find_spec("zmq") is None:
         yield None
         return
-    from tfstyle_dist.parameter_server.zmq_link import new_keys
+    from tfstyle_dist.parameter_server.protocol.zeromq_sockets import new_keys
 
     with tempfile.TemporaryDirectory(prefix="tfstyle-job-") as folder:
         path = os.path.join(folder, "key")

@@ -127,7 +127,7 @@ class Monitor:
 
         Example:
             >>> with strategy.monitor.phase("input"):
-            ...     batch = next(loader)
+            ...     batch = next(iterator)
         """
         if name not in PHASES:
             raise ValueError(f"There is no phase {name!r}; the phases are {', '.join(PHASES)}.")
@@ -257,7 +257,8 @@ class Monitor:
 
         Example:
             >>> with strategy.monitor.tensorboard("runs/job1"):
-            ...     train(strategy)
+            ...     for batch in batches:
+            ...         strategy.run(train_step, args=batch)
         """
         from tfstyle_dist.monitoring.scalars import ScalarLog
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+
 
 @contextmanager
 def record(path: Path) -> Iterator[Any]:
@@ -21,7 +23,7 @@ def record(path: Path) -> Iterator[Any]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # Otherwise only the calling thread is seen: replicas 1, 2, ... have threads of their own.
-    everything = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    everything = torch_internals.profile_all_threads()
     # There is one cycle; without acc_events torch 2.11 and 2.12 warn that earlier ones are cleared.
     with torch.profiler.profile(activities=activities, experimental_config=everything, acc_events=True) as profiler:
         yield profiler

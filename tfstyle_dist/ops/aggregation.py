@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tfstyle_dist.ops import backends
 from tfstyle_dist.ops.checks import check, check_column, check_lists
 from tfstyle_dist.ops.cost_model import Problem, choose_method, describe, order_of
 from tfstyle_dist.ops.dispatch import sum_list, sum_one
-from tfstyle_dist.ops.traced import traced_list, traced_one
+from tfstyle_dist_kernels import library
 
 
 def aggregate(
@@ -30,16 +31,16 @@ def aggregate(
     give the same bits on the CPU.
 
     Args:
-        contributions: Tensors of one shape, dtype and device. ``None`` entries are skipped. If all are sparse
+        contributions: tensors of one shape, dtype and device. ``None`` entries are skipped. If all are sparse
             COO tensors, they are concatenated in order and coalesced, whatever the method, and the result is
             sparse (``torch.Tensor.coalesce`` adds the entries at one place in an order of its own); if some
             are dense, or ``out`` is, the sparse ones are made dense.
-        method: A value of ``AggregationMethod``: the order of the summation. DEFAULT is ADD_N here, as all
+        method: a value of ``AggregationMethod``: the order of the summation. DEFAULT is ADD_N here, as all
             contributions are at hand.
-        out: Where to write: a dense tensor of the contributions' shape and device, and of their dtype or, for
+        out: where to write: a dense tensor of the contributions' shape and device, and of their dtype or, for
             float16 and bfloat16, of float32. It may share memory with any contribution. Without it the result
             is a new tensor, which shares memory with no contribution, also when there is only one.
-        divisor: What to divide the sum by, in a true division; the number of values for a mean.
+        divisor: what to divide the sum by, in a true division; the number of values for a mean.
         backend: ``"torch"``; ``"llvm"``, compiled for the CPU; ``"triton"``, compiled for GPUs; or ``"auto"``, the
             fastest of them that is installed.
 
@@ -47,10 +48,10 @@ def aggregate(
         ``out``, or the new tensor.
 
     Raises:
-        InvalidArgumentError: A ``ValueError``: there is no contribution; contributions differ in shape, dtype
+        InvalidArgumentError: a ``ValueError``: there is no contribution; contributions differ in shape, dtype
             or device (the message names the index); the dtype has no sum (bool); integers meet a divisor;
             ``out`` does not fit; or the backend is unknown or cannot be used here.
-        TypeError: A contribution is not a tensor.
+        TypeError: a contribution is not a tensor.
         ValueError: ``method`` is not a value of ``AggregationMethod``.
 
     Example:
@@ -61,7 +62,7 @@ def aggregate(
     present = check(contributions, out, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return traced_one(present, order, out, divisor, backend)
+        return _traced_one(present, order, out, divisor, backend)
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sum_one(present, order, out, divisor, backend)
@@ -74,10 +75,10 @@ def aggregate_into(contributions: Sequence[Tensor], out: Tensor, *, backend: str
     Args:
         contributions: tensors of one shape and dtype, at least one.
         out: of the same shape; may be none of the contributions.
-        backend: As for ``aggregate``.
+        backend: as for ``aggregate``.
 
     Raises:
-        InvalidArgumentError: As for ``aggregate``.
+        InvalidArgumentError: as for ``aggregate``.
     """
     aggregate(contributions, AggregationMethod.ADD_N, out=out, backend=backend)
 
@@ -97,20 +98,20 @@ def aggregate_list(
 
     Args:
         contribution_lists: ``contribution_lists[r]`` is replica r's list; all lists are equally long.
-        method: A value of ``AggregationMethod``: the order of the summation.
-        outs: Where to write, one tensor for each of the list. ``outs[t]`` may share memory with the
+        method: a value of ``AggregationMethod``: the order of the summation.
+        outs: where to write, one tensor for each of the list. ``outs[t]`` may share memory with the
             contributions to tensor ``t``, not with those to other tensors.
-        divisor: What to divide the sums by, in a true division.
-        backend: As for ``aggregate``.
+        divisor: what to divide the sums by, in a true division.
+        backend: as for ``aggregate``.
 
     Returns:
         One tensor for each of the list: ``outs[t]``, or a new one.
 
     Raises:
-        InvalidArgumentError: A ``ValueError``: there is no list, the lists or ``outs`` differ in length, or
+        InvalidArgumentError: a ``ValueError``: there is no list, the lists or ``outs`` differ in length, or
             ``aggregate`` refuses the contributions to a tensor (the message names the tensor and the
             replica) or the backend.
-        TypeError: A contribution is not a tensor.
+        TypeError: a contribution is not a tensor.
         ValueError: ``method`` is not a value of ``AggregationMethod``.
 
     Example:
@@ -122,7 +123,7 @@ def aggregate_list(
     checked, are_alike = check_lists(contribution_lists, outs, divisor)
     backends.check_name(backend)
     if torch.compiler.is_compiling():
-        return traced_list(checked, order, outs, divisor, backend)
+        return _traced_list(checked, order, outs, divisor, backend)
     with torch.no_grad():
         return sum_list(checked, order, outs, divisor, backend, are_alike=are_alike)
 
@@ -137,15 +138,15 @@ def aggregate_columns(
 
     Args:
         columns: ``columns[t]`` holds the contributions to tensor ``t``, in order; numbers of them may differ.
-        method: A value of ``AggregationMethod``: the order of the summation.
-        backend: As for ``aggregate``.
+        method: a value of ``AggregationMethod``: the order of the summation.
+        backend: as for ``aggregate``.
 
     Returns:
         For each tensor the sum, a new tensor, or ``None`` if all its contributions are ``None``.
 
     Raises:
         InvalidArgumentError: ``aggregate`` refuses the contributions to a tensor, which the message names.
-        TypeError: A contribution is not a tensor.
+        TypeError: a contribution is not a tensor.
         ValueError: ``method`` is not a value of ``AggregationMethod``.
 
     Example:
@@ -158,7 +159,7 @@ def aggregate_columns(
     checked = [check_column(t, columns[t], None, None) for t in used]
     results: list[Tensor | None] = [None] * len(columns)
     if torch.compiler.is_compiling():
-        sums = traced_list(checked, order, None, None, backend) if checked else []
+        sums = _traced_list(checked, order, None, None, backend) if checked else []
     else:
         with torch.no_grad():
             sums = sum_list(checked, order, None, None, backend)
@@ -182,15 +183,15 @@ def explain(
     """Says how N dense contributions would be summed, why, and the bytes and the time in the model.
 
     Args:
-        n: The number of contributions.
-        nbytes: The bytes of one contribution, over all tensors of the list.
-        dtype: The dtype of the contributions.
-        method: A value of ``AggregationMethod``; for DEFAULT the model chooses.
-        device: The type of the device, such as ``"cuda"``.
-        num_tensors: How many tensors the list has.
-        backend: As for ``aggregate``; for ``"auto"``, the one that would be taken once it is loaded.
-        at_hand: Whether all contributions are there at once; otherwise they come one by one.
-        memory_allowance: How many bytes of contributions may be kept until the last comes; ``None``: any number.
+        n: the number of contributions.
+        nbytes: the bytes of one contribution, over all tensors of the list.
+        dtype: the dtype of the contributions.
+        method: a value of ``AggregationMethod``; for DEFAULT the model chooses.
+        device: the type of the device, such as ``"cuda"``.
+        num_tensors: how many tensors the list has.
+        backend: as for ``aggregate``; for ``"auto"``, the one that would be taken once it is loaded.
+        at_hand: whether all contributions are there at once; otherwise they come one by one.
+        memory_allowance: how many bytes of contributions may be kept until the last comes; ``None``: any number.
 
     Returns:
         One line of text.
@@ -229,3 +230,52 @@ def explain(
     else:
         backends.explicit(backend, torch.device(device))
     return describe(problem, chosen, why, backend)
+
+
+# ---- under torch.compile: single operators of the graph, which call the dispatcher when the graph runs ----
+
+
+def _traced_one(
+    present: Sequence[Tensor], order: str, out: Tensor | None, divisor: int | float | None, backend: str
+) -> Tensor:
+    """``sum_one`` as an operator of the graph that is being traced."""
+    number = None if divisor is None else float(divisor)
+    present = [t.detach() for t in present]
+    if out is None:
+        return cast(Tensor, torch.ops.tfstyle_dist.aggregate(present, order, number, backend))
+    torch.ops.tfstyle_dist.aggregate_into(present, out.detach(), order, number, backend)
+    return out
+
+
+def _traced_list(
+    checked: Sequence[Sequence[Tensor]],
+    order: str,
+    outs: Sequence[Tensor] | None,
+    divisor: int | float | None,
+    backend: str,
+) -> list[Tensor]:
+    """``sum_list`` as an operator of the graph that is being traced."""
+    if outs is not None or len({len(present) for present in checked}) != 1:
+        targets: Sequence[Tensor | None] = [None] * len(checked) if outs is None else outs
+        return [_traced_one(p, order, out, divisor, backend) for p, out in zip(checked, targets, strict=True)]
+    flat = [t.detach() for present in checked for t in present]
+    number = None if divisor is None else float(divisor)
+    return list(torch.ops.tfstyle_dist.aggregate_list(flat, len(checked[0]), order, number, backend))
+
+
+def _run_new(contributions: Sequence[Tensor], order: str, divisor: float | None, backend: str) -> Tensor:
+    return sum_one(contributions, order, None, divisor, backend)
+
+
+def _run_into(contributions: Sequence[Tensor], out: Tensor, order: str, divisor: float | None, backend: str) -> None:
+    sum_one(contributions, order, out, divisor, backend)
+
+
+def _run_lists(
+    contributions: Sequence[Tensor], n: int, order: str, divisor: float | None, backend: str
+) -> list[Tensor]:
+    lists = [contributions[start : start + n] for start in range(0, len(contributions), n)]
+    return sum_list(lists, order, None, divisor, backend)
+
+
+library.register(_run_new, _run_into, _run_lists)

@@ -16,7 +16,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops.cost_model import Problem, backend_seconds
 
-MODULES: Final = {"triton": "triton_sum", "llvm": "cpu_sum", "torch": "reference"}
+MODULES: Final = {"triton": "triton.triton_sum", "llvm": "cpu.cpu_sum", "torch": "reference"}
 NAMES: Final = ("auto", *MODULES)
 
 # A sum that moves fewer bytes and has fewer contributions in all than this is not worth a look at the model.
@@ -53,7 +53,7 @@ def explicit(backend: str, device: torch.device) -> Backend:
     """The backend of a name other than ``"auto"``.
 
     Raises:
-        InvalidArgumentError: It cannot be used here; the message says why and what to install.
+        InvalidArgumentError: it cannot be used here; the message says why and what to install.
     """
     module, reason = _find(backend)
     if reason is None and module is not None:
@@ -72,10 +72,10 @@ def automatic(problem: Problem, out_dtype: torch.dtype, order: str, divides: boo
     would have gained more by it than compiling costs; until then torch sums, with the same bits.
 
     Args:
-        problem: What is to be summed.
-        out_dtype: The dtype of the outputs.
-        order: The order of summation.
-        divides: Whether the sums are divided.
+        problem: what is to be summed.
+        out_dtype: the dtype of the outputs.
+        order: the order of summation.
+        divides: whether the sums are divided.
     """
     if problem.device == "cuda":
         module, reason = _find("triton")
@@ -183,4 +183,4 @@ class WarmUp:
         return True
 
 
-_warm_up = WarmUp("cpu_sum")
+_warm_up = WarmUp("cpu.cpu_sum")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
 _shape, _layout, _dtype, _device = map(operator.attrgetter, ("shape", "layout", "dtype", "device"))
@@ -21,8 +21,8 @@ def check(contributions: Sequence[Tensor | None], out: Tensor | None, divisor: i
     """The contributions that are not ``None``, if they can be summed; errors name the original index.
 
     Raises:
-        InvalidArgumentError: They cannot be summed, or ``out`` or ``divisor`` do not fit.
-        TypeError: A contribution is not a tensor.
+        InvalidArgumentError: they cannot be summed, or ``out`` or ``divisor`` do not fit.
+        TypeError: a contribution is not a tensor.
     """
     given: object = contributions
     if isinstance(given, Tensor):  # it would iterate over its rows
@@ -47,7 +47,7 @@ def check(contributions: Sequence[Tensor | None], out: Tensor | None, divisor: i
             if contributions
             else "there is nothing to sum: give at least one contribution"
         )
-    problem = reference.find_problem(present, out, divisor=divisor, indices=indices)
+    problem = problems.find_problem(present, out, divisor=divisor, indices=indices)
     if problem is None and out is not None and out.layout is not torch.strided:
         problem = f"out has layout {out.layout} but must be dense: leave it out to get a sparse result"
     if problem is None and num_sparse == len(present):
@@ -69,8 +69,8 @@ def check_lists(
         outputs too.
 
     Raises:
-        InvalidArgumentError: Lists differ in length, or the contributions to a tensor cannot be summed.
-        TypeError: A contribution is not a tensor.
+        InvalidArgumentError: lists differ in length, or the contributions to a tensor cannot be summed.
+        TypeError: a contribution is not a tensor.
     """
     if not contribution_lists:
         raise InvalidArgumentError("there is nothing to sum: give the list of at least one replica")

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems
 
 NAMES: Final = {
     AggregationMethod.ADD_N: "ADD_N",
@@ -29,7 +29,7 @@ def order_of(method: int | None) -> str:
     """The order of the summation where all contributions are at hand, so that DEFAULT is ADD_N.
 
     Args:
-        method: A value of ``AggregationMethod``.
+        method: a value of ``AggregationMethod``.
 
     Raises:
         ValueError: ``method`` is not a value of ``AggregationMethod``.
@@ -56,14 +56,14 @@ class Problem:
     """What is to be summed.
 
     Attributes:
-        n: The number of contributions.
-        nbytes: The bytes of one contribution to all tensors of the list.
-        dtype: Their dtype.
-        device: The type of their device, such as ``"cpu"``.
-        num_tensors: How many tensors the list has.
-        num_threads: How many threads a sum on the CPU may use.
-        at_hand: Whether all contributions are there; otherwise they come one by one.
-        memory_allowance: How many bytes of contributions may be kept until the last one comes; ``None``: any number.
+        n: the number of contributions.
+        nbytes: the bytes of one contribution to all tensors of the list.
+        dtype: their dtype.
+        device: the type of their device, such as ``"cpu"``.
+        num_tensors: how many tensors the list has.
+        num_threads: how many threads a sum on the CPU may use.
+        at_hand: whether all contributions are there; otherwise they come one by one.
+        memory_allowance: how many bytes of contributions may be kept until the last one comes; ``None``: any number.
     """
 
     n: int
@@ -86,7 +86,7 @@ def choose_method(problem: Problem) -> tuple[int, str]:
 
     ADD_N if all contributions are at hand, or may be kept until they are. TREE if they come one by one and would take
     more memory than allowed: it adds them as they come, and keeps at most log2(N) + 1 partial sums. Between workers the
-    group chooses the route (``comm/routes.py``).
+    group chooses the route (``comm/collectives/routes.py``).
     """
     if problem.at_hand:
         return AggregationMethod.ADD_N, "all contributions are at hand"
@@ -115,7 +115,7 @@ def torch_bytes(problem: Problem) -> float:
     """The bytes that torch's adds move, in terms of one pass at full speed."""
     if problem.device != "cpu":
         return 3.0 * max(problem.n - 1, 1) * problem.nbytes
-    widened = reference.accumulation_dtype(problem.dtype) != problem.dtype
+    widened = problems.accumulation_dtype(problem.dtype) != problem.dtype
     if problem.n <= 2 and not widened:
         return float(problem.traffic)
     return problem.traffic / _BLOCKED_SPEED * (2 if widened else 1)
@@ -123,7 +123,7 @@ def torch_bytes(problem: Problem) -> float:
 
 def describe(problem: Problem, method: int, why: str, backend: str) -> str:
     """One line: the choice, the reason, the modelled bytes and time."""
-    accumulator = reference.accumulation_dtype(problem.dtype)
+    accumulator = problems.accumulation_dtype(problem.dtype)
     tensors = f" in {problem.num_tensors} tensors" if problem.num_tensors > 1 else ""
     chain = f" (adds one by one: 3(N-1)*S = {3 * (problem.n - 1) * problem.nbytes})" if problem.n > 2 else ""
     return (

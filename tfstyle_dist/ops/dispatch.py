@@ -10,11 +10,11 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.ops import backends
 from tfstyle_dist.ops.cost_model import ORDERS, Problem, describe
-from tfstyle_dist.ops.sparse import all_dense, sum_sparse
-from tfstyle_dist_kernels import reference
+from tfstyle_dist_kernels import problems, reference
 
 _METHODS: Final = {order: method for method, order in ORDERS.items()}
 
@@ -25,8 +25,8 @@ def sum_one(
     """The sum of checked contributions: ``out``, or a new tensor; to be called under ``torch.no_grad``."""
     first = present[0]
     if first.layout is not torch.strided and out is None and all(t.is_sparse for t in present):
-        return sum_sparse(present, divisor)
-    dense = all_dense(present)
+        return _sum_sparse(present, divisor)
+    dense = _all_dense(present)
     first = dense[0]
     nbytes = first.nbytes
     if backend == "auto":
@@ -66,10 +66,10 @@ def sum_list(
         groups[first.device, first.dtype, out_dtype, len(checked[0])] = range(len(checked))
     for index, (present, out) in enumerate(() if are_alike else zip(checked, results, strict=True)):
         if out is None and present[0].layout is not torch.strided and all(t.is_sparse for t in present):
-            results[index] = sum_sparse(present, divisor)
+            results[index] = _sum_sparse(present, divisor)
             dense.append(present)
             continue
-        parts = all_dense(present)
+        parts = _all_dense(present)
         dense.append(parts)
         first = parts[0]
         key = (first.device, first.dtype, first.dtype if out is None else out.dtype, len(parts))
@@ -118,3 +118,40 @@ def _log(n: int, num_tensors: int, nbytes: int, first: Tensor, order: str, backe
     if _logger().isEnabledFor(logging.DEBUG):
         problem = Problem(n, nbytes, first.dtype, first.device.type, num_tensors, torch.get_num_threads())
         _logger().debug(describe(problem, _METHODS[order], "all contributions are at hand", backend))
+
+
+# ---- sparse COO tensors: entries are concatenated in order, then those at one place are added ----
+
+
+def _sum_sparse(contributions: Sequence[Tensor], divisor: int | float | None = None) -> Tensor:
+    """The coalesced sum of sparse COO tensors of one shape and dtype.
+
+    Args:
+        contributions: at least one, with equally many sparse dimensions.
+        divisor: what to divide the sum by.
+    """
+    first = contributions[0]
+    # The entries of a tensor that is not coalesced have no public access, and coalescing each first would
+    # sort everything twice.
+    indices = torch.cat([torch_internals.indices_of(t) for t in contributions], dim=1)
+    values = torch.cat([torch_internals.values_of(t) for t in contributions])
+    values = values.to(problems.accumulation_dtype(first.dtype))
+    total = _make_sparse(indices, values, first.shape, is_coalesced=False).coalesce()
+    sums = total.values()
+    if divisor is not None:
+        reference.divide_(sums, divisor)
+    if sums.dtype == first.dtype:
+        return total
+    return _make_sparse(total.indices(), sums.to(first.dtype), first.shape, is_coalesced=True)
+
+
+def _all_dense(contributions: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The contributions, the sparse ones of them made dense."""
+    if all(t.layout is torch.strided for t in contributions):
+        return contributions
+    return [t if t.layout is torch.strided else _sum_sparse([t]).to_dense() for t in contributions]
+
+
+def _make_sparse(indices: Tensor, values: Tensor, shape: torch.Size, *, is_coalesced: bool) -> Tensor:
+    # The parts come from valid tensors: checking every index again would cost a pass (and a wait on a GPU).
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfstyle_dist.ops.backends import WarmUp
 from tfstyle_dist.ops.dispatch import tell_autograd
-from tfstyle_dist_kernels import cpu_update
+from tfstyle_dist_kernels.cpu import cpu_update
 
 # Smaller outputs stay in the caches, where they are found by whoever reads them next.
 LARGE_BYTES: Final = 8 << 20
@@ -22,7 +22,7 @@ LARGE_BYTES: Final = 8 << 20
 UPDATE_SECONDS_PER_BYTE: Final = 0.020e-9
 COPY_SECONDS_PER_BYTE: Final = 0.011e-9
 
-_warm_up = WarmUp("cpu_sum", in_background=True)
+_warm_up = WarmUp("cpu.cpu_sum", in_background=True)
 
 
 def add(first: Tensor, second: Tensor, scale: float, out: Tensor) -> None:

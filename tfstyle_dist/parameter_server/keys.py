@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m tfstyle_dist.parameter_server.keys PATH", file=sys.stderr)
         return 2
-    from tfstyle_dist.parameter_server.zmq_link import new_keys
+    from tfstyle_dist.parameter_server.protocol.zeromq_sockets import new_keys
 
     try:
         new_keys(arguments[0])

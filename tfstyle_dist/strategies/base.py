@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
-from tfstyle_dist.core import env, nest
+from tfstyle_dist.core import env
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import WrongContextError
-from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients import update_runner as update_hooks
@@ -26,17 +23,13 @@ from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
 from tfstyle_dist.gradients.streaming import StreamingReducer
 from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
-from tfstyle_dist.ops.lane_sums import find_lane_sum
-from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.ops.host_sums import find_host_sum
 from tfstyle_dist.runtime.context import current_frame, mixing_error
-from tfstyle_dist.strategies import reductions
+from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.extended import StrategyExtended
-from tfstyle_dist.strategies.inputs import InputMethods
-from tfstyle_dist.strategies.running import RunMethods
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
-from tfstyle_dist.strategies.training import TrainingMethods
-from tfstyle_dist.values import PerReplica, ValueContext, local_results
+from tfstyle_dist.values import local_results
 from tfstyle_dist.variables import ParameterStore, Variable, adoption
 from tfstyle_dist.variables.contents import data_reads
 from tfstyle_dist.variables.creation import VariableSpec
@@ -48,7 +41,7 @@ def uninstall(hooks: list[Any]) -> None:
         hook.uninstall()
 
 
-class Strategy(RunMethods, InputMethods, TrainingMethods):
+class Strategy:
     """State and policy of one way to distribute training (``tf.distribute.Strategy``).
 
     Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.
@@ -62,6 +55,7 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         worker: local replicas and the group of workers.
         monitor: counts where the time of the steps goes; see ``report``.
         parameter_store: the parameters, buffers and variables it owns.
+        closed: whether ``close`` was called.
         first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
         distributes: whether it is made for several replicas, though it may have one; else values stay as they are, and
             anything can be updated.
@@ -82,11 +76,11 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         self.monitor = Monitor(self.worker, env.monitor() and bool(self.worker.devices))
         self.cross_device_ops = extended.cross_device_ops or CrossDeviceOps()
         self.communication_options = communication_options or CommunicationOptions()
-        self.worker.group.use_summation(sum_into, find_lane_sum)
+        self.worker.group.use_summation(sum_into, find_host_sum)
         self.parameter_store = ParameterStore(self, self.worker, parameter_device)
         self.gradient_reducer: GradientReducer | None = None
         self.update_runner: UpdateRunner | None = None
-        self._closed = False
+        self.closed = False
         extended.bind(self)
         if self.parameter_store.adopts:
             self.gradient_reducer = self.make_reducer()
@@ -164,6 +158,23 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
         """Whether what modules register in the scope is taken over, or put on the strategy's device."""
         return self.adopts_modules or self.parameter_store.places
 
+    # ---- training ---------------------------------------------------------------------------------------------
+
+    run = running.run
+    experimental_distribute_dataset = inputs.experimental_distribute_dataset
+    distribute_datasets_from_function = inputs.distribute_datasets_from_function
+    experimental_distribute_datasets_from_function = inputs.experimental_distribute_datasets_from_function
+    experimental_make_numpy_dataset = inputs.experimental_make_numpy_dataset
+    make_dataset_iterator = inputs.make_dataset_iterator
+    make_input_fn_iterator = inputs.make_input_fn_iterator
+    experimental_run = inputs.experimental_run
+    experimental_adopt = training.experimental_adopt
+    sync_buffers = training.sync_buffers
+    should_stop = training.should_stop
+    accumulate = training.accumulate
+    set_gradient_policy = training.set_gradient_policy
+    seed_replicas = training.seed_replicas
+
     # ---- contexts ---------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -201,47 +212,9 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
 
     # ---- values -----------------------------------------------------------------------------------------------
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
-        """Reduces per-replica values over all replicas of all workers to one value.
-
-        Args:
-            reduce_op: SUM or MEAN, or the name in any case.
-            value: a nest of ``PerReplica`` (what ``run`` returned) or, with one local replica, of tensors.
-            axis: ``None`` combines the replicas element by element. A number reduces over that dimension inside each
-                replica first; MEAN then divides by the total size, so uneven batches are weighted by their examples.
-
-        Returns:
-            A nest of tensors, the same on all workers.
-
-        Raises:
-            RuntimeError: called in replica context.
-            ValueError: an unknown op, an axis out of range, or a value that is the same on all replicas (SUM).
-            InvalidArgumentError: shapes differ between replicas.
-
-        Example:
-            >>> float(strategy.reduce("MEAN", per_replica_losses, axis=None))
-            0.5
-        """
-        self.require_cross_replica_context("Strategy.reduce", "merge_call, or ReplicaContext.all_reduce")
-        op = ReduceOp.from_any(reduce_op)
-        with self.worker.clocks[0].counting(COMMUNICATION), region("reduce"):
-            return nest.map_structure(lambda leaf: reductions.reduce_value(self, op, leaf, axis), value)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates per-replica tensors of all workers along ``axis`` in replica order.
-
-        Args:
-            value: a nest of ``PerReplica`` or, with one local replica, of tensors; sizes may differ along
-                ``axis`` only.
-            axis: a dimension, not negative.
-
-        Raises:
-            RuntimeError: called in replica context.
-            InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
-        """
-        self.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
-        with self.worker.clocks[0].counting(COMMUNICATION), region("gather"):
-            return nest.map_structure(lambda leaf: reductions.gather_value(self, leaf, axis), value)
+    reduce = reductions.reduce
+    gather = reductions.gather
+    experimental_distribute_values_from_function = inputs.experimental_distribute_values_from_function
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
@@ -254,33 +227,6 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """The older place of ``extended.colocate_vars_with``."""
         return self.extended.colocate_vars_with(colocate_with_variable)
-
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Builds a ``PerReplica`` from a function of the replica's number.
-
-        Args:
-            value_fn: called once for each local replica, in order, with a ``ValueContext``.
-
-        Returns:
-            A nest of ``PerReplica``, also for one replica; the bare value under ``OneDeviceStrategy`` and the default
-            strategy.
-
-        Example:
-            >>> strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
-            PerReplica:{
-              0: 0,
-              1: 1
-            }
-        """
-        count = self.worker.num_local_replicas
-        nests = []
-        for replica in range(count):
-            context = ValueContext(self.worker.replica_id(replica), self.num_replicas_in_sync)
-            nests.append(value_fn(context))
-        if not self.distributes:
-            return nests[0]
-        leaves, spec = nest.assert_same_structure(nests, "values")
-        return nest.unflatten([PerReplica(entries) for entries in zip(*leaves, strict=True)], spec)
 
     # ---- variables, parameters, gradients ---------------------------------------------------------------------
 
@@ -321,9 +267,9 @@ class Strategy(RunMethods, InputMethods, TrainingMethods):
 
     def close(self) -> None:
         """Ends the replica threads and leaves the group; running again afterwards raises."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self.update_runner is not None:
             self._uninstall_hooks()
         self.worker.close()

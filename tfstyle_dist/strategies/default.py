@@ -11,6 +11,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.strategies.running import check_arguments
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable, set_default_creator
 
@@ -55,7 +56,7 @@ class DefaultStrategy(Strategy):
         frame = current_frame()
         if frame is not None and frame.strategy is not self:
             raise mixing_error(self, frame.strategy, "run")
-        arguments, keywords = self._run_arguments(fn, args, kwargs)
+        arguments, keywords = check_arguments(fn, args, kwargs)
         return fn(*arguments, **keywords)
 
     def create_variable(self, spec: VariableSpec) -> Variable:

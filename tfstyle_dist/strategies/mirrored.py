@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization

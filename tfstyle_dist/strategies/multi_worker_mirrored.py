@@ -14,9 +14,9 @@ from tfstyle_dist.cluster_resolver import (
     TorchrunClusterResolver,
     roles,
 )
-from tfstyle_dist.comm.bootstrap import effective_timeout, make_group
-from tfstyle_dist.comm.meeting import Members
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
+from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.core import devices as device_names, env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.monitoring import Monitor
@@ -197,7 +197,7 @@ def resolver_from_environment() -> ClusterResolver:
         return tf_config
     if launch is not None:
         return TorchrunClusterResolver()
-    if int(env.slurm("STEP_NUM_TASKS") or 1) > 1 and env.slurm("PROCID"):
+    if env.slurm_tasks() > 1 and env.slurm("PROCID"):
         # Jobs of several users may share a node: their numbers keep the ports apart.
         first = _SLURM_PORTS[env.slurm_job_id() * 16 % len(_SLURM_PORTS)]
         return SlurmClusterResolver(port_base=first)

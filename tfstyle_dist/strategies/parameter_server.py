@@ -17,13 +17,13 @@ from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.gradients import update_runner as update_hooks
 from tfstyle_dist.gradients.update_runner import UpdateRunner
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.cluster import check_cluster, cluster_of
-from tfstyle_dist.parameter_server.pulling import WireOptions
-from tfstyle_dist.parameter_server.records import RemoteRecord
-from tfstyle_dist.parameter_server.remote import Servers
-from tfstyle_dist.parameter_server.rules import optimizer_state
-from tfstyle_dist.parameter_server.variable import RemoteStore
+from tfstyle_dist.parameter_server.addresses import check_cluster, cluster_of
+from tfstyle_dist.parameter_server.client.push import Servers
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
+from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.protocol.work import WireOptions
+from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy, uninstall
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -98,10 +98,10 @@ class ParameterServerStrategy(Strategy):
         self.wire_options = wire_options(wire_dtype, pull_ahead)
         self.snapshots = snapshot_options(snapshot_folder, snapshot_seconds, snapshot_every_write)
         session = uuid.uuid4().hex
-        hello = {
+        handshake = {
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
         }  # fmt: skip
-        self._start(cluster, session, hello, variable_partitioner)
+        self._start(cluster, session, handshake, variable_partitioner)
 
     def _embedded(self) -> LocalCluster:
         """A cluster on this machine, which lives as long as the strategy: articles leave the resolver out."""
@@ -118,15 +118,14 @@ class ParameterServerStrategy(Strategy):
         self,
         cluster: Mapping[str, Sequence[str]],
         session: str,
-        hello: Mapping[str, Any],
+        handshake: Mapping[str, Any],
         partitioner: Callable[..., Sequence[int]] | None,
     ) -> None:
-        from tfstyle_dist.parameter_server import zmq_link
+        from tfstyle_dist.parameter_server.protocol import zeromq_sockets
 
-        path = env.parameter_server_keys()
         self.cluster, self.session = {job: list(addresses) for job, addresses in cluster.items()}, session
-        self.context = zmq_link.Context(None if path is None else zmq_link.Keys.load(path))
-        self.servers = Servers.of(self.context, self.cluster["ps"], hello, env.timeout(), self.wire_options)
+        self.context = zeromq_sockets.new_context()
+        self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
         super().__init__(StrategyExtended(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
@@ -155,8 +154,8 @@ class ParameterServerStrategy(Strategy):
         strategy.max_staleness, strategy.snapshots = None, snapshots
         told = wire or {}
         strategy.wire_options = wire_options(torch.bfloat16 if told.get("bfloat16") else None, bool(told.get("ahead")))
-        hello = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
-        strategy._start(cluster, session, hello, None)
+        handshake = {"role": "worker", "task": task, "session": session, "snapshots": snapshots}
+        strategy._start(cluster, session, handshake, None)
         return strategy
 
     # ---- facts ------------------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """Ends the worker and ps tasks that serve this coordinator, and closes the links."""
-        if self._closed:
+        if self.closed:
             return
         if self.coordinator is not None:
             self.coordinator.close()

@@ -1,4 +1,4 @@
-"""Reducing and gathering, in replica context (differentiable) and in cross-replica context."""
+"""Reducing and gathering over all replicas, in cross-replica context."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core import nest
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops.collective import (
     gather_over_workers,
     reduce_over_workers,
     sparse_sum_over_workers,
     widened,
 )
-from tfstyle_dist.values import PerReplica
+from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.values import PerReplica, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
-    from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 
 def as_reducible(leaf: Any, what: str) -> torch.Tensor:
@@ -47,78 +49,8 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
     )
 
 
-# ---- replica context ----------------------------------------------------------------------------------------------
-
-
-def all_reduce(context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The reduced tensors, differentiable where an input is."""
-    if not tensors:
-        return []
-    return list(_AllReduce.apply(context, op, *tensors))  # type: ignore[no-untyped-call]
-
-
-def all_gather(context: ReplicaContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """The concatenation over the replicas, differentiable where the input is."""
-    return _AllGather.apply(context, axis, tensor)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, context: ReplicaContext, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.context, ctx.op = context, op
-        return tuple(_meet_and_reduce(context, op, tensors, "all_reduce"))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, *_meet_and_reduce(ctx.context, ctx.op, grads, "gradient of all_reduce"))
-
-
-def _meet_and_reduce(
-    context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Tensor], what: str
-) -> list[torch.Tensor]:
-    strategy = context.strategy
-
-    def reduce_all(payloads: list[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        if len({len(p) for p in payloads}) > 1:
-            raise InvalidArgumentError(
-                f"{what}: the replicas gave different numbers of tensors: {[len(p) for p in payloads]}."
-            )
-        columns = [list(column) for column in zip(*payloads, strict=True)]
-        totals = reduce_columns(strategy, op, columns, what)
-        devices = [strategy.worker.torch_device(r) if strategy.worker.devices else None for r in range(len(payloads))]
-        return [
-            [t.to(d if d is not None else t.device, copy=replica > 0) for t in totals]
-            for replica, d in enumerate(devices)
-        ]
-
-    # A parameter is one object with another content on each replica: what it holds now is taken along.
-    return context.meet(what, [t.detach() for t in tensors], reduce_all, anywhere=True)  # type: ignore[no-any-return]
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, context: ReplicaContext, axis: int, tensor: torch.Tensor) -> torch.Tensor:
-        strategy, worker = context.strategy, context.strategy.worker
-        _check_axis(tensor, axis)
-
-        def gather(payloads: list[torch.Tensor]) -> list[Any]:
-            total = gather_over_workers(worker, [p.detach() for p in payloads], axis, "all_gather")
-            sizes = torch.tensor([p.shape[axis] for p in payloads])
-            before = torch.cat(worker.group.all_gather(sizes, "all_gather (sizes)")) if worker.group.size > 1 else sizes
-            return [(total.to(worker.torch_device(r), copy=r > 0), before) for r in range(len(payloads))]
-
-        result, sizes = context.meet("all_gather", tensor.detach(), gather, anywhere=True)
-        ctx.context, ctx.axis, ctx.strategy = context, axis, strategy
-        ctx.start, ctx.size = int(sizes[: context.replica_id].sum()), tensor.shape[axis]
-        return result  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (total,) = _meet_and_reduce(ctx.context, ReduceOp.SUM, [grad], "gradient of all_gather")
-        return None, None, total.narrow(ctx.axis, ctx.start, ctx.size).contiguous()
-
-
-def _check_axis(tensor: torch.Tensor, axis: Any) -> None:
+def check_axis(tensor: torch.Tensor, axis: Any) -> None:
+    """Raises unless ``axis`` is a dimension of the tensor."""
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
     if not 0 <= axis < tensor.dim():
@@ -175,6 +107,50 @@ def _was_widened(wanted: torch.dtype, now: torch.dtype) -> bool:
     return wanted in (torch.float16, torch.bfloat16) and now is torch.float32
 
 
+def reduce(strategy: Strategy, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+    """Reduces per-replica values over all replicas of all workers to one value.
+
+    Args:
+        reduce_op: SUM or MEAN, or the name in any case.
+        value: a nest of ``PerReplica`` (what ``run`` returned) or, with one local replica, of tensors.
+        axis: ``None`` combines the replicas element by element. A number reduces over that dimension inside each
+            replica first; MEAN then divides by the total size, so uneven batches are weighted by their examples.
+
+    Returns:
+        A nest of tensors, the same on all workers.
+
+    Raises:
+        RuntimeError: called in replica context.
+        ValueError: an unknown op, an axis out of range, or a value that is the same on all replicas (SUM).
+        InvalidArgumentError: shapes differ between replicas.
+
+    Example:
+        >>> float(strategy.reduce("MEAN", per_replica_losses, axis=None))
+        0.5
+    """
+    strategy.require_cross_replica_context("Strategy.reduce", "merge_call, or ReplicaContext.all_reduce")
+    op = ReduceOp.from_any(reduce_op)
+    with strategy.worker.clocks[0].counting(COMMUNICATION), region("reduce"):
+        return nest.map_structure(lambda leaf: reduce_value(strategy, op, leaf, axis), value)
+
+
+def gather(strategy: Strategy, value: Any, axis: int) -> Any:
+    """Concatenates per-replica tensors of all workers along ``axis`` in replica order.
+
+    Args:
+        value: a nest of ``PerReplica`` or, with one local replica, of tensors; sizes may differ along
+            ``axis`` only.
+        axis: a dimension, not negative.
+
+    Raises:
+        RuntimeError: called in replica context.
+        InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
+    """
+    strategy.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
+    with strategy.worker.clocks[0].counting(COMMUNICATION), region("gather"):
+        return nest.map_structure(lambda leaf: gather_value(strategy, leaf, axis), value)
+
+
 def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:
     """``Strategy.reduce`` of one leaf.
 
@@ -220,10 +196,9 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
             "Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
         )
     if isinstance(value, PerReplica):
-        tensors = [as_reducible(v, "reduce") for v in value.values]
-        return reduce_columns(strategy, op, [tensors], "reduce")[0]
+        return _reduce_results(strategy, op, [as_reducible(v, "reduce") for v in value.values])
     if isinstance(value, torch.Tensor) and strategy.worker.num_local_replicas == 1:
-        return reduce_columns(strategy, op, [[value]], "reduce")[0]
+        return _reduce_results(strategy, op, [value])
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
@@ -231,6 +206,16 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
         "that; use MEAN for a value that is equal everywhere."
     )
+
+
+def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
+    """The local replicas' values of one thing, and all other workers', reduced."""
+    shares = shares_of_results(values)
+    if shares is None or not may_be_nan(values):
+        return reduce_columns(strategy, op, [values], "reduce")[0]
+    with torch.no_grad():
+        total, count = reduce_columns(strategy, ReduceOp.SUM, [*without_nothing(values, shares)], "reduce")
+        return total / count if op is ReduceOp.MEAN else total
 
 
 def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:
@@ -251,6 +236,6 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
         return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
     tensors = per_replica_tensors(value, strategy.worker.num_local_replicas)
     for tensor in tensors:
-        _check_axis(tensor, axis)
+        check_axis(tensor, axis)
     with torch.no_grad():
         return gather_over_workers(strategy.worker, [t.detach() for t in tensors], axis, "gather")

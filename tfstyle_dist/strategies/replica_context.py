@@ -14,8 +14,9 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.turns import Action, InlineRun, ReplicaRun
-from tfstyle_dist.strategies import reductions
-from tfstyle_dist.values import regroup, select_replica
+from tfstyle_dist.strategies import replica_reductions
+from tfstyle_dist.strategies.reductions import as_reducible
+from tfstyle_dist.values import Share, regroup, select_replica
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -27,9 +28,11 @@ class ReplicaContext:
     Args:
         strategy: the strategy that runs.
         replica_id_in_sync_group: this replica's number among all replicas.
+        share: of the batch that the step was given.
 
     Attributes:
         local_replica_id: this replica's number on this worker.
+        share: this replica's part of a batch whose shares differ; ``None`` where all replicas weigh the same.
 
     Example:
         >>> def step(x):
@@ -44,10 +47,12 @@ class ReplicaContext:
         *,
         local_replica_id: int = 0,
         run: ReplicaRun | None = None,
+        share: Share | None = None,
     ) -> None:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self.local_replica_id = local_replica_id
+        self.share = share
         self._run: ReplicaRun = run if run is not None else InlineRun()
 
     @property
@@ -151,9 +156,9 @@ class ReplicaContext:
             if any(leaf is None for leaf in leaves):
                 raise ValueError("all_reduce of None: None values have no type; pass a tensor.")
             return value
-        tensors = [reductions.as_reducible(leaf, "all_reduce") for leaf in leaves]
+        tensors = [as_reducible(leaf, "all_reduce") for leaf in leaves]
         with self._communicating(), region("all_reduce in replica context"):
-            return nest.unflatten(reductions.all_reduce(self, op, tensors), spec)
+            return nest.unflatten(replica_reductions.all_reduce(self, op, tensors), spec)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates ``value`` of all replicas along ``axis`` in replica order; every replica gets the result.
@@ -173,9 +178,9 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return value
         leaves, spec = nest.flatten(value)
-        tensors = [reductions.as_reducible(leaf, "all_gather") for leaf in leaves]
+        tensors = [as_reducible(leaf, "all_gather") for leaf in leaves]
         with self._communicating(), region("all_gather in replica context"):
-            return nest.unflatten([reductions.all_gather(self, t, axis) for t in tensors], spec)
+            return nest.unflatten([replica_reductions.all_gather(self, t, axis) for t in tensors], spec)
 
     def generator(self, seed: int) -> torch.Generator:
         """A random generator of this replica's own, on its device.

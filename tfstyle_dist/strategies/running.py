@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
-from tfstyle_dist.gradients.update_runner import UpdateRunner
-from tfstyle_dist.monitoring import Monitor
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.turns import TurnRun
-from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.values import regroup, select_arguments, select_replica
-from tfstyle_dist.variables import ParameterStore
+from tfstyle_dist.strategies.share_runs import of_share
+from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
 
 
 class RunOptions:
@@ -41,122 +41,125 @@ class RunOptions:
         self.experimental_xla_options = experimental_xla_options
 
 
-class RunMethods:
-    """Part of ``Strategy``: running a function on all local replicas."""
+def run(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    options: RunOptions | None = None,
+) -> Any:
+    """Calls ``fn`` once on each replica.
 
-    worker: Worker
-    monitor: Monitor
-    parameter_store: ParameterStore
-    update_runner: UpdateRunner | None
-    _closed: bool
+    With one local replica the result comes back bare; with several, leaves that are not the same object on all
+    replicas come back as ``PerReplica``.
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Calls ``fn`` once on each replica.
+    Args:
+        fn: the function; in it ``get_replica_context()`` is the replica's context.
+        args: positional arguments, a list or tuple; ``PerReplica`` leaves are unpacked for each replica, all else
+            is passed as it is.
+        kwargs: keyword arguments, likewise.
+        options: accepted for TF's signature.
 
-        With one local replica the result comes back bare; with several, leaves that are not the same object on all
-        replicas come back as ``PerReplica``.
+    Returns:
+        The nest that ``fn`` returns, regrouped over the local replicas.
 
-        Args:
-            fn: the function; in it ``get_replica_context()`` is the replica's context.
-            args: positional arguments, a list or tuple; ``PerReplica`` leaves are unpacked for each replica, all else
-                is passed as it is.
-            kwargs: keyword arguments, likewise.
-            options: accepted for TF's signature.
+    Raises:
+        RuntimeError: called in replica context or with another strategy in force; or the replicas made
+            different calls.
+        ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
+        Exception: whatever a replica raises, the same object.
 
-        Returns:
-            The nest that ``fn`` returns, regrouped over the local replicas.
+    Example:
+        >>> for batch in batches:
+        ...     losses = strategy.run(train_step, args=batch)
+    """
+    if strategy.closed:
+        raise RuntimeError(f"{strategy!r} was closed; make a new strategy to run again.")
+    frame = current_frame()
+    if frame is not None:
+        if frame.strategy is not strategy:
+            raise mixing_error(strategy, frame.strategy, "run")
+        if frame.replica is not None:
+            raise WrongContextError(
+                f"{strategy!r}.run was called in replica context (inside another run). Call it outside, or "
+                f"inside merge_call."
+            )
+    arguments, keywords = check_arguments(fn, args, kwargs)
+    strategy.parameter_store.ensure_equal()
+    counts, finished = strategy.monitor.begin(name_of(fn)), False
+    try:
+        result = _run_replicas(strategy, fn, arguments, keywords)
+        finished = True
+        return result
+    finally:
+        if counts:
+            strategy.monitor.end(finished)
 
-        Raises:
-            RuntimeError: called in replica context or with another strategy in force; or the replicas made
-                different calls.
-            ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
-            Exception: whatever a replica raises, the same object.
 
-        Example:
-            >>> for batch in batches:
-            ...     losses = strategy.run(train_step, args=batch)
-        """
-        if self._closed:
-            raise RuntimeError(f"{self!r} was closed; make a new strategy to run again.")
-        frame = current_frame()
-        if frame is not None:
-            if frame.strategy is not self:
-                raise mixing_error(self, frame.strategy, "run")
-            if frame.replica is not None:
-                raise WrongContextError(
-                    f"{self!r}.run was called in replica context (inside another run). Call it outside, or "
-                    f"inside merge_call."
-                )
-        arguments, keywords = self._run_arguments(fn, args, kwargs)
-        self.parameter_store.ensure_equal()
-        counts, finished = self.monitor.begin(name_of(fn)), False
-        try:
-            result = self._run_replicas(fn, arguments, keywords)
-            finished = True
-            return result
-        finally:
-            if counts:
-                self.monitor.end(finished)
+def _run_replicas(
+    strategy: Strategy, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]
+) -> Any:
+    store = strategy.parameter_store
+    if store.contents is None:
+        with region("run", strategy.monitor.running):
+            return _run_alone(strategy, fn, arguments, keywords)
+    store.prepare(fn, (*arguments, *keywords.values()))
+    count = strategy.worker.num_local_replicas
+    functions = [_replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
+    try:
+        with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
+            return regroup(strategy.worker.executor.run(functions))
+    except BaseException as error:
+        store.contents.distrust()
+        _report_failure(strategy, error)
+        raise
 
-    def _run_replicas(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        store = self.parameter_store
-        if store.contents is None:
-            with region("run", self.monitor.running):
-                return self._run_alone(fn, arguments, keywords)
-        store.prepare(fn, (*arguments, *keywords.values()))
-        functions = [self._replica_function(r, fn, arguments, keywords) for r in range(self.worker.num_local_replicas)]
-        try:
-            with self.update_runner.same_steps(len(functions)) if self.update_runner is not None else nullcontext():
-                return regroup(self.worker.executor.run(functions))
-        except BaseException as error:
-            store.contents.distrust()
-            self._report_failure(error)
-            raise
 
-    def _run_arguments(self, fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
-        if not callable(fn):
-            raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
-        if not isinstance(args, list | tuple):
-            raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}.")
-        return args, kwargs or {}
+def check_arguments(fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of ``run``, after a look at their types."""
+    if not callable(fn):
+        raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}.")
+    return args, kwargs or {}
 
-    def _run_alone(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        me: Any = self
-        context = ReplicaContext(me, self.worker.group.rank)
-        try:
-            with entered(Frame(self, context)), made_current(self.worker.torch_device(0)):
-                return fn(*select_arguments(0, args), **(select_replica(0, kwargs) if kwargs else {}))
-        except BaseException as error:
-            if self.worker.group.size > 1:
-                self._report_failure(error)
-                error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {self.worker.num_replicas}")
-            raise
 
-    def _report_failure(self, error: BaseException) -> None:
-        """Leaves word for the other workers, unless the group itself failed: then one of them is the reason."""
-        group = self.worker.group
-        if error is not group.errored():
-            group.report_failure(f"{type(error).__name__}: {error}")
+def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    arguments, keywords = select_arguments(0, args), select_replica(0, kwargs) if kwargs else {}
+    share = share_of_arguments((*arguments, *keywords.values()))
+    context = ReplicaContext(strategy, strategy.worker.group.rank, share=share)
+    try:
+        with entered(Frame(strategy, context)), made_current(strategy.worker.torch_device(0)):
+            return of_share(context, fn, arguments, keywords)
+    except BaseException as error:
+        if strategy.worker.group.size > 1:
+            _report_failure(strategy, error)
+            error.add_note(f"[tfstyle_dist] raised in replica {context.replica_id} of {strategy.worker.num_replicas}")
+        raise
 
-    def _replica_function(
-        self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Callable[[TurnRun], Any]:
-        def call(run: TurnRun) -> Any:
-            me: Any = self
-            context = ReplicaContext(me, self.worker.replica_id(replica), local_replica_id=replica, run=run)
-            clock = self.worker.clocks[replica]
-            clock.enter(COMPUTE)
-            with region("run", self.monitor.running), entered(Frame(self, context)):
-                result = fn(*select_arguments(replica, args), **(select_replica(replica, kwargs) if kwargs else {}))
-            clock.leave()
-            return result
 
-        return call
+def _report_failure(strategy: Strategy, error: BaseException) -> None:
+    """Leaves word for the other workers, unless the group itself failed: then one of them is the reason."""
+    group = strategy.worker.group
+    if error is not group.errored():
+        group.report_failure(f"{type(error).__name__}: {error}")
+
+
+def _replica_function(
+    strategy: Strategy, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[TurnRun], Any]:
+    def call(run: TurnRun) -> Any:
+        arguments, keywords = select_arguments(replica, args), select_replica(replica, kwargs) if kwargs else {}
+        share = share_of_arguments((*arguments, *keywords.values()))
+        number = strategy.worker.replica_id(replica)
+        context = ReplicaContext(strategy, number, local_replica_id=replica, run=run, share=share)
+        clock = strategy.worker.clocks[replica]
+        clock.enter(COMPUTE)
+        with region("run", strategy.monitor.running), entered(Frame(strategy, context)):
+            result = of_share(context, fn, arguments, keywords)
+        clock.leave()
+        return result
+
+    return call

@@ -11,12 +11,12 @@ import torch
 
 from tfstyle_dist.cluster_resolver import ClusterResolver
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.comm.bootstrap import effective_timeout
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.comm.xla_adapter import XlaAdapter, require_torch_xla
-from tfstyle_dist.comm.xla_group import XlaGroup
+from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter, require_torch_xla
+from tfstyle_dist.comm.xla.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.logging import get_logger
@@ -26,7 +26,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredVariables
 from tfstyle_dist.strategies.running import RunOptions
-from tfstyle_dist.values import is_uneven
+from tfstyle_dist.values import has_unequal_shares
 
 _WARM_UP_STEPS = 3
 
@@ -231,7 +231,7 @@ class TPUStrategy(MirroredVariables):
             leaves = nest.flatten((args, kwargs or {}))[0]
             for leaf in leaves:
                 self._hold_as_data(leaf)
-            with group.step(same=not any(is_uneven(leaf) for leaf in leaves)):
+            with group.step(same=not has_unequal_shares(leaves)):
                 result = super().run(fn, args, kwargs, options)
         else:
             for leaf in nest.flatten((args, kwargs or {}))[0]:

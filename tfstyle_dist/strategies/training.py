@@ -4,162 +4,155 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.random_streams import seed_python
-from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import buffers
-from tfstyle_dist.variables import ParameterStore, find_record
+from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.adoption import adopt_module
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.base import Strategy
 
-class TrainingMethods:
-    """Part of ``Strategy``: adopting modules, buffers, accumulation, gradient policies, seeds."""
 
-    worker: Worker
-    parameter_store: ParameterStore
-    gradient_reducer: GradientReducer | None
+def experimental_adopt(strategy: Strategy, module: Any) -> Any:
+    """Takes over a module that was built outside the scope, or that lost its adoption; in place.
 
-    @property
-    def adopts_modules(self) -> bool:
-        """See ``Strategy``."""
-        raise NotImplementedError
+    Any other object with attributes of its own, or a tensor, may be given too: each replica of this process then
+    finds its own values in it, as if the replica had a process of its own (``docs/replicas.md``).
 
-    def require_cross_replica_context(self, what: str, instead: str) -> None:
-        """See ``Strategy``."""
-        raise NotImplementedError
+    Args:
+        module: its parameters and buffers become the strategy's; the first worker's values count. Or an object
+            whose attributes the step function changes: an optimizer wrapper, a running average, a counter.
 
-    def experimental_adopt(self, module: Any) -> Any:
-        """Takes over a module that was built outside the scope, or that lost its adoption; in place.
+    Returns:
+        The same object.
 
-        Any other object with attributes of its own, or a tensor, may be given too: each replica of this process then
-        finds its own values in it, as if the replica had a process of its own (``docs/replicas.md``).
-
-        Args:
-            module: its parameters and buffers become the strategy's; the first worker's values count. Or an object
-                whose attributes the step function changes: an optimizer wrapper, a running average, a counter.
-
-        Returns:
-            The same object.
-
-        Raises:
-            TypeError: an object without attributes of its own, such as a list or a number.
-            ValueError: the module has uninitialised (lazy) parameters.
-            RuntimeError: a parameter belongs to another strategy.
-        """
-        if not isinstance(module, torch.nn.Module):
-            if not hasattr(module, "__dict__") or isinstance(module, type):
-                raise TypeError(
-                    "experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got "
-                    f"{type(module).__name__}. Put what the step changes into an attribute of an object."
-                )
-            self.parameter_store.adopt_object(module)
-        elif self.adopts_modules:
-            adopt_module(self.parameter_store, module)
-            self.parameter_store.ensure_equal()
-        return module
-
-    def sync_buffers(self) -> None:
-        """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
-
-        Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
-        """
-        self.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
-        buffers.synchronize(self.worker, self.parameter_store)
-
-    def should_stop(self, flag: bool = False) -> bool:
-        """Whether any worker wants to stop, so that all leave the training loop at the same step.
-
-        Collective over the workers: all call it at the same place of each step, in cross-replica context.
-
-        Args:
-            flag: this worker's wish.
-
-        Returns:
-            The same answer on all workers: whether one of them passed True.
-
-        Raises:
-            RuntimeError: called in replica context.
-
-        Example:
-            >>> for batch in batches:
-            ...     strategy.run(step, args=batch)
-            ...     if strategy.should_stop(time.monotonic() > limit):  # clocks and limits may differ by worker
-            ...         break
-        """
-        self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-        wishes = torch.tensor([int(bool(flag))], device=self.worker.torch_device(0))
-        self.worker.group.all_reduce(wishes, "should_stop")
-        return bool(wishes.item())
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
-
-        Enter it on every worker alike, around ``run`` or inside the replica function.
-        """
-        if self.gradient_reducer is None:
-            return nullcontext()
-        return self.gradient_reducer.accumulate()
-
-    def set_gradient_policy(
-        self,
-        parameters: Iterable[torch.Tensor] | None = None,
-        *,
-        scale: ReduceOp | str | None = None,
-        reduce_at: str | None = None,
-    ) -> None:
-        """Says how gradients of plain ``torch.optim`` training are reduced; alike on every worker.
-
-        Args:
-            parameters: which; ``None``: all that the strategy owns now.
-            scale: MEAN (the default) or SUM over the replicas.
-            reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
-
-        Raises:
-            ValueError: a parameter that this strategy does not own.
-        """
-        if not self.adopts_modules:  # one replica: there is nothing to reduce
-            GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
-            return
-        records = list(self.parameter_store.records()) if parameters is None else [self._own(p) for p in parameters]
-        for record in records:
-            if record.policy is None:
-                continue
-            if scale is not None:
-                record.policy.scale = ReduceOp.from_any(scale)
-                if record.policy.scale is ReduceOp.SUM and self.gradient_reducer is not None:
-                    self.gradient_reducer.watch_before(record)
-            if reduce_at is not None:
-                record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
-
-    def _own(self, parameter: Any) -> Any:
-        record = find_record(parameter)
-        if record is None or record.store is not self.parameter_store:
-            raise ValueError(
-                f"A tensor of shape {tuple(parameter.shape)} does not belong to {self!r}; build its module in "
-                "scope() or call experimental_adopt(module)."
+    Raises:
+        TypeError: an object without attributes of its own, such as a list or a number.
+        ValueError: the module has uninitialised (lazy) parameters.
+        RuntimeError: a parameter belongs to another strategy.
+    """
+    if not isinstance(module, torch.nn.Module):
+        if not hasattr(module, "__dict__") or isinstance(module, type):
+            raise TypeError(
+                "experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got "
+                f"{type(module).__name__}. Put what the step changes into an attribute of an object."
             )
-        return record
+        strategy.parameter_store.adopt_object(module)
+    elif strategy.adopts_modules:
+        adopt_module(strategy.parameter_store, module)
+        strategy.parameter_store.ensure_equal()
+    return module
 
-    def seed_replicas(self, seed: int, *, python: bool = False) -> None:
-        """Gives every replica its own stream of random numbers, reproducible from ``seed``.
 
-        Replica ``r`` draws what ``torch.manual_seed(seed + r)`` starts, whether it has a process of its own or not;
-        the first replica of a process draws from the process' own stream. Without this call the other replicas of a
-        process draw numbers that are derived from the state of that stream and their number.
+def sync_buffers(strategy: Strategy) -> None:
+    """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
 
-        Args:
-            seed: the same on all workers.
-            python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
-        """
-        if self.parameter_store.contents is not None:
-            self.parameter_store.contents.seed(seed, python)
-            return
-        torch.manual_seed(seed + self.worker.replica_id(0))
-        if python:
-            seed_python(seed + self.worker.replica_id(0))
+    Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
+    """
+    strategy.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
+    buffers.synchronize(strategy.worker, strategy.parameter_store)
+
+
+def should_stop(strategy: Strategy, flag: bool = False) -> bool:
+    """Whether any worker wants to stop, so that all leave the training loop at the same step.
+
+    Collective over the workers: all call it at the same place of each step, in cross-replica context.
+
+    Args:
+        flag: this worker's wish.
+
+    Returns:
+        The same answer on all workers: whether one of them passed True.
+
+    Raises:
+        RuntimeError: called in replica context.
+
+    Example:
+        >>> for batch in batches:
+        ...     strategy.run(step, args=batch)
+        ...     if strategy.should_stop(time.monotonic() > limit):  # clocks and limits may differ by worker
+        ...         break
+    """
+    strategy.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
+    wishes = torch.tensor([int(bool(flag))], device=strategy.worker.torch_device(0))
+    strategy.worker.group.all_reduce(wishes, "should_stop")
+    return bool(wishes.item())
+
+
+def accumulate(strategy: Strategy) -> AbstractContextManager[None]:
+    """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
+
+    Enter it on every worker alike, around ``run`` or inside the replica function.
+    """
+    if strategy.gradient_reducer is None:
+        return nullcontext()
+    return strategy.gradient_reducer.accumulate()
+
+
+def set_gradient_policy(
+    strategy: Strategy,
+    parameters: Iterable[torch.Tensor] | None = None,
+    *,
+    scale: ReduceOp | str | None = None,
+    reduce_at: str | None = None,
+) -> None:
+    """Says how gradients of plain ``torch.optim`` training are reduced; alike on every worker.
+
+    Args:
+        parameters: which; ``None``: all that the strategy owns now.
+        scale: over the replicas, MEAN, in which all weigh the same, or SUM. Until this is called it is the mean in
+            which a replica weighs by the examples of its share, if the step's batch comes from a distributed
+            dataset and its shares differ.
+        reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
+
+    Raises:
+        ValueError: a parameter that this strategy does not own.
+    """
+    if not strategy.adopts_modules:  # one replica: there is nothing to reduce
+        GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
+        return
+    owned = strategy.parameter_store.records() if parameters is None else [_own(strategy, p) for p in parameters]
+    for record in list(owned):
+        if record.policy is None:
+            continue
+        if scale is not None:
+            record.policy.scale, record.policy.by_examples = ReduceOp.from_any(scale), False
+            if record.policy.scale is ReduceOp.SUM and strategy.gradient_reducer is not None:
+                strategy.gradient_reducer.watch_before(record)
+        if reduce_at is not None:
+            record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
+
+
+def _own(strategy: Strategy, parameter: Any) -> Any:
+    record = find_record(parameter)
+    if record is None or record.store is not strategy.parameter_store:
+        raise ValueError(
+            f"A tensor of shape {tuple(parameter.shape)} does not belong to {strategy!r}; build its module in "
+            "scope() or call experimental_adopt(module)."
+        )
+    return record
+
+
+def seed_replicas(strategy: Strategy, seed: int, *, python: bool = False) -> None:
+    """Gives every replica its own stream of random numbers, reproducible from ``seed``.
+
+    Replica ``r`` draws what ``torch.manual_seed(seed + r)`` starts, whether it has a process of its own or not;
+    the first replica of a process draws from the process' own stream. Without this call the other replicas of a
+    process draw numbers that are derived from the state of that stream and their number.
+
+    Args:
+        seed: the same on all workers.
+        python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
+    """
+    if strategy.parameter_store.contents is not None:
+        strategy.parameter_store.contents.seed(seed, python)
+        return
+    torch.manual_seed(seed + strategy.worker.replica_id(0))
+    if python:
+        seed_python(seed + strategy.worker.replica_id(0))

@@ -62,7 +62,7 @@ def options_from_mark(
 
     Example:
         >>> options_from_mark(pytest.mark.distributed(workers=4, timeout=30).mark).deadline
-        15.0
+        20.0
     """
     if mark.args:
         raise TypeError(

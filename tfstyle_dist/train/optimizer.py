@@ -32,7 +32,8 @@ class TFOptimizer(UpdateRule):
 
     Example:
         >>> optimizer = GradientDescentOptimizer(learning_rate=0.1)
-        >>> optimizer.minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> optimizer.minimize(lambda: w * w, var_list=[w])
     """
 
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2

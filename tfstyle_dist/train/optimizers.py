@@ -25,7 +25,8 @@ class GradientDescentOptimizer(TFOptimizer):
         name: for messages.
 
     Example:
-        >>> GradientDescentOptimizer(0.1).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> GradientDescentOptimizer(0.1).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent") -> None:
@@ -52,7 +53,8 @@ class MomentumOptimizer(TFOptimizer):
         use_nesterov: look-ahead form: ``value -= learning_rate * (grad + momentum * m)``.
 
     Example:
-        >>> MomentumOptimizer(0.1, momentum=0.9).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> MomentumOptimizer(0.1, momentum=0.9).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class AdamOptimizer(TFOptimizer):
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", section 2.1, last paragraph.
 
     Example:
-        >>> AdamOptimizer(0.001).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> AdamOptimizer(0.001).minimize(lambda: w * w, var_list=[w])
     """
 
     row_wise = False  # TF decays the moments of all rows
@@ -155,7 +158,8 @@ class AdadeltaOptimizer(TFOptimizer):
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method".
 
     Example:
-        >>> AdadeltaOptimizer(1.0).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> AdadeltaOptimizer(1.0).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(
@@ -196,7 +200,8 @@ class AdagradOptimizer(TFOptimizer):
         ValueError: ``initial_accumulator_value`` is not positive.
 
     Example:
-        >>> AdagradOptimizer(0.1).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> AdagradOptimizer(0.1).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(
@@ -235,7 +240,8 @@ class RMSPropOptimizer(TFOptimizer):
         name: for messages.
 
     Example:
-        >>> RMSPropOptimizer(0.01).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> RMSPropOptimizer(0.01).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(
@@ -296,7 +302,8 @@ class FtrlOptimizer(TFOptimizer):
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches".
 
     Example:
-        >>> FtrlOptimizer(0.1).minimize(loss, var_list=[w])
+        >>> w = Variable(3.0)
+        >>> FtrlOptimizer(0.1).minimize(lambda: w * w, var_list=[w])
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, widened, widened_type
+from tfstyle_dist.cross_device_ops.collective import on_first_device, reduce_over_workers, widened, widened_type
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.strategies.base import Strategy
@@ -33,7 +33,8 @@ def reduced(
     """
     group = strategy.worker.group
     with strategy.worker.clocks[0].counting(COMMUNICATION), torch.no_grad():
-        given = [widened(strategy.worker, [g for g in column if g is not None]) for column in columns]
+        given = [on_first_device([g for g in column if g is not None]) for column in columns]
+        given = [widened(strategy.worker, column) for column in given]
         own_sum = strategy.cross_device_ops.own_sum
         if own_sum is None:
             sums = aggregate_columns(given, method)

@@ -24,7 +24,8 @@ class Optimizer(TFOptimizer):
 
     Example:
         >>> optimizer = Optimizer(torch.optim.AdamW(model.parameters()))
-        >>> optimizer.minimize(loss)
+        >>> loss_fn = lambda: torch.nn.functional.mse_loss(model(x), y)
+        >>> strategy.run(lambda: optimizer.minimize(loss_fn))
     """
 
     def __init__(self, torch_optimizer: torch.optim.Optimizer, name: str = "Optimizer") -> None:

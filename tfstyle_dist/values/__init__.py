@@ -12,19 +12,40 @@ from tfstyle_dist.values.distributed_values import (
     select_replica,
 )
 from tfstyle_dist.values.indexed_slices import IndexedSlices
-from tfstyle_dist.values.shares import is_uneven, mark_uneven
+from tfstyle_dist.values.shares import (
+    Division,
+    Share,
+    any_noted,
+    cut_evenly,
+    has_unequal_shares,
+    may_be_nan,
+    note_batch,
+    note_result,
+    share_of_arguments,
+    shares_of_results,
+    without_nothing,
+)
 
 __all__ = [
     "DistributedValues",
+    "Division",
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
+    "Share",
     "ValueContext",
+    "any_noted",
     "component_values",
-    "is_uneven",
+    "cut_evenly",
+    "has_unequal_shares",
     "local_results",
-    "mark_uneven",
+    "may_be_nan",
+    "note_batch",
+    "note_result",
     "regroup",
     "select_arguments",
     "select_replica",
+    "share_of_arguments",
+    "shares_of_results",
+    "without_nothing",
 ]

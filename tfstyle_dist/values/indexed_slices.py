@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+
 
 class IndexedSlices:
     """Rows of a larger tensor: ``dense[indices[i]]`` belongs to ``values[i]``.
@@ -62,7 +64,7 @@ def as_slices(value: Any) -> IndexedSlices:
         return value
     if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo and value.sparse_dim() == 1:
         rows = value.detach()
-        return IndexedSlices(rows._values(), rows._indices()[0], tuple(rows.shape))
+        return IndexedSlices(torch_internals.values_of(rows), torch_internals.indices_of(rows)[0], tuple(rows.shape))
     raise TypeError(
         "Argument `sparse_delta` must be an IndexedSlices(values, indices), or a torch.sparse_coo_tensor that is "
         f"sparse in its first dimension. Received: {value!r}."

@@ -1,21 +1,218 @@
-"""A mark on the tensors of a batch whose shares may differ in size from replica to replica."""
+"""How a global batch was divided: noted on its tensors by the input, asked for by ``run`` and by what reduces.
+
+Only what is worth knowing is noted, so that batches of equal shares cost nothing: nothing is looked up while nothing is
+noted.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-_MARK = "_tfstyle_uneven"
-
-
-def mark_uneven(leaf: Any) -> Any:
-    """Marks a tensor of such a batch; returns it."""
-    if isinstance(leaf, torch.Tensor):
-        setattr(leaf, _MARK, True)
-    return leaf
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.values.distributed_values import DistributedValues
 
 
-def is_uneven(leaf: Any) -> bool:
-    """Whether ``leaf`` was marked."""
-    return isinstance(leaf, torch.Tensor) and getattr(leaf, _MARK, False)
+class Division(NamedTuple):
+    """The shares of one global batch; the same numbers on all workers.
+
+    Attributes:
+        replicas: number of shares.
+        examples: in all shares together.
+        squares: sum of the squares of the shares' sizes.
+        empty: number of shares without examples.
+    """
+
+    replicas: int
+    examples: int
+    squares: int
+    empty: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Division:
+        """The division into shares of ``sizes`` examples."""
+        return cls(len(sizes), sum(sizes), sum(n * n for n in sizes), sum(n == 0 for n in sizes))
+
+    @property
+    def even(self) -> bool:
+        """Whether all shares are of one size."""
+        return self.replicas * self.squares == self.examples * self.examples
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's part of a global batch.
+
+    Attributes:
+        examples: in this share.
+        division: of the whole; ``None``: the sizes of the shares are not known.
+    """
+
+    examples: int
+    division: Division | None
+
+    @property
+    def weight(self) -> float:
+        """What a mean over this share counts, where that over an equal share counts 1.
+
+        The mean over the replicas of what was multiplied by it is the mean over the examples.
+        """
+        assert self.division is not None
+        return self.examples * self.division.replicas / self.division.examples
+
+    @property
+    def some_empty(self) -> bool:
+        """Whether a replica has no example; the same answer on all replicas."""
+        return self.division is not None and self.division.empty > 0
+
+
+@lru_cache(maxsize=1024)
+def cut_evenly(examples: int, replicas: int) -> Division:
+    """The division of a batch that is cut into pieces of ceil(examples / replicas)."""
+    step = max(-(-examples // replicas), 1)
+    whole, rest = divmod(examples, step)
+    return Division.of([step] * whole + ([rest] if rest else []) + [0] * (replicas - whole - bool(rest)))
+
+
+_MOST_TEXTS = 256
+
+
+class _Notes:
+    """What is known of tensors and arrays, while they live, and of the latest lists of texts."""
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()
+        self._texts: dict[int, tuple[Any, Share]] = {}  # lists have no weak references
+
+    def __bool__(self) -> bool:
+        return bool(self._texts) or len(self._known) > 0
+
+    def put(self, leaf: Any, share: Share) -> None:
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            self._known[leaf] = share
+        else:
+            self._texts[id(leaf)] = (leaf, share)
+            if len(self._texts) > _MOST_TEXTS:
+                del self._texts[next(iter(self._texts))]
+
+    def get(self, leaf: Any) -> Share | None:
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            found: Share | None = self._known.get(leaf)
+            return found
+        return self._texts[id(leaf)][1] if id(leaf) in self._texts else None
+
+
+_batches, _results = _Notes(), _Notes()
+
+
+def any_noted() -> bool:
+    """Whether something is noted of any batch that is still there."""
+    return bool(_batches)
+
+
+def note_batch(part: Any, share: Share) -> None:
+    """Notes of everything in a replica's part of a batch which share it is."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        _batches.put(part, share)
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            note_batch(value, share)
+    elif isinstance(part, list | tuple):
+        if (not part and isinstance(part, list)) or (part and isinstance(part[0], str | bytes)):
+            _batches.put(part, share)
+        else:
+            for value in part:
+                note_batch(value, share)
+
+
+def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
+    """The share that one replica works on: that of the batch among its arguments.
+
+    Args:
+        arguments: of the step function; lists, tuples, mappings and distributed values are looked into.
+
+    Returns:
+        ``None`` where all weigh the same: no batch of a distributed dataset, one of equal shares or of shares of
+        unknown sizes, or several that were divided differently; that is said once. The same on all replicas.
+    """
+    if not _batches:
+        return None
+    found: list[Share] = []
+    _collect(arguments, found)
+    uneven = [share for share in found if share.division is not None and not share.division.even]
+    if not uneven:
+        return None
+    if any(share.division != uneven[0].division for share in found):
+        warn_once(
+            "shares of several batches",
+            "One call of strategy.run was given batches that are divided in different ways, so it is not known which "
+            "loss belongs to which: all replicas weigh the same in the gradients. Call run for each batch, or divide "
+            "the losses by the sizes of the global batches and call strategy.set_gradient_policy(scale='SUM').",
+        )
+        return None
+    return uneven[0]
+
+
+def has_unequal_shares(values: Iterable[Any]) -> bool:
+    """Whether replicas may have tensors of other sizes among ``values``, which come from a distributed dataset."""
+    if not _batches:
+        return False
+    found: list[Share] = []
+    _collect(values, found)
+    return any(share.division is None or not share.division.even for share in found)
+
+
+def _collect(values: Iterable[Any], found: list[Share]) -> None:
+    for value in values:
+        share = _batches.get(value)
+        if share is not None:
+            found.append(share)
+        elif isinstance(value, DistributedValues) and not isinstance(value, torch.Tensor):
+            _collect(value.values, found)
+        elif isinstance(value, Mapping):
+            _collect(value.values(), found)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+
+
+def note_result(leaf: Any, share: Share) -> None:
+    """Notes of what a replica returned which share it was computed of; only where some share is empty."""
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DistributedValues):
+        _results.put(leaf, share)
+
+
+def shares_of_results(leaves: Sequence[Any]) -> list[Share] | None:
+    """The shares that per-replica results were computed of; ``None`` if no share was empty. Alike on all workers."""
+    if not _results:
+        return None
+    shares = [_results.get(leaf) for leaf in leaves]
+    known = [share for share in shares if share is not None]
+    return known if len(known) == len(leaves) and all(share.some_empty for share in known) else None
+
+
+def may_be_nan(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of ``tensors`` are dense numbers that can be NaN; the same on all replicas."""
+    return all(t.layout is torch.strided and (t.is_floating_point() or t.is_complex()) for t in tensors)
+
+
+def without_nothing(
+    tensors: Sequence[torch.Tensor], shares: Sequence[Share]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """NaN that was computed of no examples, such as the mean of an empty share, is nothing; any other value counts.
+
+    Args:
+        tensors: see ``may_be_nan``.
+        shares: of what each was computed.
+
+    Returns:
+        The tensors with 0 for nothing; and of their shapes and dtypes 1 where there is a value and 0 for nothing.
+    """
+    nothing = [t.detach().isnan() & (share.examples == 0) for t, share in zip(tensors, shares, strict=True)]
+    kept = [torch.where(n, 0, t.detach()) for n, t in zip(nothing, tensors, strict=True)]
+    return kept, [(~n).to(t.dtype) for n, t in zip(nothing, tensors, strict=True)]

@@ -70,7 +70,7 @@ def _norm_rows_of_all(module: Any, args: tuple[Any, ...]) -> None:
 
 def _watch_norms(module: torch.nn.Module) -> None:
     bounded = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None
-    if bounded and not any(hook is _norm_rows_of_all for hook in module._forward_pre_hooks.values()):
+    if bounded and not any(hook is _norm_rows_of_all for hook in torch_internals.forward_pre_hooks_of(module).values()):
         module.register_forward_pre_hook(_norm_rows_of_all)
 
 
@@ -95,14 +95,14 @@ def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
 
 def _adopt_when_materialized(module: torch.nn.Module) -> None:
     """A lazy module gets its shape in its first forward; ``_materialized`` is called right after."""
-    if not any(hook is _materialized for hook in module._forward_pre_hooks.values()):
+    if not any(hook is _materialized for hook in torch_internals.forward_pre_hooks_of(module).values()):
         module.register_forward_pre_hook(_materialized)
 
 
 def _materialized(module: torch.nn.Module, _: Any) -> None:
-    for number, hook in list(module._forward_pre_hooks.items()):
+    for number, hook in list(torch_internals.forward_pre_hooks_of(module).items()):
         if hook is _materialized:
-            del module._forward_pre_hooks[number]
+            del torch_internals.forward_pre_hooks_of(module)[number]
     store = _store_of(module)
     if store is None:
         return

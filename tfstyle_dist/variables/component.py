@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
-from tfstyle_dist.values import PerReplica
+from tfstyle_dist.values import PerReplica, Share, may_be_nan, without_nothing
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
@@ -128,8 +128,25 @@ def write_all(record: Record, op: str, value: torch.Tensor) -> None:
             write_component(component, op, value.to(true_device(component)))
 
 
-def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
-    """The value that all replicas of all workers write together."""
+def without_nan(op: str, value: torch.Tensor, component: torch.Tensor) -> torch.Tensor:
+    """What a replica without examples writes to its copy: what it computed of nothing, NaN, leaves the copy as it is.
+
+    Args:
+        op: ``assign``, ``assign_add`` or ``assign_sub``.
+        value: of the copy's shape and dtype.
+        component: the copy.
+    """
+    return torch.where(value.isnan(), component.detach() if op == "assign" else torch.zeros_like(value), value)
+
+
+def combine(record: Record, values: Sequence[torch.Tensor], shares: Sequence[Share | None] = ()) -> torch.Tensor:
+    """The value that all replicas of all workers write together.
+
+    Args:
+        record: the variable.
+        values: of the local replicas.
+        shares: of which examples each was computed, if that is known.
+    """
     worker = record.store.worker
     if record.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         first = values[0].detach().clone()
@@ -137,9 +154,18 @@ def combine(record: Record, values: list[torch.Tensor]) -> torch.Tensor:
             worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
         return first
     op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
+    known = [s for s in shares if s is not None and s.some_empty]
+    if known and len(known) == len(values) and may_be_nan(values):
+        kept, counted = without_nothing(values, known)
+        total = _reduced(record, ReduceOp.SUM, kept)
+        return total / _reduced(record, ReduceOp.SUM, counted) if op is ReduceOp.MEAN else total
+    return _reduced(record, op, values)
+
+
+def _reduced(record: Record, op: ReduceOp, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    worker = record.store.worker
     total = record.store.strategy.cross_device_ops.sum_values(widened(worker, values))
-    total = reduce_over_workers(worker, op, total, f"variable {record.local_name!r}")
-    return total.to(values[0].dtype)
+    return reduce_over_workers(worker, op, total, f"variable {record.local_name!r}").to(values[0].dtype)
 
 
 def read_across_replicas(record: Record, name: str) -> torch.Tensor:

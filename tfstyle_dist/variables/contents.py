@@ -279,11 +279,12 @@ class ReplicaContents:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says it, once, if a step writes to tensors that all replicas share."""
-        self._watched = [(t, t._version) for t in tensors if not t.is_inference() and id(t) not in self._places]
+        shared = (t for t in tensors if not t.is_inference() and id(t) not in self._places)
+        self._watched = [(t, torch_internals.version_of(t)) for t in shared]
 
     def _say_written(self) -> None:
         for tensor, version in self._watched:
-            if tensor._version != version:
+            if torch_internals.version_of(tensor) != version:
                 warn_once(
                     f"shared tensor {id(self)} {tuple(tensor.shape)}",
                     f"A step function wrote to a tensor of shape {tuple(tensor.shape)} that it names (in its closure, "
@@ -323,7 +324,7 @@ class ReplicaContents:
                 for name in gone:
                     own.pop(name, None)
             if isinstance(thing, torch.nn.Module):
-                for parameter in thing._parameters.values():
+                for parameter in torch_internals.parameters_of(thing).values():
                     if parameter is not None:
                         self._adopt(parameter, thing)
         self.finish_taking()
@@ -439,7 +440,7 @@ class BufferCopies(_ByReplica):
         self._name = name
 
     def _of(self, owner: torch.nn.Module, replica: int) -> torch.Tensor:
-        buffer: torch.Tensor = self._contents.attributes(owner, replica)["_buffers"][self._name]
+        buffer: torch.Tensor = self._contents.attributes(owner, replica)[torch_internals.BUFFERS][self._name]
         return buffer
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.replicated import Replicated
 
 MOST_ENTRIES = 20_000
@@ -191,4 +192,4 @@ def tensor_state(value: torch.Tensor) -> tuple[Any, ...]:
     """Changes whenever a tensor is written to, or gets another memory."""
     if value.is_inference():
         return (-1, value.data_ptr())
-    return value._version, value.data_ptr() if value.layout is torch.strided else value.shape
+    return torch_internals.version_of(value), value.data_ptr() if value.layout is torch.strided else value.shape

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
@@ -106,7 +107,7 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
         component._tfstyle_name = name if replica == 0 else f"{name}/replica_{replica}"
         component._tfstyle_device = data.device if place is None else place.logical
         components.append(component)
-    variable: Variable = torch.Tensor._make_subclass(cls, components[0].detach(), wants_grad)
+    variable: Variable = torch_internals.make_subclass(cls, components[0].detach(), wants_grad)
     record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())
     record.local_name = name
     variable._tfstyle_record = record

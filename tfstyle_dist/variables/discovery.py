@@ -101,7 +101,7 @@ class Discovery:
         if function.__defaults__:
             for default in function.__defaults__:
                 self._value(default, seen, (), 0)
-        wrapped = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
+        wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._value(inspect.unwrap(wrapped), seen, (), 0)
         if _is_library(function.__code__.co_filename):

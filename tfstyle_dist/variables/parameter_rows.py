@@ -18,8 +18,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_ATTRIBUTES = attrgetter(*_HOOKS, "__dict__")
+_ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
 _Hooks = tuple[Any, ...]
 
@@ -146,7 +145,7 @@ class ParameterRows:
         for parameter, vessel in zip(self.inside, vessels, strict=True):
             if parameter.__dict__ or vessel.__dict__:
                 parameter.__dict__, vessel.__dict__ = vessel.__dict__, parameter.__dict__
-            for name in _HOOKS:
+            for name in torch_internals.HOOKS:
                 mine, its = getattr(parameter, name), getattr(vessel, name)
                 if mine is not None or its is not None:
                     setattr(parameter, name, its)
@@ -168,8 +167,8 @@ class ParameterRows:
     def _renew(self, place: int, parameter: torch.Tensor, written: bool, new_grad: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
         now, hooks_now = parameter.grad, _hooks_of(parameter)
-        written = written or parameter._version != version or _address(parameter) != address
-        new_grad = new_grad or now is not grad or (now is not None and now._version != grad_version)
+        written = written or torch_internals.version_of(parameter) != version or _address(parameter) != address
+        new_grad = new_grad or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
         for row, vessels in enumerate(self._vessels):
             if row == self.row:
                 continue
@@ -220,19 +219,19 @@ def _address(parameter: torch.Tensor) -> Any:
 
 def _marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     grad = parameter.grad
-    version = 0 if grad is None else grad._version
+    version = 0 if grad is None else torch_internals.version_of(grad)
     attributes = dict(parameter.__dict__) if parameter.__dict__ else None
-    trains = parameter.requires_grad
-    return parameter._version, _address(parameter), trains, grad, version, _hooks_of(parameter), attributes
+    written, trains = torch_internals.version_of(parameter), parameter.requires_grad
+    return written, _address(parameter), trains, grad, version, _hooks_of(parameter), attributes
 
 
 def _is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
     """Whether a parameter is surely as it was marked."""
     grad = parameter.grad
     return (
-        parameter._version == marks[0]
+        torch_internals.version_of(parameter) == marks[0]
         and grad is marks[3]
-        and (grad is None or grad._version == marks[4])
+        and (grad is None or torch_internals.version_of(grad) == marks[4])
         and parameter.requires_grad is marks[2]
         and _address(parameter) == marks[1]
         and not parameter.__dict__
@@ -241,7 +240,7 @@ def _is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
 
 
 def _hooks_of(tensor: torch.Tensor) -> _Hooks:
-    first, second = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    first, second = torch_internals.hooks_of(tensor)
     if not first and not second:
         return ()
     return tuple((first or {}).items()), tuple((second or {}).items())
@@ -249,7 +248,7 @@ def _hooks_of(tensor: torch.Tensor) -> _Hooks:
 
 def _put_hooks(vessel: torch.Tensor, hooks: _Hooks) -> None:
     """Gives a row hooks of its own: what a replica registers in its step is its own affair."""
-    for name, entries in zip(_HOOKS, hooks or ((), ()), strict=True):
+    for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
         if entries or getattr(vessel, name):
             setattr(vessel, name, OrderedDict(entries))
 

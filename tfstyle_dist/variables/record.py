@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import Frame, current_frame
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.variables.gradient_policy import GradientPolicy
     from tfstyle_dist.variables.store import ParameterStore
 
-raw = torch._C.DisableTorchFunctionSubclass
+raw = torch_internals.DisableTorchFunctionSubclass
 """Context manager under which a replicated tensor is just its own storage."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.variables.record import Placement, Record, raw
 
@@ -215,7 +216,7 @@ def _share_memory_(tensor: Any) -> Any:
 
 def _shallow_type(tensor: Any, other: Any) -> bool:
     with raw():
-        return bool(torch._has_compatible_shallow_copy_type(tensor, _resolve(other)))
+        return bool(torch_internals.has_compatible_shallow_copy_type(tensor, _resolve(other)))
 
 
 def _device(tensor: Any) -> torch.device:
@@ -278,7 +279,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _REQUIRES_GRAD.__set__: _set_requires_grad,
     _Tensor.requires_grad_: _requires_grad_,
     _Tensor.share_memory_: _share_memory_,
-    torch._has_compatible_shallow_copy_type: _shallow_type,
+    torch_internals.has_compatible_shallow_copy_type: _shallow_type,
     _Tensor.data_ptr: _data_ptr,
     _DEVICE.__get__: _device,
     _IS_CUDA.__get__: _is_cuda,

@@ -189,18 +189,19 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
     plain = variable._tfstyle_plain()
     if frame is not None and frame.strategy is not strategy and not plain:
         raise mixing_error(strategy, frame.strategy, f"{op} of variable {variable.name!r}")
-    rows = rows_of(op, sparse_delta, record.components[0], lambda: variable.name)
     index, central = record.index(), record.placement is Placement.CENTRAL
+    component = record.components[0 if plain else index or 0]
+    rows = rows_of(op, sparse_delta, component, lambda: variable.name)
     try:
         if plain or (frame is not None and frame.component is not None):
-            apply_rows(record.components[0 if plain else index or 0], op, rows)
+            apply_rows(component, op, rows)
             return variable
         if not central:
             _check_supported(variable, op)
         if index is None:
             _apply_to_all(record, op, rows)
         elif not central and record.aggregation is VariableAggregation.NONE:
-            apply_rows(record.components[index], op, rows)
+            apply_rows(component, op, rows)
         else:
             assert frame is not None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.shared_segment import SharedSegment, open_segment
+from tfstyle_dist.shm.segment import Segment, open_segment
 from tfstyle_dist.variables.record import Record, raw
 
 _ALIGNMENT = 64
@@ -31,7 +31,7 @@ class Place:
         address: of the values as the record's tensor shows them.
     """
 
-    def __init__(self, segment: SharedSegment, offset: int, like: torch.Tensor) -> None:
+    def __init__(self, segment: Segment, offset: int, like: torch.Tensor) -> None:
         self.segment, self.size, self.strides, self.dtype = segment, like.shape, dense_strides(like), like.dtype
         self._bytes = slice(offset, offset + like.numel() * like.element_size())
         self.flat = segment.shared[self._bytes].view(like.dtype)
@@ -56,7 +56,7 @@ class SharedHome:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._places: weakref.WeakKeyDictionary[Record, Place] = weakref.WeakKeyDictionary()
-        self._segments: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
     def place_of(self, record: Record) -> Place | None:
         """Where a record is; ``None`` when it is not shared."""
@@ -102,12 +102,12 @@ class SharedHome:
             if (place := self._places.get(r)) is not None and r.components[0].data_ptr() != place.address
         ]
 
-    def written(self) -> list[tuple[SharedSegment, list[tuple[int, int]]]]:
+    def written(self) -> list[tuple[Segment, list[tuple[int, int]]]]:
         """What this worker wrote to its parameters since the last update."""
         found = [(s, s.written()) for s in list(self._segments)]
         return [(segment, ranges) for segment, ranges in found if ranges]
 
-    def publish(self, written: Sequence[tuple[SharedSegment, list[tuple[int, int]]]]) -> None:
+    def publish(self, written: Sequence[tuple[Segment, list[tuple[int, int]]]]) -> None:
         """Puts what all workers wrote alike into the shared values, each worker a part of it; collective."""
         rank, size = self._group.rank, self._group.size
         for segment, ranges in written:

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
     "_io", "_pytest", "argparse", "asyncio", "builtins", "collections", "concurrent", "contextlib", "ctypes",
     "datasets", "enum", "functools", "importlib", "inspect", "io", "itertools", "keras", "logging", "matplotlib",
     "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pytest", "queue", "re", "sklearn", "subprocess",
     "tensorboard",
-    "tfstyle_dist", "threading", "tokenizers", "torch._C", "torch._dynamo", "torch._functorch", "torch._inductor",
-    "torch._ops", "torch.distributed", "torch.futures", "torch.fx", "torch.jit", "torch.multiprocessing",
-    "torch.profiler", "torch.utils.data", "torch.utils.hooks", "tqdm", "types", "typing", "unittest", "weakref",
+    "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
+    *torch_internals.MACHINERY,
 )  # fmt: skip
 _MOST_LOOKED_AT = 256
 _HOLDERS = (

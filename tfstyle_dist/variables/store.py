@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import torch_internals
@@ -25,7 +24,7 @@ from tfstyle_dist.variables.partitioned import LocalParts
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
-_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_records: torch_internals.WeakIdKeyDictionary = torch_internals.WeakIdKeyDictionary()
 _records_lock = threading.Lock()
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 """Those that take modules over."""
@@ -165,13 +164,13 @@ class ParameterStore:
         """A module of this strategy has a parameter that came past torch's registration: it is adopted too."""
         known = find_record(parameter)
         if module in self._modules and known is None and isinstance(parameter, torch.nn.Parameter):
-            name = next((n for n, p in module._parameters.items() if p is parameter), "")
+            name = next((n for n, p in torch_internals.parameters_of(module).items() if p is parameter), "")
             self.adopt_parameter(parameter, module, name)
 
     def adopt_strays(self) -> None:
         """Adopts such parameters of all modules, e.g. after ``to_empty``."""
         for module in list(self._modules):
-            for parameter in module._parameters.values():
+            for parameter in torch_internals.parameters_of(module).values():
                 if parameter is not None and not isinstance(parameter, torch.nn.UninitializedParameter):
                     self.adopt_stray(parameter, module)
 
@@ -372,7 +371,7 @@ def is_elsewhere(device: torch.device, home: torch.device) -> bool:
 def _follow_buffer(record: Record) -> None:
     """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
     module = record.module() if record.module is not None else None
-    current = None if module is None else module._buffers.get(record.local_name)
+    current = None if module is None else torch_internals.buffers_of(module).get(record.local_name)
     if current is not None and current is not record.tensor:
         record.rebind(current)
         with _records_lock:

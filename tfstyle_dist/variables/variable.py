@@ -9,12 +9,13 @@ import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import current_frame, mixing_error
-from tfstyle_dist.values import DistributedValues
+from tfstyle_dist.values import DistributedValues, Share
 from tfstyle_dist.variables.component import (
     checked,
     combine,
     per_component,
     read_across_replicas,
+    without_nan,
     write_all,
     write_component,
 )
@@ -49,8 +50,8 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
 
     Example:
         >>> v = Variable(1.0, name="v")
-        >>> float(v.assign_add(2.0))
-        3.0
+        >>> v.assign_add(2.0).numpy()
+        array(3., dtype=float32)
 
     Source: ``tf.Variable``.
     """
@@ -102,6 +103,10 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         return self._tfstyle_value().detach().clone()
 
     read_value = value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """``value()`` as a numpy array with memory of its own (``tf.Variable.numpy``); ``force`` as in torch."""
+        return self.value().numpy(force=force)
 
     @property
     def name(self) -> str:
@@ -228,6 +233,9 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
                     "combine. Create it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA."
                 )
             value = checked(value, component, self.name)
+            share = None if frame.replica is None else frame.replica.share
+            if share is not None and share.examples == 0:
+                value = without_nan(op, value, component)
             write_component(component, op, value)
             return self
         self._assign_together(op, value, frame.replica)
@@ -249,12 +257,12 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
             )
         value = checked(value, record.components[replica.local_replica_id], self.name)
 
-        def write(values: list[torch.Tensor]) -> list[None]:
-            total = combine(record, values)
-            write_all(record, op, total)
+        def write(given: list[tuple[torch.Tensor, Share | None]]) -> list[None]:
+            values, shares = zip(*given, strict=True)
+            write_all(record, op, combine(record, values, shares))
             return [None] * len(values)
 
-        replica.meet(f"{op} of variable {self.name!r}", value, write)
+        replica.meet(f"{op} of variable {self.name!r}", (value, replica.share), write)
 
     def _assign_in_cross_replica_context(self, op: str, value: Any) -> Any:
         record = self._tfstyle_record

@@ -12,7 +12,7 @@ from tfstyle_dist import (
 )
 from tfstyle_dist.compat.v1 import distribute
 from tfstyle_dist.functions import print
-from tfstyle_dist.parameter_server.partitioners import (
+from tfstyle_dist.parameter_server.client.partitioning import (
     fixed_size_partitioner,
     min_max_variable_partitioner,
     variable_axis_size_partitioner,

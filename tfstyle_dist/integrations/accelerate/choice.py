@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.comm.bootstrap import default_process_group
+from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
 from tfstyle_dist.core import env
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.strategies import (
@@ -35,7 +35,7 @@ class _Made:
         """Whether it still serves."""
         group = default_process_group()
         same = group is None if self._group is None else self._group() is group
-        return same and not self.strategy._closed
+        return same and not self.strategy.closed
 
 
 def _name(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.comm.bootstrap import default_process_group
+from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
 from tfstyle_dist.cross_device_ops.collective import widened_type
 from tfstyle_dist.integrations.accelerate.upstream import DistributedDataParallelKwargs
 

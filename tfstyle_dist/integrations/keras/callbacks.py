@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.integrations.keras.backend import every_variable, keras
 from tfstyle_dist.integrations.keras.steps import Steps, share_values
 from tfstyle_dist.variables import find_record
@@ -131,7 +132,7 @@ def _stamp(variable: Any) -> tuple[int, ...]:
     record = find_record(value)
     with raw():
         stored = value if record is None else record.components[0]
-        return (id(value), stored.data_ptr(), stored._version)
+        return (id(value), stored.data_ptr(), torch_internals.version_of(stored))
 
 
 def _may_change(callback: Any) -> bool:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.integrations.keras import built_in_run, optimizers, server_state
+from tfstyle_dist.integrations.keras import built_in_run, metrics, optimizers, server_state
 from tfstyle_dist.integrations.keras.backend import get_data_adapter, keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.data import DistributedInput
@@ -30,6 +30,7 @@ def install() -> None:
     """Wraps the methods of ``keras.Model`` once, in the classes that define them."""
     optimizers.install()
     server_state.install()
+    metrics.install()
     built_in_run.install()
     for name, wrapper in _WRAPPERS.items():
         owner = next(c for c in keras.Model.__mro__ if name in vars(c))

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.records import RemoteRecord, Shard
-from tfstyle_dist.parameter_server.table import VariableTable
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
+from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
@@ -123,7 +124,7 @@ class StateOnServers:
         """Change when a slot of the chief's optimizer is written to."""
         of_all = (source.iterations, source._learning_rate)
         slots = [v.value for v in source.variables if not any(v is known for known in of_all)]
-        return [(id(value), value._version) for value in slots]
+        return [(id(value), torch_internals.version_of(value)) for value in slots]
 
     def _ask(self, shard: Shard, rule: int) -> dict[str, torch.Tensor]:
         text = self._call(shard.server, tell_slots, rule, shard.number)["slots"]

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.coordinator.context import experimental_get_current_worker_index
+from tfstyle_dist.coordinator.current_worker import experimental_get_current_worker_index
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.server_state import ITERATIONS, slot_variables
 from tfstyle_dist.integrations.keras.share import APART, CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
-from tfstyle_dist.parameter_server.wire import Op
+from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.strategies.default import default_strategy

@@ -64,7 +64,7 @@ class Checkpoint:
 
     Example:
         >>> checkpoint = Checkpoint(model=model, optimizer=optimizer, epoch=0)
-        >>> path = checkpoint.save("/tmp/training/ckpt")
+        >>> path = checkpoint.save("training/ckpt")
         >>> checkpoint.epoch = 7
         >>> checkpoint.restore(path).assert_consumed().matched, checkpoint.epoch
         (3, 0)

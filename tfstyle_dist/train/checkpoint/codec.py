@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -82,6 +82,9 @@ def decode(tree: Any, get: Get) -> Any:
     Args:
         tree: the result of ``encode``.
         get: the tensor of a name.
+
+    Raises:
+        ValueError: ``encode`` makes nothing like that; see ``check``.
     """
     if isinstance(tree, list):
         return [decode(entry, get) for entry in tree]
@@ -93,19 +96,62 @@ def decode(tree: Any, get: Get) -> Any:
     if mark == "$tensor":
         return get(inner)
     if mark in _MAPPING_TYPES:
-        return _MAPPING_TYPES[mark]([(decode(k, get), decode(v, get)) for k, v in inner])
+        return _MAPPING_TYPES[mark]([(decode(k, get), decode(v, get)) for k, v in map(_listed, _listed(inner))])
     if mark in _SEQUENCE_TYPES:
-        return _SEQUENCE_TYPES[mark](decode(entry, get) for entry in inner)
+        return _SEQUENCE_TYPES[mark]([decode(entry, get) for entry in _listed(inner)])
+    if mark not in _RARE:
+        raise ValueError(f"{mark[:80]!r} is no kind of value")
     return _RARE[mark](inner, get)
 
 
 _RARE: dict[str, Callable[[Any, Get], Any]] = {
-    "$bytes": lambda inner, get: base64.b64decode(inner),
-    "$complex": lambda inner, get: complex(*inner),
-    "$dtype": lambda inner, get: getattr(torch, inner),
+    "$bytes": lambda inner, get: base64.b64decode(inner, validate=True),
+    "$complex": lambda inner, get: complex(*_listed(inner)),
+    "$dtype": lambda inner, get: _dtype(inner),
     "$device": lambda inner, get: torch.device(inner),
     "$ndarray": lambda inner, get: get(inner).numpy(),
 }
+
+
+def check(tree: Any, tensors: Container[str]) -> None:
+    """Finds out whether ``decode`` understands a value.
+
+    Args:
+        tree: what is to be the result of ``encode``.
+        tensors: names of the tensors there are.
+
+    Raises:
+        ValueError: it does not; the message says why.
+    """
+
+    def get(name: str) -> torch.Tensor:
+        if not isinstance(name, str) or name not in tensors:
+            raise ValueError(f"there is no tensor {str(name)[:80]!r}")
+        return torch.empty(0)
+
+    try:
+        decode(tree, get)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"it is no value that a checkpoint holds: {why}") from None
+
+
+def _listed(inner: Any) -> list[Any]:
+    if not isinstance(inner, list):
+        raise ValueError(f"{str(inner)[:80]} is no list")
+    return inner
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not is_dtype(name):
+        raise ValueError(f"{str(name)[:80]!r} is no element type")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def is_dtype(name: Any) -> bool:
+    """Whether it is the name of an element type, e.g. ``"float32"``."""
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def tensor_names(tree: Any) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.errors import DataLossError
+
 METADATA_FILE = ".metadata"
 
 
@@ -193,6 +195,21 @@ class TensorReader:
 
         self._directory, self._facts = directory, facts
         self._metadata = FileSystemReader(directory).read_metadata()
+
+    def check(self) -> None:
+        """Compares the facts with what was written.
+
+        Raises:
+            DataLossError: a tensor is not there, or has another shape or element type.
+        """
+        for name, facts in self._facts.items():
+            about = self._metadata.state_dict_metadata.get(name)
+            found = None if about is None else (list(about.size), str(about.properties.dtype).removeprefix("torch."))
+            if found != (facts["shape"], facts["dtype"]):
+                raise DataLossError(
+                    f"The index has the tensor {name!r} with shape {facts['shape']} and {facts['dtype']}; in "
+                    f"{self._directory} it has {'no such tensor' if found is None else found}."
+                )
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The tensors, on the CPU.

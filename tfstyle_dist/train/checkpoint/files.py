@@ -17,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tfstyle_dist.core import json_text
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
+from tfstyle_dist.train.checkpoint import index_content
 
 FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
@@ -82,32 +84,27 @@ def read_index(path: str) -> dict[str, Any]:
     """
     file = index_file(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise NotFoundError(f"There is no checkpoint {path!r}: {_what_is_there(Path(path).parent)}.") from None
     except UnicodeDecodeError as error:
         raise DataLossError(f"The index file {file} is damaged: {error}.") from error
     first, _, rest = text.partition("\n")
-    found = re.fullmatch(r'\{"crc32": (\d+), "content":', first)
+    found = re.fullmatch(r'\{"crc32": ([0-9]{1,10}), "content":', first)
     body = rest.removesuffix("\n").removesuffix("}")
     if found is None or zlib.crc32(body.encode()) != int(found[1]):
         raise DataLossError(
             f"The index file {file} is damaged: {len(text)} characters that are not what was written. "
             "Restore an earlier checkpoint."
         )
-    content: dict[str, Any] = json.loads(body)
-    if content.get("format") != FORMAT or content.get("version", 0) > VERSION:
+    try:
+        return index_content.checked(json_text.parse(body), FORMAT, VERSION, _FOLDER)
+    except ValueError as error:
         raise DataLossError(
-            f"{file} has format {content.get('format')!r}, version {content.get('version')}; this package reads "
-            f"{FORMAT!r} up to version {VERSION}."
-        )
-    data = content.get("data")
-    if not isinstance(data, str) or not _FOLDER.fullmatch(data):
-        raise DataLossError(
-            f"The index file {file} names the folder {data!r}: the data of a checkpoint are beside its index, in a "
-            f"folder such as {Path(path).name}{DATA}0a1b2c. Restore an earlier checkpoint."
-        )
-    return content
+            f"The index file {file} cannot be used: {error}. This package reads {FORMAT!r} up to version {VERSION}; "
+            f"the data of a checkpoint are beside its index, in a folder such as {Path(path).name}{DATA}0a1b2c. "
+            "Restore an earlier checkpoint."
+        ) from None
 
 
 def _what_is_there(directory: Path) -> str:

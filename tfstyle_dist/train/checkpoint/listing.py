@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import json_text
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
@@ -68,28 +69,43 @@ def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None
     Source: ``tf.train.get_checkpoint_state``.
 
     Example:
-        >>> get_checkpoint_state("/data/job1").model_checkpoint_path
-        '/data/job1/ckpt-7'
+        >>> get_checkpoint_state("job1").model_checkpoint_path
+        'job1/ckpt-1'
     """
     file = Path(checkpoint_dir, latest_filename or STATE_FILE)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        written = file.read_bytes()
     except FileNotFoundError:
         return None
     found: dict[str, list[Any]] = {}
     try:
-        for line in lines:
+        for line in written.decode().splitlines():
             key, _, value = line.partition(": ")
-            found.setdefault(key, []).append(json.loads(value))
-        (latest,) = found["model_checkpoint_path"]
-        return CheckpointState(
-            os.path.join(checkpoint_dir, latest),
-            [os.path.join(checkpoint_dir, path) for path in found.get("all_model_checkpoint_paths", ())],
-            found.get("all_model_checkpoint_timestamps", ()),
-            next(iter(found.get("last_preserved_timestamp", ())), None),
-        )
-    except (KeyError, ValueError) as error:
-        raise DataLossError(f"The file {file} is damaged: {error!r}.") from error
+            found.setdefault(key, []).append(json_text.parse(value))
+        latest = [_inside(checkpoint_dir, path) for path in found.get("model_checkpoint_path", ())]
+        paths = [_inside(checkpoint_dir, path) for path in found.get("all_model_checkpoint_paths", ())]
+        stamps = [_seconds(stamp) for stamp in found.get("all_model_checkpoint_timestamps", ())]
+        preserved = [_seconds(stamp) for stamp in found.get("last_preserved_timestamp", ())]
+        if len(latest) != 1 or len(preserved) > 1 or len(stamps) not in (0, len(paths)):
+            raise ValueError(
+                f"it names {len(latest)} latest checkpoint(s), {len(paths)} in all with {len(stamps)} times, and "
+                f"{len(preserved)} time(s) of the last one kept for good"
+            )
+        return CheckpointState(latest[0], paths, stamps, preserved[0] if preserved else None)
+    except ValueError as error:
+        raise DataLossError(f"The file {file} is damaged: {error}.") from error
+
+
+def _inside(directory: str | os.PathLike[str], path: Any) -> str:
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ValueError(f"{str(path)[:80]!r} is no path of a checkpoint")
+    return os.path.join(directory, path)
+
+
+def _seconds(stamp: Any) -> float:
+    if type(stamp) not in (int, float) or not 0 <= stamp < 1e12:
+        raise ValueError(f"{str(stamp)[:80]} is no time in seconds since 1970")
+    return float(stamp)
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None) -> str | None:
@@ -106,7 +122,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
         DataLossError: the file ``checkpoint`` is damaged; the message names the checkpoints there are.
 
     Example:
-        >>> latest_checkpoint("/tmp/no-such-folder") is None
+        >>> latest_checkpoint("no-such-folder") is None
         True
 
     Source: ``tf.train.latest_checkpoint``.
@@ -153,7 +169,7 @@ def checkpoints_iterator(
         The path of the newest checkpoint, each once; those that came and went while the caller was busy are left out.
 
     Example:
-        >>> for path in checkpoints_iterator("/data/job1", timeout=3600):
+        >>> for path in checkpoints_iterator("job1", timeout=1.0):
         ...     checkpoint.restore(path).expect_partial()
 
     Source: ``tf.train.checkpoints_iterator``.
@@ -222,12 +238,24 @@ class CheckpointReader:
         if missing := [name for name in names if name not in self._facts]:
             raise NotFoundError(f"Checkpoint {self.path!r} has no tensor {missing}; it has {sorted(self._facts)}.")
         try:
-            if self._reader is None:
-                self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
-            return self._reader.read(names)
+            return self._tensors().read(names)
         except Exception as error:
             files.verify(self.path, self.content)  # a damaged file is the likely reason
             raise DataLossError(f"Checkpoint {self.path!r} cannot be read: {error!r}.") from error
+
+    def _tensors(self) -> TensorReader:
+        if self._reader is None:
+            self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
+            self._reader.check()
+        return self._reader
+
+    def check(self) -> None:
+        """Compares the index with the files' own list of tensors, whose checksums are right.
+
+        Raises:
+            DataLossError: they differ.
+        """
+        self._tensors()
 
     def state_dict(self, name: str) -> Any:
         """The state of one object, as its ``state_dict()`` was: for programs that do not use this package.
@@ -258,7 +286,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
         DataLossError: it is damaged.
 
     Example:
-        >>> load_checkpoint("/data/job1").get_variable_to_shape_map()
+        >>> load_checkpoint("job1").get_variable_to_shape_map()
         {'model/weight': [1, 2], 'model/bias': [1]}
     """
     path = os.fspath(ckpt_dir_or_file)
@@ -278,7 +306,7 @@ def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, 
         DataLossError: it is damaged.
 
     Example:
-        >>> list_variables("/data/job1")
+        >>> list_variables("job1")
         [('model/bias', [1]), ('model/weight', [1, 2])]
     """
     return sorted(load_checkpoint(ckpt_dir_or_file).get_variable_to_shape_map().items())
@@ -292,7 +320,7 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> torch.
         DataLossError: it is damaged.
 
     Example:
-        >>> load_variable("/data/job1", "model/bias")
-        tensor([0.5])
+        >>> load_variable("job1", "model/bias").shape
+        torch.Size([1])
     """
     return load_checkpoint(ckpt_dir_or_file).get_tensor(name)

@@ -34,7 +34,7 @@ class CheckpointManager:
         ValueError: ``max_to_keep`` below 1, an interval without a counter, or a counter that cannot be asked again.
 
     Example:
-        >>> manager = CheckpointManager(Checkpoint(model=model), "/tmp/training", max_to_keep=3)
+        >>> manager = CheckpointManager(Checkpoint(model=model), "training", max_to_keep=3)
         >>> manager.restore_or_initialize() is None
         True
         >>> os.path.basename(manager.save())

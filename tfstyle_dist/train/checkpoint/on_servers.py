@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server import pickling
-from tfstyle_dist.parameter_server.local_copies import placeholder
-from tfstyle_dist.parameter_server.records import RemoteRecord
-from tfstyle_dist.parameter_server.remote import Servers
+from tfstyle_dist.parameter_server.client.local_copies import placeholder
+from tfstyle_dist.parameter_server.client.push import Servers
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.train.checkpoint import shards
 from tfstyle_dist.variables import find_record

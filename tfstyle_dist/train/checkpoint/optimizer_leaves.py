@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.parameter_server.records import RemoteRecord
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.train.checkpoint import codec
 from tfstyle_dist.train.checkpoint.codec import Put

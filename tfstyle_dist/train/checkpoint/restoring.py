@@ -45,7 +45,10 @@ def restore(
         reader = CheckpointReader(path)
         saved = reader.content["data"]
         files.verify(path, reader.content, group.rank, group.size)
+        reader.check()
         found = _match(reader, leaves)
+    except (AttributeError, KeyError, TypeError) as failure:
+        error = DataLossError(f"The index of checkpoint {path!r} lacks what its objects need: {failure!r}.")
     except Exception as failure:
         error = failure
     failed = f"Checkpoint {path!r} was not restored (nothing was changed)"

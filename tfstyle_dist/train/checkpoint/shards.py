@@ -1,6 +1,6 @@
 """What parameter servers do for a checkpoint: each writes its shards to the common folder, and reads its rows back.
 
-The functions with a ``table`` run in the servers' processes, as jobs (``parameter_server.jobs``): up to each ``yield``
+The functions with a ``table`` run in the servers' processes, as jobs (``server.background_jobs``): up to each ``yield``
 between two requests, what they yield in a thread.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.parameter_server.table import VariableTable
-from tfstyle_dist.parameter_server.table_state import copy_slots
+from tfstyle_dist.parameter_server.persistence.table_state import copy_slots
+from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.train.checkpoint import dcp, files
 
 _BYTES_AT_A_TIME = 64 << 20

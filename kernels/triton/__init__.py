@@ -1,0 +1,1 @@
+"""Sums and updates for CUDA tensors, in Triton."""

@@ -1,0 +1,68 @@
+"""What holds inside the rooms that are divided into folders: no import circles, short files, no private names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+from source_tree import PACKAGE, ROOT, SourceFile, source_files, starts_with
+
+ROOMS = tuple(f"{PACKAGE}.{room}" for room in ("coordinator", "parameter_server"))
+MAX_LINES = 300
+
+
+def room_files() -> list[SourceFile]:
+    return [file for file in source_files() if any(starts_with(file.name, room) for room in ROOMS)]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {file.name for file in room_files()}
+    imports: dict[str, set[str]] = defaultdict(set)
+    for file in room_files():
+        top = {node.lineno for node in file.tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+        for imported in file.imports():
+            if imported.line in top:
+                imports[file.name].add(imported.module if imported.module in names else imported.base)
+    circles = []
+    for start in sorted(names):
+        reached, left = set(), [start]
+        while left:
+            for found in imports[left.pop()] - reached:
+                reached.add(found)
+                left.append(found)
+        if start in reached:
+            circles.append(start)
+    assert not circles, f"these modules import themselves by way of others: {circles}"
+
+
+def test_files_of_these_rooms_are_short() -> None:
+    long = {f.where: n for f in room_files() if (n := len(f.path.read_text(encoding="utf-8").splitlines())) > MAX_LINES}
+    assert not long, f"split files of more than {MAX_LINES} lines: {long}"
+
+
+def test_private_names_stay_in_their_module() -> None:
+    wrong = []
+    for file in room_files():
+        for imported in file.imports():
+            name = imported.module.rpartition(".")[2]
+            if starts_with(imported.module, PACKAGE) and name.startswith("_") and not name.startswith("__"):
+                wrong.append(f"{file.where}:{imported.line}: {name}")
+    assert not wrong, f"make these public or move what uses them: {wrong}"
+
+
+def test_the_stops_of_the_walks_exist() -> None:
+    """Each row of a walk on the architecture page names a file and a function in it."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    stops = re.findall(r"^\| \d+ \| `([a-z_/]+\.py)` \| `([A-Za-z_.]+)` \|", page, re.MULTILINE)
+    assert stops
+    missing = []
+    for path, function in stops:
+        owner, _, name = function.rpartition(".")
+        file = ROOT / PACKAGE / path
+        body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+        if owner:
+            body = [n for node in body if isinstance(node, ast.ClassDef) and node.name == owner for n in node.body]
+        if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
+            missing.append(f"{path}: {function}")
+    assert not missing, f"docs/architecture.md names stops that do not exist: {missing}"

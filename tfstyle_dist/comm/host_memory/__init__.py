@@ -1,0 +1,1 @@
+"""The transport of workers that share a host: sums in shared memory."""

@@ -1,0 +1,1 @@
+"""How the processes of a group find each other, and how a group is made."""

@@ -1,0 +1,176 @@
+"""From what a launcher or a cluster says to a worker group."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.peers import stacks
+from tfstyle_dist.comm.rendezvous.members import Members
+from tfstyle_dist.comm.rendezvous.store import open_store
+from tfstyle_dist.comm.single_group import SingleGroup
+from tfstyle_dist.core import env, network, torch_internals
+from tfstyle_dist.core.devices import accelerator, is_accelerator
+from tfstyle_dist.core.logging import get_logger
+
+
+def effective_timeout(options: CommunicationOptions) -> timedelta | None:
+    """The limit of a wait: the options' own, else ``TFSTYLE_TIMEOUT_SECONDS``, else 5 minutes."""
+    return options.timeout if options.timeout_seconds is not None else env.timeout()
+
+
+def available_backends() -> tuple[str, ...]:
+    """What this torch build can carry collectives with: ``"gloo"``, ``"nccl"``, both or nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return ()
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return tuple(name for name, there in found.items() if there)
+
+
+def _backend(device: torch.device, options: CommunicationOptions) -> str:
+    import torch.distributed as dist
+
+    """What torch's group is made with: what carries the CPU's tensors, and the library of the accelerator."""
+    wanted, kind = options.implementation, device.type
+    if wanted is CommunicationImplementation.NCCL and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise ValueError(
+            f"CommunicationImplementation.NCCL was asked for, but the replicas are on {device.type} and NCCL is "
+            f"{'available' if dist.is_nccl_available() else 'missing from this torch build'}. Use AUTO or RING."
+        )
+    if wanted is CommunicationImplementation.RING or not is_accelerator(kind):
+        return "gloo"
+    library = "gloo"
+    with suppress(ValueError):  # torch knows none for this kind
+        library = dist.get_default_backend_for_device(kind)
+    missing = library == "gloo" or (library == "nccl" and not dist.is_nccl_available())
+    return "gloo" if missing else f"cpu:gloo,{kind}:{library}"
+
+
+def members_of_launch() -> Members | None:
+    """The workers that a launcher such as torchrun started; ``None`` when there was none.
+
+    Raises:
+        ValueError: RANK and WORLD_SIZE contradict each other.
+    """
+    launch = env.launch()
+    if launch is None:
+        return None
+    names = tuple(f"worker {rank}" for rank in range(launch.world_size))
+    return Members(launch.rank, launch.world_size, names, env.master_address())
+
+
+def make_group(
+    device: torch.device, options: CommunicationOptions, members: Members | None = None, num_local_replicas: int = 1
+) -> WorkerGroup:
+    """The group of all worker processes; a group of one when there are no others.
+
+    A process group that the program made itself is kept: a group of the same members is made beside it.
+
+    Args:
+        device: where this worker's tensors live; decides NCCL or Gloo.
+        options: timeout and implementation.
+        members: the workers; default: those that a launcher started.
+        num_local_replicas: how many replicas this worker holds; must be the same on all.
+
+    Raises:
+        ValueError: world sizes or numbers of replicas disagree, or the requested implementation cannot run here.
+        DeadlineExceededError: a worker did not start in time; the message lists the absent ones.
+        PeerLostError: a worker died or gave up during start-up.
+        UnavailableError: the port of the rendezvous is in use.
+    """
+    members = members or members_of_launch()
+    import torch.distributed as dist
+
+    initialized = dist.is_available() and dist.is_initialized()
+    if initialized and members is not None and dist.get_world_size() != members.size:
+        raise ValueError(
+            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but WORLD_SIZE={members.size} "
+            "or the cluster says otherwise. Initialise it for all workers, or let the strategy do it."
+        )
+    backend = _backend(device, options)
+    if (not initialized and (members is None or members.size == 1)) or (initialized and dist.get_world_size() == 1):
+        return SingleGroup()
+    from tfstyle_dist.comm.torch_group import TorchGroup
+    from tfstyle_dist.comm.torch_transport import torch_limit
+
+    if is_accelerator(device.type):  # what the program puts on "cuda" goes to this worker's own device too
+        accelerator(device.type).set_device(device)
+        if backend == "gloo" and options.implementation is not CommunicationImplementation.RING:
+            get_logger().warning(
+                "This torch build has no library (such as NCCL) that sums between %s devices: gradients travel over "
+                "the CPU, which is slow.",
+                device.type.upper(),
+            )
+    timeout = effective_timeout(options)
+    stacks.start()
+    with ExitStack() as failed:
+        failed.callback(stacks.stop)  # the group stops it otherwise
+        if initialized:
+            torch_group = dist.new_group(backend=backend, timeout=torch_limit(timeout, backend))
+            store = torch_internals.default_store()
+            group = TorchGroup(torch_group, timeout, store, backend, lambda: _leave(torch_group))
+        else:
+            assert members is not None
+            # Its functions keep the default group of the time of their import as a default argument, and torch.optim
+            # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
+            # TorchGroup.close).
+            importlib.import_module("torch.distributed.nn.functional")
+            store, channel = open_store(members, env.start_timeout(timeout))
+            # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
+            towards = network.interface_towards(*members.address) if members.address else None
+            with env.gloo_interface_set(towards):
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=members.rank,
+                    world_size=members.size,
+                    timeout=torch_limit(timeout, backend),
+                )
+            group = TorchGroup(dist.group.WORLD, timeout, channel, backend, _leave_default)
+        failed.pop_all()
+    _check_same_shape(group, device, num_local_replicas)
+    return group
+
+
+def default_process_group() -> Any:
+    """The default group of ``torch.distributed``; ``None`` when it is not initialised."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _check_same_shape(group: WorkerGroup, device: torch.device, num_local_replicas: int) -> None:
+    """All workers must hold as many replicas, on the same kind of device."""
+    shapes = group.gather_objects([num_local_replicas, device.type], "replicas of each worker")
+    if any(shape != shapes[0] for shape in shapes):
+        group.close()
+        listed = ", ".join(f"worker {rank}: {count} on {kind}" for rank, (count, kind) in enumerate(shapes))
+        raise ValueError(
+            f"All workers must hold the same number of replicas on the same kind of device, got {listed}. Give every "
+            "worker the same `devices`, or hide GPUs with CUDA_VISIBLE_DEVICES."
+        )
+
+
+def _leave(group: Any) -> None:
+    import torch.distributed as dist
+
+    stacks.stop()
+    if dist.is_initialized():
+        with suppress(ValueError):  # gone already: who made the default group has destroyed it, and all others with it
+            dist.destroy_process_group(group)
+
+
+def _leave_default() -> None:
+    import torch.distributed as dist
+
+    stacks.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,203 @@
+"""The transport of ``torch.distributed``: every call that moves tensors, and the translation of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tfstyle_dist.comm.collectives.halving import Messages
+from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
+from tfstyle_dist.comm.group import Pending
+from tfstyle_dist.core.tracing import region
+
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
+_UNLIMITED = timedelta(days=365)
+_WATCHDOG_GRACE = timedelta(seconds=30)
+
+
+def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
+    """The limit of torch's own group, at which the watchdog of a library such as NCCL ends the process.
+
+    Args:
+        timeout: ours.
+        backend: what the group is made with.
+    """
+    if timeout is None:
+        return _UNLIMITED
+    return timeout if backend == "gloo" else 2 * timeout + _WATCHDOG_GRACE
+
+
+class _Transfer:
+    """A torch work handle with the transport's error handling around its wait."""
+
+    __slots__ = ("_buffer", "_operation", "_transport", "_work")
+
+    def __init__(self, transport: TorchTransport, operation: Operation, work: Any, buffer: torch.Tensor) -> None:
+        self._transport, self._operation, self._work, self._buffer = transport, operation, work, buffer
+
+    def wait(self) -> None:
+        """Waits for the transfer; a second call returns at once."""
+        if self._work is None:
+            return
+        try:
+            with region("wait for", self._operation.name):
+                self._transport.wait_for(self._work, self._buffer)
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader worker"):
+                raise  # torch's signal handler speaks up in whatever runs when a loader process dies
+            self._transport.operations.fail(self._operation, error)
+        self._transport.in_flight.discard(self._operation.sequence)
+        self._work = None  # it would keep the connections open after the group is closed
+
+    def moving(self) -> bool:
+        """See ``Pending``."""
+        return self._work is not None and not self._work.is_completed()
+
+
+class TorchTransport:
+    """Moves tensors between the members of a torch process group; a ``socket_sums.Transport``.
+
+    No call compares what the workers are about to do. Gloo ends the process when sizes disagree, so whoever calls makes
+    sure of it before.
+
+    Args:
+        process_group: the torch group.
+        timeout: limit of each wait (the process group must have been made with it).
+        store: side channel for "why I left"; ``None`` when the group was made by somebody else.
+        backend: what the torch group was made with, e.g. ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Attributes:
+        accelerator: the kind of accelerator whose tensors it moves, such as ``"cuda"``; ``""``: the CPU's alone.
+        rank: this worker's number.
+        size: number of workers.
+        process_group: the torch group; ``None`` after ``release``.
+        operations: the numbers of the calls, and what broke the group.
+        in_flight: numbers of the transfers that were not waited for.
+    """
+
+    def __init__(self, process_group: Any, timeout: timedelta | None, store: Any, backend: str) -> None:
+        self._backend, self.accelerator = backend, backend.partition(",")[2].partition(":")[0]
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.process_group = process_group
+        self.operations = Operations(self.rank, self.size, timeout, store)
+        self.in_flight: set[int] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the group works and every transfer has been waited for."""
+        return self.operations.error is None and not self.in_flight
+
+    def carries(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer can be moved from where it is; else a copy on the CPU is."""
+        return buffer.device.type in ("cpu", "meta", self.accelerator)  # of meta tensors only the sizes exist
+
+    # ---- between all workers ----------------------------------------------------------------------------------
+
+    def start_all_reduce(self, buffer: torch.Tensor, name: str) -> Pending:
+        """Starts the library's own sum."""
+        return self._start(name, buffer, lambda: dist.all_reduce(buffer, group=self.process_group, async_op=True))
+
+    def start_gather(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
+        """Starts collecting the buffers of all workers, of one size."""
+        out = [torch.empty_like(buffer) for _ in range(self.size)]
+        begin = lambda: dist.all_gather(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        return out, self._start(name, buffer, begin)
+
+    def start_all_to_all(self, buffer: torch.Tensor, name: str) -> tuple[torch.Tensor, Pending]:
+        """Starts sending a slice to every worker; see ``socket_sums.Transport``."""
+        out = torch.empty_like(buffer)
+        begin = lambda: dist.all_to_all_single(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        return out, self._start(name, buffer, begin)
+
+    def gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """The buffers of all workers, of one size, in rank order."""
+        out, pending = self.start_gather(buffer, name)
+        pending.wait()
+        return out
+
+    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """This worker's slice of the library's own sum, of a buffer on its accelerator; Gloo has none."""
+        out = torch.empty(buffer.numel() // self.size, dtype=buffer.dtype, device=buffer.device)
+        begin = lambda: _reduce_scatter(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        self._start(name, buffer, begin).wait()
+        return out
+
+    def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """Replaces ``buffer`` by that of worker ``source``."""
+        begin = lambda: dist.broadcast(buffer, group_src=source, group=self.process_group, async_op=True)  # noqa: E731
+        self._start(name, buffer, begin).wait()
+
+    # ---- between two workers ----------------------------------------------------------------------------------
+
+    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
+        """Sends ``buffer`` to worker ``to``."""
+        self._start(name, buffer, lambda: dist.isend(buffer, group=self.process_group, group_dst=to)).wait()
+
+    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
+        """Fills ``buffer`` from worker ``source``."""
+        self._start(name, buffer, lambda: dist.irecv(buffer, group=self.process_group, group_src=source)).wait()
+
+    def exchange(self, sends: Messages, receives: Messages, name: str) -> None:
+        """Sends to and receives from single workers; see ``socket_sums.Transport``."""
+        messages = [dist.P2POp(dist.isend, t, group=self.process_group, group_peer=p) for p, t in sends]
+        messages += [dist.P2POp(dist.irecv, t, group=self.process_group, group_peer=p) for p, t in receives]
+        if not messages:
+            return
+        operation = self._next(name, max((t for _, t in (*sends, *receives)), key=torch.Tensor.numel))
+        try:
+            with region("exchange", name):
+                for work in dist.batch_isend_irecv(messages):
+                    self.wait_for(work, messages[0].tensor)
+        except RuntimeError as error:
+            self.operations.fail(operation, error)
+
+    # ---- life -------------------------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: Sequence[Sequence[int]]) -> tuple[Any, str, Callable[[], None]]:
+        """The torch group of those of ``ranks`` that hold this worker, its backend, and what ends it; collective."""
+        limit = torch_limit(self.operations.timeout, self._backend)
+        mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=limit, backend=self._backend)
+        return mine, self._backend, lambda: dist.destroy_process_group(mine)
+
+    def abort(self) -> None:
+        """Ends what an accelerator's library has under way, where it can: nobody else would."""
+        abort = getattr(self.process_group, "abort", None)
+        if self.accelerator and abort is not None:
+            with suppress(RuntimeError):
+                abort()
+
+    def release(self) -> None:
+        """Gives the torch group away: its threads end with the last reference to it."""
+        self.process_group = None
+
+    # ---- helpers ----------------------------------------------------------------------------------------------
+
+    def wait_for(self, work: Any, buffer: torch.Tensor) -> None:
+        """Waits for one of torch's works.
+
+        The limit of a group that has a library is longer than ours: the library's watchdog would end the process where
+        the others can still be told who is absent.
+        """
+        limit = self.operations.timeout
+        if self.accelerator and limit is not None and buffer.device.type == "cpu":
+            work.wait(limit)
+        else:
+            work.wait()
+
+    def _start(self, name: str, buffer: torch.Tensor, begin: Callable[[], Any]) -> Pending:
+        operation = self._next(name, buffer)
+        try:
+            with region("start", name):
+                transfer = _Transfer(self, operation, begin(), buffer)
+        except RuntimeError as error:
+            self.operations.fail(operation, error)
+        self.in_flight.add(operation.sequence)
+        return transfer
+
+    def _next(self, name: str, buffer: torch.Tensor) -> Operation:
+        return Operation(name, self.operations.begin(), name_of(buffer.dtype), buffer.numel())

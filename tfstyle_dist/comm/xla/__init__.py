@@ -1,0 +1,1 @@
+"""The group of XLA devices; the only part that imports torch_xla."""

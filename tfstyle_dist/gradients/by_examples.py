@@ -1,0 +1,101 @@
+"""Where the replicas' shares of a batch differ, the loss of a replica weighs by its examples.
+
+The root of the backward pass is multiplied. So whatever sums the gradients afterwards need not know of it, only new
+gradients are touched when several passes accumulate, and what replicas exchange within a pass counts right as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.variables.record import Record
+
+
+def weighed_by_examples(original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> Any:
+    """One call of autograd's engine by a replica whose share differs in size from others.
+
+    Args:
+        original: the engine.
+        replica: the replica's context; it has a share.
+        args: of the engine: tensors, their gradients, ...
+        kwargs: of the engine.
+    """
+    roots, gradients, *rest = args
+    leaves = _leaves(replica)
+    weighing = [r.policy is not None and r.policy.weighs for r, _ in leaves]
+    weight, some = replica.share.weight, any(weighing)
+    if some and not all(weighing):  # this pass may be of one kind alone; what a checkpoint hides is not seen
+        reached = _reached(roots)
+        seen = [weighs for (_, leaf), weighs in zip(leaves, weighing, strict=True) if id(leaf) in reached]
+        some = any(seen) or not seen
+    if some:
+        _say(replica)
+        gradients = tuple(None if g is None else g * weight if weight else torch.zeros_like(g) for g in gradients)
+    hooks = []
+    try:
+        for (_, leaf), weighs in zip(leaves, weighing, strict=True):
+            if (hook := _on_leaf(weight, weighs, some)) is not None:
+                hooks.append(leaf.register_hook(hook))
+        return original(roots, gradients, *rest, **kwargs)
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _leaves(replica: Any) -> list[tuple[Record, torch.Tensor]]:
+    """What backward may give a gradient, in this replica's own form."""
+    found = []
+    for record in replica.strategy.parameter_store.records():
+        tensor = record.tensor
+        if tensor is None or record.policy is None:
+            continue
+        leaf = tensor if record.kind == "parameter" else record.components[replica.local_replica_id]
+        if leaf.requires_grad:
+            found.append((record, leaf))
+    return found
+
+
+def _reached(roots: Sequence[torch.Tensor | GradientEdge]) -> set[int]:
+    """The leaves that a pass from ``roots`` comes to."""
+    found = {id(root) for root in roots}
+    nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in nodes if node is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
+def _on_leaf(weight: float, weighs: bool, root_weighs: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What is done to the new gradient of one leaf: zero times the NaN of a mean over no examples would be NaN."""
+    if weight == 0:
+        return torch.zeros_like if weighs else _without_nan
+    if not root_weighs or weighs or weight == 1:
+        return None
+    return lambda gradient: gradient / weight
+
+
+def _without_nan(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.is_sparse else torch.where(gradient.isnan(), 0, gradient)
+
+
+def _say(replica: Any) -> None:
+    if replica.replica_id == 0:
+        share, division = replica.share, replica.share.division
+        warn_once(
+            f"weights by examples {id(replica.strategy.parameter_store)}",
+            f"A batch of {division.examples} examples is divided unevenly over {division.replicas} replicas (replica 0 "
+            f"has {share.examples}): the mean of their gradients is that over the examples, as on one device. For one "
+            "in which all weigh the same call strategy.set_gradient_policy(scale='MEAN').",
+        )

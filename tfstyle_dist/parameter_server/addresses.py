@@ -1,0 +1,65 @@
+"""What a parameter server cluster must look like, and what its addresses mean."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+JOBS = ("chief", "evaluator", "ps", "worker")
+
+
+def cluster_of(resolver: Any) -> dict[str, list[str]]:
+    """The addresses of a resolver's cluster by job."""
+    spec = resolver.cluster_spec()
+    return as_addresses(spec.as_dict() if hasattr(spec, "as_dict") else spec)
+
+
+def as_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
+    """A cluster with each job as a list of addresses.
+
+    Raises:
+        ValueError: a job that names only some of its tasks.
+    """
+    result = {}
+    for job, tasks in cluster.items():
+        if isinstance(tasks, Mapping):
+            if sorted(int(index) for index in tasks) != list(range(len(tasks))):
+                raise ValueError(
+                    f"Job {job!r} has tasks {sorted(tasks)}; a parameter server cluster needs all from 0 on."
+                )
+            tasks = [tasks[index] for index in sorted(tasks, key=int)]
+        result[job] = [str(address) for address in ([tasks] if isinstance(tasks, str) else tasks)]
+    return result
+
+
+def check_cluster(cluster: Mapping[str, Sequence[str]]) -> None:
+    """Refuses a cluster that cannot train.
+
+    Raises:
+        ValueError: no worker, no ps, several chiefs or an unknown job.
+    """
+    unknown = sorted(set(cluster) - set(JOBS))
+    if unknown:
+        raise ValueError(f"Disallowed job names {unknown} in the cluster; the jobs are {', '.join(JOBS)}.")
+    if not cluster.get("worker"):
+        raise ValueError("The cluster must have at least one worker; add a job 'worker' with its addresses.")
+    if not cluster.get("ps"):
+        raise ValueError("The cluster must have at least one ps; add a job 'ps' with its addresses.")
+    if len(cluster.get("chief", ())) > 1:
+        raise ValueError(f"The cluster can have at most one chief, got {list(cluster['chief'])}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host in ("localhost", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def bindable(host: str) -> str:
+    """The name of an interface to listen at."""
+    return "127.0.0.1" if host == "localhost" else host

@@ -1,0 +1,1 @@
+"""What a process does with tensors on parameter servers: pulls, pushes, variables."""

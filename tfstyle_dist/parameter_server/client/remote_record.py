@@ -1,0 +1,139 @@
+"""What a process knows of a tensor on the servers: its shards, its local copy, and which part goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
+from tfstyle_dist.variables.record import Placement, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Some rows of a tensor on one server.
+
+    Attributes:
+        number: of the variable on the server; no other in the cluster has it.
+        server: task index of the server.
+        start: first row.
+        rows: how many; a scalar has one.
+        offset: of its first element in the whole tensor.
+        numel: number of its elements.
+    """
+
+    number: int
+    server: int
+    start: int
+    rows: int
+    offset: int
+    numel: int
+
+
+class RemoteRecord(Record):
+    """What a process knows of one tensor on the servers; ``components[0]`` is its local copy.
+
+    Attributes:
+        shards: where its rows are.
+        versions: of the shards in the local copy; 0: never pulled.
+        created: the servers have it; before, the local copy is what counts.
+        fixed: the local copy must stay the same object (a parameter or buffer of a module on a worker).
+        stamp: the step in which the local copy was pulled.
+        key: number of the tensor in the cluster.
+    """
+
+    __slots__ = (
+        "baseline", "created", "fixed", "key", "leased", "looked_up", "shards", "stamp", "table", "versions", "written",
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.placement = Placement.REMOTE
+        self.key, self.shards = key, tuple(shards)
+        self.versions = [0] * len(self.shards)
+        self.created = self.fixed = False
+        self.stamp = -1
+        self.written = False  # by this process since it was pulled
+        self.table = False  # workers pull only the rows they use
+        self.looked_up = -1  # the step in which rows of it were picked
+        self.leased: Any = None  # whose memory the local copy is, if it is the server's own
+        self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
+
+    def read(self) -> torch.Tensor:
+        """The local copy, fresh enough for the calling context."""
+        if self.created:
+            self.store.servers.read(self)  # type: ignore[attr-defined]
+        return self.components[0]
+
+    def fan_out(self) -> None:
+        """After somebody wrote into the local copy outside of a step: the servers take it over."""
+        if self.created:
+            servers: Any = self.store.servers  # type: ignore[attr-defined]
+            servers.write(self, Op.ASSIGN, self.components[0].detach())
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """``tensor.data = data``: the servers take the value over."""
+        local = self.components[0]
+        if data.shape != local.shape or data.dtype != local.dtype:
+            raise TypeError(
+                f"{self.describe()!r} is a {local.dtype} of shape {tuple(local.shape)} on the parameter servers and "
+                f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
+                "adopts it."
+            )
+        with torch.no_grad():
+            local.copy_(data)
+        self.fan_out()
+
+
+def parts_by_shard(record: RemoteRecord, whole: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
+    """For each shard its elements of a contiguous tensor of the record's shape."""
+    if len(record.shards) == 1:
+        return [(record.shards[0], whole)]
+    flat = whole.view(-1)
+    return [(shard, flat[shard.offset : shard.offset + shard.numel]) for shard in record.shards]
+
+
+def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
+    """For each shard with some of the rows: their positions, and their numbers inside the shard."""
+    rows = rows.detach().to(torch.int64).contiguous().view(-1)
+    if len(record.shards) == 1:
+        yield record.shards[0], None, rows
+        return
+    for number, shard in enumerate(record.shards):
+        # Numbers out of range go to the last shard, whose server refuses them.
+        last = number == len(record.shards) - 1
+        mask = (rows >= shard.start) if last else (rows >= shard.start) & (rows < shard.start + shard.rows)
+        if number == 0:
+            mask |= rows < 0
+        positions = mask.nonzero().view(-1)
+        if len(positions):
+            yield shard, positions, rows[positions] - shard.start
+
+
+def gradient_parts(
+    record: RemoteRecord, grad: torch.Tensor, near: bool, dtype: torch.dtype
+) -> Iterable[tuple[Shard, Operation, list[torch.Tensor]]]:
+    """The operations that push a gradient, without number of write and optimizer, and their data.
+
+    Args:
+        record: the tensor.
+        grad: dense or sparse.
+        near: the servers are on this host: rows that are named twice may go twice.
+        dtype: of the elements on the way.
+    """
+    number = dtype_number(dtype)
+    if grad.is_sparse:
+        grad = grad if near else grad.coalesce()
+        rows, values = torch_internals.indices_of(grad)[0], torch_internals.values_of(grad).to(dtype)
+        for shard, positions, ids in by_shard(record, rows):
+            part = (values if positions is None else values[positions]).contiguous()
+            yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
+        return
+    if not grad.is_cpu or grad.dtype is not dtype:
+        grad = grad.to("cpu", dtype)
+    for shard, part in parts_by_shard(record, grad.detach().contiguous()):
+        yield shard, Operation(Op.GRADIENT, number, shard.number, 0, 0, part.nbytes), [part]

@@ -1,0 +1,91 @@
+"""Reading only some rows of a table on the servers, and gradients that touch only those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows by number; the table's gradient is sparse.
+
+    The table itself takes part as an anchor only: its local copy is never read, so its memory is never touched.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, position: torch.Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(numbers, position)
+        ctx.shape = anchor.shape
+        return rows if position is None else _spread(rows, position)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        numbers, position = ctx.saved_tensors
+        values = grad.reshape(-1, *ctx.shape[1:])
+        if position is not None:
+            added = values.new_zeros((len(numbers), *ctx.shape[1:]))
+            values = added.index_add_(0, position.reshape(-1), values)
+        table = torch.sparse_coo_tensor(
+            numbers.reshape(1, -1), values, ctx.shape, is_coalesced=position is not None, check_invariants=False
+        )
+        return table, None, None, None
+
+
+def _spread(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, position.reshape(-1)).reshape(*position.shape, *rows.shape[1:])
+
+
+def _distinct(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different numbers, and of each number its place among them. NumPy sorts some times faster than torch."""
+    found, position = np.unique(numbers.detach().cpu().reshape(-1).numpy(), return_inverse=True)
+    return torch.from_numpy(found), torch.from_numpy(position).view(numbers.shape)
+
+
+def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor on the servers: ``table[numbers]``.
+
+    Over a network each row is pulled once and its gradients are added up here; on one host finding rows that are named
+    twice would cost more than copying them twice.
+
+    Args:
+        record: the table.
+        numbers: int row numbers of any shape; negative ones are refused.
+
+    Returns:
+        A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
+    """
+    servers: Any = record.store.servers  # type: ignore[attr-defined]
+    wanted, position = numbers.to(torch.int64), None
+    if not servers.is_near(record):
+        wanted, position = _distinct(wanted)
+    rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
+    if position is None and numbers.dim() != 1:
+        rows = rows.view(*numbers.shape, *rows.shape[1:])
+    anchor = record.components[0]
+    record.looked_up = servers.steps or -1
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        return _Lookup.apply(anchor, rows, wanted, position)  # type: ignore[no-any-return,no-untyped-call]
+    return rows if position is None else _spread(rows, position)
+
+
+def row_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
+    """The table and the row numbers, if ``func`` is one of torch's ways to pick rows by number."""
+    if func is torch.nn.functional.embedding and len(args) >= 2:
+        numbers, table, rest = args[0], args[1], args[2:]
+        plain = not any(rest[1:4]) and not kwargs.get("max_norm") and not kwargs.get("scale_grad_by_freq")
+        return (table, numbers) if plain and kwargs.get("padding_idx", rest[0] if rest else None) is None else None
+    if func is torch.Tensor.__getitem__ and _is_numbers(args[1]):
+        return args[0], args[1]
+    if func in (torch.index_select, torch.Tensor.index_select) and len(args) == 3 and args[1] == 0:
+        return args[0], args[2]
+    return None
+
+
+def _is_numbers(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() > 0

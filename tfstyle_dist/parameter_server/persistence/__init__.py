@@ -1,0 +1,1 @@
+"""What a parameter server writes down, and how it comes back from that."""

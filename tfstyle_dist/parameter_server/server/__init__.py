@@ -1,0 +1,1 @@
+"""The process of one parameter server: its loop, its sessions, its table."""
