@@ -97,7 +97,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
-        torch.randn(48, 64, generator=generator), torch.randint(0, 3, (48,), generator=generator)
+        torch.randn(39, 64, generator=generator), torch.randint(0, 3, (39,), generator=generator)
     )
     dataset = strategy.experimental_distribute_dataset(data, global_batch_size=12, shuffle=True)
     state: dict[str, Any] = {"step": 0}
@@ -144,8 +144,8 @@ def main() -> None:
         "losses": losses,
         "buffers": buffers.hexdigest(),
         "seen": [*seen.read_value().tolist(), float(together), getattr(model, "calls", 0)],
-        "retried": strategy._elastic.job.retried,
-        "held": strategy._elastic.job.held,
+        "retried": strategy.elastic_steps.job.retried,
+        "held": strategy.elastic_steps.job.held,
     }
     print("result " + json.dumps(result), flush=True)
     strategy.close()

@@ -13,7 +13,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentErr
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic import gradient_parts
 from tfstyle_dist.elastic.gradient_parts import GradientParts
-from tfstyle_dist.elastic.leaves import Reader, describe, flatten
+from tfstyle_dist.elastic.leaves import Reader, check_same_everywhere, describe
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged, View
 from tfstyle_dist.elastic.options import held_by
 from tfstyle_dist.elastic.packets import Packet
@@ -141,7 +141,7 @@ class ElasticJob:
     def _vote(self, results: list[Any], arguments: Any) -> Packet:
         replicas, tensors = {}, []
         for replica, result in zip(self.held, results, strict=True):
-            leaves, _ = flatten(result)
+            leaves, _ = nest.flatten(result)
             what, sent = describe(leaves)
             if any(entry[0] == "o" for entry in what):
                 strange = next(type(leaf).__name__ for leaf, entry in zip(leaves, what, strict=True) if entry[0] == "o")
@@ -165,7 +165,7 @@ class ElasticJob:
             )
 
     def _take_votes(self, votes: dict[int, Packet], results: list[Any]) -> list[Any]:
-        mine, spec = flatten(results[0])
+        mine, spec = nest.flatten(results[0])
         found: list[Any] = [None] * self._replicas
         for member, packet in votes.items():
             reader = Reader(packet.tensors)
@@ -220,11 +220,13 @@ class ElasticJob:
                 f"{kind} is not supported in an elastic job yet. Use a torch.optim optimizer instead of a TF-style "
                 "one, and create variables in strategy.scope() before strategy.run."
             )
-        first, spec = flatten(next(iter(own.values())))
+        first, spec = nest.flatten(next(iter(own.values())))
         packet = Packet({"replicas": {}})
         tensors: list[torch.Tensor] = []
         for replica, payload in own.items():
-            what, sent = describe(flatten(payload)[0], self._store.owns)
+            leaves = nest.flatten(payload)[0]
+            what, sent = describe(leaves, self._store.owns)
+            check_same_everywhere(leaves, what, kind)
             packet.header["replicas"][str(replica)] = what
             tensors += sent
         packet.tensors = tensors
@@ -325,7 +327,7 @@ def _count(states: Sequence[Any]) -> int:
 def _fingerprint(arguments: Any) -> int:
     """A small number of the batch: its sizes, and the first numbers of each replica's tensors."""
     digest = hashlib.blake2b(digest_size=6)
-    for leaf in flatten(arguments)[0]:
+    for leaf in nest.flatten(arguments)[0]:
         for value in leaf.values if isinstance(leaf, PerReplica) else ():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
                 digest.update(str(tuple(value.shape)).encode())

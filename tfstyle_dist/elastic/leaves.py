@@ -7,14 +7,16 @@ module) is not: each worker uses its own.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.values import Division, Share
 
+_SAME_EVERYWHERE = (torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, enum.Enum, type)
 _VALUES = (bool, int, float, str, type(None))
 Described = list[list[Any]]
 
@@ -41,8 +43,10 @@ def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[t
                 tensors.append(value)
             else:
                 raise TypeError(f"A tensor of layout {value.layout} cannot be sent in an elastic job; make it dense.")
+        elif isinstance(leaf, Share):
+            described.append(["h", leaf.examples, None if leaf.division is None else list(leaf.division)])
         else:
-            described.append(["o"])
+            described.append(["o", type(leaf).__name__])
     return described, tensors
 
 
@@ -82,6 +86,8 @@ class Reader:
     def _leaf(self, entry: list[Any], mine: Any) -> Any:
         if entry[0] == "o":
             return mine
+        if entry[0] == "h":
+            return Share(entry[1], None if entry[2] is None else Division(*entry[2]))
         if entry[0] == "v":
             same = type(entry[1]) is type(mine) and entry[1] == mine
             return mine if same else entry[1]
@@ -93,6 +99,20 @@ class Reader:
             return made._coalesced_(True) if entry[2] else made
 
 
-def flatten(value: Any) -> tuple[list[Any], nest.TreeSpec]:
-    """The leaves of a nest and its structure."""
-    return nest.flatten(value)
+def check_same_everywhere(leaves: Sequence[Any], described: Described, what: str) -> None:
+    """Refuses what is neither sent nor surely the same on every worker.
+
+    Args:
+        leaves: of what a replica gives.
+        described: them.
+        what: names the call.
+
+    Raises:
+        TypeError: there is such a leaf.
+    """
+    for leaf, entry in zip(leaves, described, strict=True):
+        if entry[0] == "o" and not (callable(leaf) or isinstance(leaf, _SAME_EVERYWHERE)):
+            raise TypeError(
+                f"{what} was given a {type(leaf).__name__}, which cannot be sent to the other workers of an elastic "
+                "job. Give tensors, numbers or text."
+            )

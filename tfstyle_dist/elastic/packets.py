@@ -44,7 +44,7 @@ def encode(packet: Packet) -> list[memoryview]:
     flat = [t.detach().contiguous().reshape(-1) for t in packet.tensors]
     what = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in packet.tensors]
     header = json.dumps([packet.header, what], separators=(",", ":")).encode()
-    views = [memoryview(t.view(torch.uint8).numpy()) for t in flat if t.numel()]
+    views = [t.view(torch.uint8).numpy().data for t in flat if t.numel()]
     prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
     return [memoryview(prefix + header), *views]
 

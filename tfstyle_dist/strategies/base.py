@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from tfstyle_dist.variables import ParameterStore, Variable, adoption
 from tfstyle_dist.variables.contents import data_reads
 from tfstyle_dist.variables.creation import VariableSpec
 
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.elastic import ElasticSteps
+
 
 def uninstall(hooks: list[Any]) -> None:
     """Takes away what was installed for a strategy that lived."""
@@ -59,10 +62,12 @@ class Strategy:
         first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
         distributes: whether it is made for several replicas, though it may have one; else values stay as they are, and
             anything can be updated.
+        elastic_steps: runs the steps of an elastic job; ``None`` for any other.
     """
 
     first_replica_is_global = True
     distributes = True
+    elastic_steps: ElasticSteps | None = None
 
     def __init__(
         self,

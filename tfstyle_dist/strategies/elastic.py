@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.cluster_resolver import ClusterResolver, TorchrunClusterResolver, roles
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import devices as device_names, env, network
+from tfstyle_dist.core import devices as device_names, env, nest, network
 from tfstyle_dist.elastic import Elastic
 from tfstyle_dist.elastic.job import ElasticJob
 from tfstyle_dist.elastic.membership import Membership
@@ -19,6 +19,8 @@ from tfstyle_dist.elastic.turns import ElasticRun, HeldContent
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 from tfstyle_dist.runtime.turns import TurnRun
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.running import replica_function
+from tfstyle_dist.values import note_result, select_arguments, select_replica, share_of_arguments
 
 
 class ElasticGroup(SingleGroup):
@@ -104,11 +106,22 @@ class ElasticSteps:
         store = self._strategy.parameter_store
         store.prepare(function, (*arguments, *keywords.values()))
         try:
-            return self.job.run(lambda: self._attempt(function, arguments, keywords), (arguments, keywords))
+            results = self.job.run(lambda: self._attempt(function, arguments, keywords), (arguments, keywords))
+            self._note_shares(results, arguments, keywords)
+            return results
         except BaseException:
             # The others cannot wait for a worker that will not finish the step.
             self._worker.membership.close()
             raise
+
+    def _note_shares(self, results: list[Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Notes what is noted of results where they are computed, for those that came from other workers."""
+        for replica in set(range(len(results))) - set(self.job.held):
+            given = (*select_arguments(replica, arguments), *select_replica(replica, keywords).values())
+            share = share_of_arguments(given)
+            if share is not None and share.some_empty:
+                for leaf in nest.leaves(results[replica]):
+                    note_result(leaf, share)
 
     def _attempt(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
         held = self.job.held
@@ -124,7 +137,7 @@ class ElasticSteps:
         arguments: Sequence[Any],
         keywords: dict[str, Any],
     ) -> Callable[[TurnRun], Any]:
-        call = self._strategy._replica_function(replica, function, arguments, keywords)
+        call = replica_function(self._strategy, replica, function, arguments, keywords)
         return lambda run: call(ElasticRun(run, held, self.job))
 
     def _executor_of(self, held: tuple[int, ...]) -> ReplicaExecutor:

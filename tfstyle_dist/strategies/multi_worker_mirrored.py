@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +29,9 @@ from tfstyle_dist.strategies.mirrored import (
     check_run_replicas,
     devices_of_this_process,
 )
-from tfstyle_dist.values import regroup
 
 if TYPE_CHECKING:
     from tfstyle_dist.elastic import Elastic
-    from tfstyle_dist.strategies.elastic import ElasticSteps
 
 _SLURM_PORTS = range(20000, 40000)
 
@@ -72,7 +70,6 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
     """
 
     first_replica_is_global = False
-    _elastic: ElasticSteps | None = None
 
     def __init__(
         self,
@@ -124,32 +121,27 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         try:
             super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
             self.monitor = Monitor(worker, False)
-            self._elastic = ElasticSteps(self, worker, elastic)
+            self.elastic_steps = ElasticSteps(self, worker, elastic)
         except BaseException:
             worker.close()
             raise
 
-    def _run_replicas(self, fn: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        if self._elastic is None:
-            return super()._run_replicas(fn, arguments, keywords)
-        return regroup(self._elastic.run(fn, arguments, keywords))
-
-    def should_stop(self, flag: bool) -> bool:
+    def should_stop(self, flag: bool = False) -> bool:
         """See ``Strategy.should_stop``."""
-        if self._elastic is None:
+        if self.elastic_steps is None:
             return super().should_stop(flag)
         self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-        return self._elastic.job.any_of(bool(flag))
+        return self.elastic_steps.job.any_of(bool(flag))
 
     @property
     def is_chief(self) -> bool:
         """See ``Strategy.is_chief``; in an elastic job the live worker with the lowest number."""
-        return super().is_chief if self._elastic is None else self._elastic.job.is_lowest
+        return super().is_chief if self.elastic_steps is None else self.elastic_steps.job.is_lowest
 
     def close(self) -> None:
         """See ``Strategy.close``; an elastic job goes on without this worker."""
-        if self._elastic is not None:
-            self._elastic.close()
+        if self.elastic_steps is not None:
+            self.elastic_steps.close()
         super().close()
 
     @property
