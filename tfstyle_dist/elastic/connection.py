@@ -30,6 +30,7 @@ class Connection:
         meant: whether an end of it was meant, by either side.
         left: whether the other end has said that its process ends or does not want to take part any more.
         dropped: whether the other end has given this one up.
+        doubtful_until: an end of it before then counts as meant by the other end.
         closed: whether it is closed.
     """
 
@@ -40,6 +41,7 @@ class Connection:
         self.peer: dict[str, Any] = {}
         self.heard = self.said = time.monotonic()
         self.meant = self.left = self.dropped = self.closed = False
+        self.doubtful_until = 0.0
         self._lock = threading.Lock()
         self._out: deque[memoryview] = deque()
         self._prefix, self._header, self._body = bytearray(PREFIX.size), bytearray(), bytearray()

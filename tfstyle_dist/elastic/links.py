@@ -72,7 +72,7 @@ class Links:
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
         self._dialled: dict[int, float] = {}
         self._dialling: dict[int, Connection] = {}
-        self._started = time.monotonic()
+        self._started = self._looked = time.monotonic()
         self.dials = True
         self._orders: list[Callable[[], None]] = []
         self._closing = False
@@ -224,6 +224,9 @@ class Links:
 
     def _look_after(self) -> None:
         now = time.monotonic()
+        if now - self._looked > self._suspect_after:
+            self._stood_still(now)
+        self._looked = now
         for connection in list(self._up.values()):
             if now - connection.heard > self._suspect_after:
                 get_logger().warning(
@@ -248,6 +251,12 @@ class Links:
                 self._on_down(rank, True, False)
             elif now - connection.heard > 10 * self._suspect_after:
                 del self._unsure[rank]
+
+    def _stood_still(self, now: float) -> None:
+        """This process was stopped for so long that the others have given it up; whoever is gone now did."""
+        get_logger().warning("worker %d stood still for %.1f s", self._me, now - self._looked)
+        for connection in self._up.values():
+            connection.heard, connection.doubtful_until = now, now + self._suspect_after
 
     def _patience(self, now: float) -> float:
         return _DIAL_AGAIN if now - self._started < 10 else _DIAL_AGAIN_LATER
@@ -293,6 +302,8 @@ class Links:
             return
         with self._lock:
             del self._up[rank]
+        if time.monotonic() < connection.doubtful_until:
+            connection.meant = connection.dropped = True
         dead = connection.left or self._is_dead(rank, connection)
         if not dead:
             self._unsure[rank] = connection

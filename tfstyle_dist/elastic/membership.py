@@ -267,9 +267,12 @@ class Membership:
         with self._changed:
             self._up.discard(other)
             self._ready.discard(other)
-            self._gone[other] = dead
             if dropped:
                 self._dropped_by.add(other)
+            # Who gave this worker up has gone on without it, and may have come to the end: being gone then is no reason
+            # to go on here.
+            dead = dead and other not in self._dropped_by
+            self._gone[other] = dead
             if self._member is not None:
                 self._send(self._member.lose(other, dead))
             self._changed.notify_all()
