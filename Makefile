@@ -22,7 +22,7 @@ TESTS ?=
 # As constraints.txt, but for what torch itself pins.
 UNPINNED = sed -E '/^(torch|triton|setuptools|fsspec|sympy|networkx)==/d' constraints.txt
 
-.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla fuzz accelerate-suite gpu bench dist
+.PHONY: help venv venv-xla style quality test test-slow test-torch canary test-xla fuzz accelerate-suite test-extras gpu bench dist
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -64,6 +64,9 @@ fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTR
 
 accelerate-suite:  ## accelerate's own tests with StrategyAccelerator in the place of Accelerator; needs a network
 	$(BIN)/python tests/integrations/accelerate_suite.py
+
+test-extras:  ## each extra alone, in an environment of its own, imports what it promises; needs an index
+	TFSTYLE_TEST_EXTRAS=1 $(BIN)/pytest -n 0 tests/architecture/test_extras.py
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
 	$(BIN)/python tests/gpu/check.py

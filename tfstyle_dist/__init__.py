@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.values import DistributedValues as DistributedValues, IndexedSlices as IndexedSlices
     from tfstyle_dist.variables import Variable as Variable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "AggregationMethod": "core.enums",

@@ -40,6 +40,7 @@ LAYERS = {
     "launch": 6,
     "doctor": 6,
     "compare_aggregation": 6,
+    "cli": 7,
 }
 WITHIN_LAYER = {
     ("comm", "shm"),

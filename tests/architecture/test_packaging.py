@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import email
 import os
 import shutil
 import subprocess
@@ -22,10 +23,20 @@ import tfstyle_dist, tfstyle_dist_kernels.cpu.cpu_compile, tfstyle_dist_kernels.
 import tfstyle_dist.testing.plugin
 assert importlib.resources.files("tfstyle_dist").joinpath("py.typed").is_file(), "py.typed is missing"
 scripts = importlib.metadata.distribution("tfstyle_dist").entry_points
+assert [(e.name, e.value) for e in scripts if e.group == "console_scripts"] == [
+    ("tfstyle-dist", "tfstyle_dist.cli:main")
+], scripts
 assert [e.value for e in scripts if e.group == "pytest11"] == ["tfstyle_dist.testing.plugin"], scripts
 print(tfstyle_dist.__file__)
 print(tfstyle_dist_kernels.reference.__file__)
 """
+QUICK = (
+    "tests/cluster_resolver/test_cluster.py",
+    "tests/launch/test_command.py",
+    "tests/ops/test_reference.py",
+    "tests/runtime/test_deadline.py",
+    "tests/strategies/test_everyday.py",
+)
 HOOK = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
@@ -110,7 +121,7 @@ def install(python: Path, *what: str | Path) -> None:
 def test_sdist_holds_both_packages(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"setup.cfg", "pyproject.toml", "tfstyle_dist/py.typed", "kernels/reference.py"} <= names
+    assert {"setup.cfg", "pyproject.toml", "tfstyle_dist/py.typed", "kernels/reference.py", "LICENSE"} <= names
 
 
 @pytest.mark.slow
@@ -132,6 +143,41 @@ def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     install(python, wheel)
     places = run(python, "-c", PROGRAM, cwd=tmp_path).split()
     assert all(Path(place).is_relative_to(tmp_path) for place in places), places
+
+
+@pytest.mark.slow
+def test_metadata(wheel: Path) -> None:
+    """The licence as PEP 639 has it, with its text; no class of a licence beside it, and no address of nobody's."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+        licence = archive.read(name.replace("METADATA", "licenses/LICENSE"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Author"] == "The tfstyle_dist authors"
+    assert not [c for c in metadata.get_all("Classifier") if c.startswith("License")]
+    assert metadata["Home-page"] is None
+    assert metadata["Project-URL"] is None
+    version = metadata["Version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_quick_tests_pass_where_it_is_installed(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A few tests of every layer, of what was installed and not of this tree; pytest and torch are the running ones."""
+    python = make_environment(tmp_path / "venv")
+    install(python, request.getfixturevalue(kind))
+    assert "launch" in run(python.with_name("tfstyle-dist"), "--help", cwd=tmp_path)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__", "build"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    where = f"import tfstyle_dist; assert tfstyle_dist.__file__.startswith({str(tmp_path)!r}), tfstyle_dist.__file__"
+    run(python, "-c", where, cwd=tmp_path)
+    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-m", "not slow and not gpu and not xla")
+    said = run(python, "-m", "pytest", *options, *QUICK, cwd=tmp_path)
+    assert " passed" in said, said
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ RECORDED = "the programs recorded on TensorFlow run in forked children, as they 
 COMMANDS = "command lines, launchers and signals are what is tested"
 REASONS = {
     "architecture/test_import_cost.py": "a fresh interpreter",
+    "architecture/test_extras.py": "pip and the environments that it makes are what is tested",
     "architecture/test_packaging.py": "pip and build are commands",
+    "integrations/accelerate_suite.py": "pip, and pytest on tests of another package",
     "comm/test_meeting.py": "needs the id of a process that is gone",
     "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",

@@ -1,4 +1,4 @@
-"""What holds inside the rooms that are divided into folders: no import circles, short files, no private names."""
+"""What holds in every room: no import circles, short files, no private names of others; and the walks of the page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from collections import defaultdict
 
 from source_tree import PACKAGE, ROOT, SourceFile, source_files, starts_with
 
-ROOMS = tuple(f"{PACKAGE}.{room}" for room in ("coordinator", "parameter_server"))
 MAX_LINES = 300
+STILL_LONG = {
+    "core/env.py": 360,
+    "gradients/optimizer_step.py": 350,
+    "runtime/turns.py": 470,
+    "strategies/parameter_server.py": 390,
+    "strategies/tpu.py": 310,
+    "train/checkpoint/listing.py": 330,
+    "train/optimizer.py": 310,
+    "train/optimizers.py": 360,
+    "variables/contents.py": 440,
+    "variables/store.py": 390,
+    "variables/variable.py": 310,
+}
+"""Files that are to be divided yet, and how long they may be until then; nothing is added here."""
 
 
 def room_files() -> list[SourceFile]:
-    return [file for file in source_files() if any(starts_with(file.name, room) for room in ROOMS)]
+    return [file for file in source_files() if starts_with(file.name, PACKAGE)]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -36,9 +49,19 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles, f"these modules import themselves by way of others: {circles}"
 
 
-def test_files_of_these_rooms_are_short() -> None:
-    long = {f.where: n for f in room_files() if (n := len(f.path.read_text(encoding="utf-8").splitlines())) > MAX_LINES}
-    assert not long, f"split files of more than {MAX_LINES} lines: {long}"
+def test_files_are_short() -> None:
+    long = {}
+    for file in source_files():
+        lines = len(file.path.read_text(encoding="utf-8").splitlines())
+        if lines > STILL_LONG.get(file.where.partition("/")[2], MAX_LINES):
+            long[file.where] = lines
+    assert not long, f"divide files of more than {MAX_LINES} lines: {long}"
+
+
+def test_the_list_of_long_files_gets_shorter() -> None:
+    lengths = {f.where.partition("/")[2]: len(f.path.read_text(encoding="utf-8").splitlines()) for f in source_files()}
+    short = [name for name in STILL_LONG if lengths.get(name, 0) <= MAX_LINES]
+    assert not short, f"these need no exception any more: {short}"
 
 
 def test_private_names_stay_in_their_module() -> None:

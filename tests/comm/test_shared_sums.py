@@ -19,7 +19,7 @@ from tfstyle_dist.comm.host_memory import shared_sums
 from tfstyle_dist.comm.host_memory.compiled_sums import Said
 from tfstyle_dist.comm.host_memory.shared_sums import STAGING_BYTES, SharedSums, create_segment
 from tfstyle_dist.core.errors import PeerLostError
-from tfstyle_dist.gradients.pieces import GradientPieces
+from tfstyle_dist.gradients.bucket_views import BucketViews
 from tfstyle_dist.ops import aggregate, aggregate_into, backends, host_sums
 from tfstyle_dist.ops.cost_model import ORDERS
 from tfstyle_dist.ops.host_sums import find_host_sum
@@ -169,9 +169,9 @@ class TestCompiledSums:
             expected = [aggregate(list(column), divisor=size) for column in zip(*parts, strict=True)]
 
             def work(worker: SharedSums, shapes: list[torch.Size] = shapes, parts: object = parts) -> bool:
-                pieces = GradientPieces(shapes, dtype, size)
-                pieces.grads = parts[worker.rank]  # type: ignore[index]
-                return worker.all_reduce(pieces, 7, aggregate_into)
+                views = BucketViews(shapes, dtype, size)
+                views.grads = parts[worker.rank]  # type: ignore[index]
+                return worker.all_reduce(views, 7, aggregate_into)
 
             assert together(workers, work) == [True] * size
             for mine in parts:
@@ -219,9 +219,9 @@ class TestCompiledSums:
         expected = (grads[0] + grads[1]) / 2
 
         def work(worker: SharedSums) -> bool:
-            pieces = GradientPieces([torch.Size([90, 100])], torch.float32, 2)
-            pieces.grads = [grads[worker.rank]]
-            return worker.all_reduce(pieces, 7, aggregate_into)
+            views = BucketViews([torch.Size([90, 100])], torch.float32, 2)
+            views.grads = [grads[worker.rank]]
+            return worker.all_reduce(views, 7, aggregate_into)
 
         assert together(pair, work) == [True, True]
         for grad in grads:

@@ -16,6 +16,7 @@ from hypothesis import example, given, strategies as st
 from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
+from tfstyle_dist.monitoring import saved
 from tfstyle_dist.parameter_server.persistence.record_files import RecordFile, read_records, read_what_is_whole
 from tfstyle_dist.parameter_server.persistence.snapshots import SnapshotKeeper
 from tfstyle_dist.parameter_server.protocol.header import Header, Kind
@@ -133,45 +134,45 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(folder: Path) -> Saved:
+def written(folder: Path) -> Saved:
     return Saved(folder)
 
 
 @given(st.data())
 @bounded(80)
-def test_index_files(saved: Saved, data: Any) -> None:
+def test_index_files(written: Saved, data: Any) -> None:
     """Bytes that something changed: read as they were written, or not at all."""
-    files.index_file(saved.path).write_bytes(data.draw(nearly(saved.index)))
+    files.index_file(written.path).write_bytes(data.draw(nearly(written.index)))
     try:
-        content = files.read_index(saved.path)
+        content = files.read_index(written.path)
     except DataLossError:
         return
     finally:
-        files.index_file(saved.path).write_bytes(saved.index)
-    assert content == saved.content
+        files.index_file(written.path).write_bytes(written.index)
+    assert content == written.content
 
 
 @given(st.data())
 @bounded(120)
-def test_index_files_of_somebody_else(saved: Saved, data: Any) -> None:
+def test_index_files_of_somebody_else(written: Saved, data: Any) -> None:
     """A right checksum over anything: the objects are restored, or none of them is changed."""
-    text = data.draw(altered(saved.content).map(json.dumps) | json_texts())
+    text = data.draw(altered(written.content).map(json.dumps) | json_texts())
     body = text.encode("utf-8", "surrogatepass")
     with torch.no_grad():
-        saved.model.weight.fill_(7)
-    before = json.dumps(codec.encode(saved.optimizer.state_dict(), "", lambda path, tensor: str(tensor.tolist())))
-    files.index_file(saved.path).write_bytes(b'{"crc32": %d, "content":\n%s}\n' % (zlib.crc32(body), body))
+        written.model.weight.fill_(7)
+    before = json.dumps(codec.encode(written.optimizer.state_dict(), "", lambda path, tensor: str(tensor.tolist())))
+    files.index_file(written.path).write_bytes(b'{"crc32": %d, "content":\n%s}\n' % (zlib.crc32(body), body))
     try:
-        reader = CheckpointReader(saved.path)
+        reader = CheckpointReader(written.path)
         reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        saved.checkpoint.restore(saved.path)
+        written.checkpoint.restore(written.path)
     except (DataLossError, InvalidArgumentError):
-        assert saved.model.weight.eq(7).all()
-        after = codec.encode(saved.optimizer.state_dict(), "", lambda path, tensor: str(tensor.tolist()))
+        assert written.model.weight.eq(7).all()
+        after = codec.encode(written.optimizer.state_dict(), "", lambda path, tensor: str(tensor.tolist()))
         assert json.dumps(after) == before
     finally:
-        files.index_file(saved.path).write_bytes(saved.index)
-        saved.checkpoint.restore(saved.path)
+        files.index_file(written.path).write_bytes(written.index)
+        written.checkpoint.restore(written.path)
 
 
 STATE = b'model_checkpoint_path: "ckpt-1"\nall_model_checkpoint_paths: "ckpt-1"\nall_model_checkpoint_timestamps: 1.5\n'
@@ -220,3 +221,25 @@ def test_values_in_an_index(tree: Any) -> None:
     value = codec.decode(tree, {"t": torch.zeros(1)}.__getitem__)
     again = codec.encode(value, "", lambda path, tensor: "t")
     assert codec.tensor_names(again) == codec.tensor_names(tree)
+
+
+REPORT = {
+    "format": "tfstyle_dist report", "function": "f", "steps": 1, "calls": 2, "step_seconds": 0.1,
+    "median_seconds": 0.1, "high_seconds": 0.1, "first_seconds": 1,
+    "others": [["g", 1, 0.5]], "recent": [[0.1, [0.1] * 6]],
+    "replicas": [{"replica": 0, "worker": 0, "device": "cpu", "seconds": [0.1] * 6, "overlapped": 0}],
+}  # fmt: skip
+
+
+@given(json_texts(altered(REPORT) | st.just(REPORT)).map(lambda text: text.encode("utf-8", "surrogatepass")))
+@example(DEEP.encode())
+@bounded(80)
+def test_saved_reports(folder: Path, data: bytes) -> None:
+    """What is taken for a report can be shown."""
+    path = folder / "report"
+    path.write_bytes(data)
+    try:
+        report = saved.load(path)
+    except DataLossError:
+        return
+    assert str(report)

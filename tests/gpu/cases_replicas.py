@@ -309,7 +309,7 @@ def test_g13_all_replicas_work_on_the_callers_stream(devices: list[str]) -> None
 
 
 def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
-    from tfstyle_dist.gradients.between_devices import sum_over_devices
+    from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
 
     shapes = [(3, 5), (7,), (1,), (0,), (2, 2, 2), (64,), (0, 3)]
     for count in (2, 3, 4):

@@ -64,13 +64,16 @@ def test_commands_of_the_page_are_those_of_the_examples() -> None:
 
 
 def test_code_of_the_page_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first block; what the one of parameter servers shows is in test_keras_servers."""
-    assert len(BLOCKS) == 2
+    """The first two blocks; for those of parameter servers see test_keras_servers and test_keras_server_loops."""
+    assert len(BLOCKS) == 4
     space: dict[str, object] = {}
-    exec(compile(BLOCKS[0], "docs/keras.md", "exec"), space)
+    exec(compile(BLOCKS[0] + BLOCKS[1], "docs/keras.md", "exec"), space)
     strategy = space["strategy"]
     assert isinstance(strategy, tfd.MirroredStrategy)
     strategy.close()
     output = capfd.readouterr().out
     assert output.count("Epoch 20/20") == 1
     assert "(500, 2)" in output
+    loss, accuracy = map(float, output.splitlines()[-1].split())
+    assert loss < 5
+    assert 0 < accuracy < 1

@@ -348,6 +348,82 @@ def test_lbfgs_and_schedulers(two: Any) -> None:
     assert "tfstyle_dist" not in torch.optim.lr_scheduler.ReduceLROnPlateau.step.__module__
 
 
+class HalvingSchedule:
+    """A scheduler of nobody's: of no class of torch's, with a ``step`` of its own."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+class HalvingInTorch(torch.optim.lr_scheduler.LRScheduler):
+    """A subclass whose ``step`` calls nothing of torch's."""
+
+    def step(self, epoch: int | None = None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("kind", [HalvingSchedule, HalvingInTorch])
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_schedulers_that_only_their_work_shows(kind: Any, place: str) -> None:
+    """Central storage has one optimizer: what changes its rate once per replica is noticed, wherever it stands."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = kind(optimizer)
+
+        def step(scheduled: str) -> None:
+            if scheduled == "before":
+                scheduler.step()
+            model(torch.ones(1, 2)).sum().backward()
+            if scheduled == "between":
+                scheduler.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduled == "after":
+                scheduler.step()
+
+        central.run(step, args=("nowhere",))
+        with pytest.raises(RuntimeError, match=r"SGD.param_groups\[0\]\['lr'\] was changed by replica \d and then by"):
+            central.run(step, args=(place,))
+
+
+def test_settings_that_a_step_may_change() -> None:
+    """The same value given by every replica, by one replica alone, or in merge_call: the optimizer has it once."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def give(rate: float) -> None:
+            optimizer.param_groups[0]["lr"] = rate
+
+        def step(rate: float) -> None:
+            context = td.get_replica_context()
+            give(rate)
+            model(torch.ones(1, 2)).sum().backward()
+            give(rate / 2)
+            context.all_reduce("SUM", torch.ones(()))
+            give(rate)
+            optimizer.step()
+            optimizer.zero_grad()
+            if context.replica_id_in_sync_group == 0:
+                optimizer.param_groups[0]["momentum"] *= 0.5
+            context.merge_call(lambda strategy: give(rate * 10))
+
+        for number, rate in enumerate((0.1, 0.2, 0.3)):
+            central.run(step, args=(rate,))
+            assert optimizer.param_groups[0]["lr"] == rate * 10
+            assert optimizer.param_groups[0]["momentum"] == 0.9 * 0.5 ** (number + 1)
+
+
 def test_adopting_what_is_no_module(two: Any) -> None:
     with pytest.raises(
         TypeError, match=r"experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got list"

@@ -12,7 +12,7 @@ from torch import nn
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.gradients import parts
+from tfstyle_dist.gradients import update_shards
 from tfstyle_dist.variables import find_record
 
 pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
@@ -131,7 +131,9 @@ def test_what_one_rank_writes_into_the_copy_all_ranks_read(central: Any, rank: i
 def test_every_optimizer_agrees_with_one_device_and_every_rank_has_its_whole_state(
     central: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "MOST", 64)  # several parts of one parameter for a rank, as with large parameters
+    monkeypatch.setattr(
+        update_shards, "MOST", 64
+    )  # several parts of one parameter for a rank, as with large parameters
     with central.scope():
         model = build()
         optimizer = OPTIMIZERS[name](model.parameters())

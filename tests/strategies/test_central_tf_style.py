@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfstyle_dist as td
-from tfstyle_dist.gradients import parts
+from tfstyle_dist.gradients import update_shards
 from tfstyle_dist.variables import find_record
 
 pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
@@ -71,7 +71,7 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 def test_every_rule_agrees_with_one_device_and_its_slots_are_there_once(
     central: Any, name: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "MOST", 64)  # several parts of one variable for a rank, as with large ones
+    monkeypatch.setattr(update_shards, "MOST", 64)  # several parts of one variable for a rank, as with large ones
     with central.scope():
         ours, optimizer = variables(), OPTIMIZERS[name]()
     plain, plain_optimizer = variables(), OPTIMIZERS[name]()

@@ -85,10 +85,13 @@ def _part(answer: Any, *path: str | int, otherwise: Any = None) -> Any:
     """What is inside of an answer; ``otherwise``, if that is not ``None``, where its last part is left out."""
     found = answer
     for step in path:
-        kind = list if isinstance(step, int) else dict
         if isinstance(found, dict) and step not in found and otherwise is not None:
             return otherwise
-        if not isinstance(found, kind) or (len(found) <= step if isinstance(step, int) else step not in found):
+        if isinstance(step, int):
+            there = isinstance(found, list) and step < len(found)
+        else:
+            there = isinstance(found, dict) and step in found
+        if not there:
             raise RuntimeError(f"Compute Engine's answer has no {'/'.join(map(str, path))}: {str(answer)[:200]}")
         found = found[step]
     wanted = str if otherwise is None else type(otherwise)

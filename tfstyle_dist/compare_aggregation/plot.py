@@ -25,9 +25,10 @@ def draw(found: Sequence[Findings], path: Path) -> None:
     times = [f.milliseconds for f in found]
     errors = [[max(f.milliseconds - f.low, 0) for f in found], [max(f.high - f.milliseconds, 0) for f in found]]
     bars.barh(places, times, xerr=errors, color=[f"C{index}" for index in places], alpha=0.8, error_kw={"capsize": 3})
+    beside = bars.get_yaxis_transform()  # beyond the longest error bar, whatever its length
     for place, value in zip(places, times, strict=True):
-        bars.annotate(f" {value:.2f}", (0, place), va="center", fontsize="small", fontweight="bold")
+        bars.text(1.015, place, f"{value:.2f} ms", transform=beside, va="center", fontsize="small")
     bars.set_yticks(places, [f.run.name.replace(", ", "\n", 1) for f in found], fontsize="x-small")
-    bars.invert_yaxis()
+    bars.set_ylim(max(len(found), 3) - 0.5, -0.5)  # from above, and one bar is no block
     bars.set(xlabel="milliseconds per step (bar: median, line: 20 % to 80 %)", title="Time of a step")
     figure.savefig(path, dpi=120)

@@ -16,6 +16,21 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables.store import find_record
 
+_travellers: list[tuple[type, Callable[[Any, Outgoing], tuple[Callable[[Incoming, Any], Any], Any]]]] = []
+
+
+def register(kind: type, describe: Callable[[Any, Outgoing], tuple[Callable[[Incoming, Any], Any], Any]]) -> None:
+    """Lets objects of another library travel.
+
+    Args:
+        kind: their class; the class registered first is asked first.
+        describe: of an object a function that workers can import, and what it is called with after ``Incoming``; its
+            result is the worker's own object.
+    """
+    if all(known is not kind for known, _ in _travellers):
+        _travellers.append((kind, describe))
+
+
 _PLAIN = frozenset({int, float, str, bytes, bool, tuple, list, dict, type(None), type})
 
 
@@ -27,11 +42,12 @@ class Outgoing:
         on_resource: told of each per-worker resource that is referred to.
 
     Attributes:
+        strategy: the same.
         values: collects the ``RemoteValue`` arguments; ``None`` where none is allowed.
     """
 
     def __init__(self, strategy: ParameterServerStrategy, on_resource: Callable[[PerWorkerResource], None]) -> None:
-        self._strategy, self._on_resource = strategy, on_resource
+        self.strategy, self._on_resource = strategy, on_resource
         self.values: list[RemoteValue] | None = None
 
     def __call__(self, value: Any) -> Any:
@@ -46,7 +62,7 @@ class Outgoing:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, Strategy):
-            if value is not self._strategy:
+            if value is not self.strategy:
                 raise TypeError(f"A scheduled function refers to {value!r}, not to the coordinator's own strategy.")
             return ("strategy",)
         if isinstance(value, PerWorkerResource):
@@ -64,15 +80,18 @@ class Outgoing:
             return "value", value.number
         if getattr(type(value), "_tfstyle_stays_here", False):
             return "stays", type(value).__name__
+        for known, describe in _travellers:
+            if isinstance(value, known):
+                return "made", *describe(value, self)
         return self._optimizer(value)
 
     def _tensor(self, value: torch.Tensor) -> Any:
         record = getattr(value, "_tfstyle_record", None)
         if not isinstance(record, RemoteRecord) or record.tensor is not value:
             return None
-        if record.store is not self._strategy.parameter_store:
+        if record.store is not self.strategy.parameter_store:
             raise TypeError(f"{record.describe()!r} belongs to another strategy")
-        return "tensor", self._strategy.remote_store.description(value)
+        return "tensor", self.strategy.remote_store.description(value)
 
     def _optimizer(self, value: Any) -> Any:
         if isinstance(value, torch.optim.Optimizer):
@@ -81,7 +100,7 @@ class Outgoing:
                 return None
         elif not hasattr(type(value), "without_slots") or hasattr(value, "torch_optimizer"):
             return None
-        number = self._strategy.optimizer_number(value)
+        number = self.strategy.optimizer_number(value)
         return "optimizer", number, [bytes(p) for p in pickling.dumps(optimizer_state(value), self)]
 
 
@@ -93,6 +112,10 @@ class Incoming:
         index: of the worker.
         resource: its own object of a per-worker resource.
         value: the result of an earlier call.
+
+    Attributes:
+        strategy, index: the same.
+        seen: the tensors on servers that were referred to, as far as they are pulled before a function starts.
     """
 
     def __init__(
@@ -102,29 +125,32 @@ class Incoming:
         resource: Callable[[int], Any],
         value: Callable[[int], Any],
     ) -> None:
-        self._strategy, self._index, self._resource, self._value = strategy, index, resource, value
+        self.strategy, self.index, self._resource, self._value = strategy, index, resource, value
         self.seen: dict[RemoteRecord, None] = {}
 
     def __call__(self, reference: Any) -> Any:
         """The object of this process for a reference."""
         kind, *rest = reference
         if kind == "strategy":
-            return self._strategy
+            return self.strategy
         if kind == "tensor":
-            tensor = self._strategy.remote_store.adopt_description(rest[0])
+            tensor = self.strategy.remote_store.adopt_description(rest[0])
             record = find_record(tensor)
             if isinstance(record, RemoteRecord) and record.fixed:
                 self.seen[record] = None
             return tensor
         if kind == "optimizer":
             number, parts = rest
-            return self._strategy.know_optimizer(number, lambda: restore_optimizer(*pickling.loads(parts, self)))
+            return self.strategy.know_optimizer(number, lambda: restore_optimizer(*pickling.loads(parts, self)))
         if kind == "resource":
             return self._resource(rest[0])
         if kind == "value":
             return self._value(rest[0])
         if kind == "per worker":
-            return pickling.loads(PerWorkerValues(rest[0]).for_worker(self._index), self)
+            return pickling.loads(PerWorkerValues(rest[0]).for_worker(self.index), self)
+        if kind == "made":
+            make, description = rest
+            return make(self, description)
         if kind == "stays":
             return NotHere(rest[0])
         raise ValueError(f"unknown reference {kind!r}")

@@ -7,7 +7,6 @@ from typing import Any
 
 from tfstyle_dist.core.torch_internals import pytree
 
-TreeSpec = pytree.TreeSpec
 flatten = pytree.tree_flatten
 unflatten = pytree.tree_unflatten
 leaves = pytree.tree_leaves
@@ -24,7 +23,7 @@ def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
     return pytree.tree_map(fn, structure)
 
 
-def assert_same_structure(structures: Sequence[Any], what: str) -> tuple[list[list[Any]], TreeSpec]:
+def assert_same_structure(structures: Sequence[Any], what: str) -> tuple[list[list[Any]], Any]:
     """Flattens all ``structures`` and checks that they are alike.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfstyle_dist.doctor import cluster, machine
 from tfstyle_dist.doctor.finding import Finding, Level, problem
-from tfstyle_dist.doctor.meeting import meet
+from tfstyle_dist.doctor.rendezvous import meet
 
 _MACHINE = (machine.versions, machine.devices, machine.backends, machine.shared_memory, machine.limits)
 

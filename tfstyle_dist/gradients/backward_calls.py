@@ -13,10 +13,10 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import any_accelerator
+from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
+from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.local_gradients import note_local
-from tfstyle_dist.gradients.one_pass import PassReducer
-from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
 from tfstyle_dist.runtime.context import current_frame
 
 _CREATE_GRAPH = 3  # its place among the arguments of the engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.gradients.update_runner import UpdateRunner, around_closure
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, pop, push
 from tfstyle_dist.variables.record import Record

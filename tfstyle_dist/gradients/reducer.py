@@ -13,14 +13,14 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
-from tfstyle_dist.gradients.plan import ReductionPlan
+from tfstyle_dist.gradients.buckets import ReductionPlan
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
 
-class Slot:
+class GradientState:
     """State of one copy of one parameter during training.
 
     Attributes:
@@ -59,7 +59,7 @@ class GradientReducer(abc.ABC):
     ) -> None:
         self.worker, self.store, self.bytes_per_pack = worker, store, bytes_per_pack
         self.method = AggregationMethod.validate(method)
-        self.slots: dict[int, list[Slot]] = {}
+        self.states: dict[int, list[GradientState]] = {}
         self._accumulating = [0] * worker.num_local_replicas
         self._plan: ReductionPlan | None = None
         self._plan_version = self._clean_version = -1
@@ -68,20 +68,20 @@ class GradientReducer(abc.ABC):
 
     def attach(self, record: Record) -> None:
         """Watches the gradients of a newly adopted parameter. Frozen ones are watched too: they may thaw."""
-        slots = []
+        states = []
         for replica, component in enumerate(record.components):
             if not (component.is_floating_point() or component.is_complex()):
                 return
-            slot = Slot(record, replica)
-            slots.append(slot)
-            _hook(component, self._listener(slot))
-        self.slots[id(record)] = slots
+            state = GradientState(record, replica)
+            states.append(state)
+            _hook(component, self._listener(state))
+        self.states[id(record)] = states
         if record.policy is not None and record.policy.scale is ReduceOp.SUM:
             self.watch_before(record)
 
-    def _listener(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def _listener(self, state: GradientState) -> Callable[[torch.Tensor], None]:
         """What the copy's hook calls. The garbage collector does not see through torch's hook: it holds nothing."""
-        reducer, known = weakref.ref(self), weakref.ref(slot)
+        reducer, known = weakref.ref(self), weakref.ref(state)
 
         def listen(parameter: torch.Tensor) -> None:
             me, mine = reducer(), known()
@@ -92,36 +92,36 @@ class GradientReducer(abc.ABC):
 
     def watch_before(self, record: Record) -> None:
         """For SUM: remembers the gradient before each backward pass, so that only the new part is summed."""
-        for slot in self.slots.get(id(record), ()):
-            if slot.watches_before:
+        for state in self.states.get(id(record), ()):
+            if state.watches_before:
                 continue
-            slot.watches_before = True
+            state.watches_before = True
 
-            def remember(_: torch.Tensor, slot: Slot = slot) -> None:
-                self.remember_before(slot)
+            def remember(_: torch.Tensor, state: GradientState = state) -> None:
+                self.remember_before(state)
 
-            component = record.components[slot.replica]
+            component = record.components[state.replica]
             frozen = not component.requires_grad
             component.requires_grad_(True)
             component.register_hook(remember)
             component.requires_grad_(not frozen)
 
-    def remember_before(self, slot: Slot) -> None:
+    def remember_before(self, state: GradientState) -> None:
         """Keeps the gradient that is there already, once in a pass, if its parameter is summed."""
-        grad = slot.record.components[slot.replica].grad
-        if slot.watches_before and (grad is None or not (slot.dirty or self.in_same_pass(slot))):
-            slot.before = None if grad is None else grad.detach().clone()
+        grad = state.record.components[state.replica].grad
+        if state.watches_before and (grad is None or not (state.dirty or self.in_same_pass(state))):
+            state.before = None if grad is None else grad.detach().clone()
 
     @abc.abstractmethod
-    def in_same_pass(self, slot: Slot) -> bool:
+    def in_same_pass(self, state: GradientState) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""
 
-    def slot(self, record: Record, replica: int) -> Slot:
+    def state(self, record: Record, replica: int) -> GradientState:
         """The state of one copy."""
-        return self.slots[id(record)][replica]
+        return self.states[id(record)][replica]
 
     @abc.abstractmethod
-    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+    def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Called by autograd after a gradient was accumulated into ``parameter.grad``."""
 
     # ---- accumulation -----------------------------------------------------------------------------------------
@@ -141,24 +141,24 @@ class GradientReducer(abc.ABC):
             for index in inside:
                 self._accumulating[index] -= 1
 
-    def keeps_local(self, slot: Slot) -> bool:
+    def keeps_local(self, state: GradientState) -> bool:
         """Whether this gradient is not to be reduced now; remembers it if so."""
-        policy = slot.record.policy
+        policy = state.record.policy
         if policy is None or policy.reduce_at != "backward":
             return True
-        if self._accumulating[slot.replica]:
-            slot.dirty = True
+        if self._accumulating[state.replica]:
+            state.dirty = True
             return True
         return False
 
     def check_reduced(self, records: Sequence[Record], replica: int) -> None:
         """Raises RuntimeError when an optimizer is about to apply gradients that were never reduced."""
         for record in records:
-            slots = self.slots.get(id(record))
-            if slots is None or not slots[replica].dirty:
+            states = self.states.get(id(record))
+            if states is None or not states[replica].dirty:
                 continue
             if record.components[replica].grad is None:  # zero_grad() dropped them
-                slots[replica].dirty = False
+                states[replica].dirty = False
                 continue
             raise RuntimeError(
                 "optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never "
@@ -170,7 +170,7 @@ class GradientReducer(abc.ABC):
         """Drops the state of parameters that are gone, once after each adoption."""
         if self._clean_version != self.store.version:
             self._clean_version = self.store.version
-            self.slots = {key: s for key, s in self.slots.items() if s[0].record.tensor is not None}
+            self.states = {key: s for key, s in self.states.items() if s[0].record.tensor is not None}
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 
@@ -178,38 +178,38 @@ class GradientReducer(abc.ABC):
         """The current plan; built anew after parameters were adopted."""
         if self._plan is None or self._plan_version != self.store.version:
             self.forget_dead()
-            records = self.store.alive_everywhere([r for r in self.store.records() if id(r) in self.slots])
+            records = self.store.alive_everywhere([r for r in self.store.records() if id(r) in self.states])
             self._plan = ReductionPlan.build(records, self.bytes_per_pack, self.method)
             self._plan_version = self.store.version
         return self._plan
 
-    def contribution(self, slot: Slot) -> torch.Tensor | None:
+    def contribution(self, state: GradientState) -> torch.Tensor | None:
         """What one copy adds to the sum: for MEAN its whole gradient, for SUM only the part that is new.
 
         The mean of gradients that all hold the same old part plus different new ones is the old part plus the mean of
         the new ones, so MEAN needs no memory of the old part. A parameter that is gone adds nothing.
         """
-        if slot.record.tensor is None:
+        if state.record.tensor is None:
             return None
-        grad = slot.record.components[slot.replica].grad
-        if grad is None or slot.record.policy is None or slot.record.policy.scale is ReduceOp.MEAN:
+        grad = state.record.components[state.replica].grad
+        if grad is None or state.record.policy is None or state.record.policy.scale is ReduceOp.MEAN:
             return grad
-        if not slot.ready and not slot.dirty:
+        if not state.ready and not state.dirty:
             return None
-        return grad if slot.before is None else grad - slot.before
+        return grad if state.before is None else grad - state.before
 
-    def worker_part(self, slot: Slot) -> torch.Tensor | None:
+    def worker_part(self, state: GradientState) -> torch.Tensor | None:
         """What a worker of one replica adds to the sum: the copy's contribution, as the user sums it."""
-        part = self.contribution(slot)
+        part = self.contribution(state)
         return part if part is None or self.own_sum is None else self.own_sum([part])
 
-    def old_part(self, slot: Slot) -> torch.Tensor | None:
+    def old_part(self, state: GradientState) -> torch.Tensor | None:
         """What was reduced in earlier passes and is to be added to the sum of the new parts; ``None`` for MEAN."""
-        if self.divisor(slot.record) is not None:
+        if self.divisor(state.record) is not None:
             return None
-        if slot.ready or slot.dirty:
-            return slot.before
-        grad = slot.record.components[slot.replica].grad
+        if state.ready or state.dirty:
+            return state.before
+        grad = state.record.components[state.replica].grad
         return None if grad is None else grad.detach()
 
     def divisor(self, record: Record) -> int | None:
@@ -217,35 +217,35 @@ class GradientReducer(abc.ABC):
         mean = record.policy is None or record.policy.scale is ReduceOp.MEAN
         return self.worker.num_replicas if mean else None
 
-    def settle(self, slot: Slot) -> None:
+    def settle(self, state: GradientState) -> None:
         """Forgets the pass: the copy's gradient is now the reduced one."""
-        slot.ready = slot.dirty = False
-        slot.before = None
+        state.ready = state.dirty = False
+        state.before = None
 
-    def reduce_sparse(self, slot: Slot, empty: torch.Tensor) -> None:
+    def reduce_sparse(self, state: GradientState, empty: torch.Tensor) -> None:
         """Sums a sparse gradient over the workers, where each has one replica, into ``.grad``.
 
         Args:
-            slot: whose gradient; it may have none.
+            state: whose gradient; it may have none.
             empty: a sparse gradient without rows.
         """
-        part = self.worker_part(slot)
+        part = self.worker_part(state)
         if part is None:
             part = empty
         elif not part.is_sparse:
             part = part.to_sparse(1)
-        total = sparse_sum_over_workers(self.worker, part, f"rows of {slot.record.local_name!r}")
-        parameter = slot.record.tensor
+        total = sparse_sum_over_workers(self.worker, part, f"rows of {state.record.local_name!r}")
+        parameter = state.record.tensor
         if parameter is None:
             return  # gone here; the other workers needed our part all the same
-        divisor = self.divisor(slot.record)
+        divisor = self.divisor(state.record)
         total = total if divisor is None else total / divisor
-        old = self.old_part(slot)
+        old = self.old_part(state)
         if old is not None:
             total = (total + old).coalesce()
         if torch_internals.entries_of(total) > 0 or parameter.grad is not None:
             parameter.grad = total
-        self.settle(slot)
+        self.settle(state)
 
     def say_unused(self, records: Sequence[Record]) -> None:
         """Names, once, parameters that only some replicas used."""

@@ -14,10 +14,10 @@ import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.gradients.parts import ELEMENTWISE, Part, share_out
-from tfstyle_dist.gradients.plan import wants_sparse_gradient
-from tfstyle_dist.gradients.shared_state import SharedState, part_of
-from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.gradients.buckets import wants_sparse_gradient
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
+from tfstyle_dist.gradients.update_shards import ELEMENTWISE, Part, share_out
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_home import SharedHome
 from tfstyle_dist.variables.store import find_record

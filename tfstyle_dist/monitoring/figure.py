@@ -46,8 +46,11 @@ def draw_phases(report: Report, names: Sequence[str], path: Path) -> None:
     bars.set(xlabel="milliseconds of a step (mean)", title=f"{report.function}: where the time goes")
     figure.legend(loc="outside lower center", ncols=len(names), fontsize="small")
     columns = [[phases[phase] * 1e3 for _, phases in report.recent] for phase in range(len(names))]
-    numbers = range(report.steps - len(report.recent) + 1, report.steps + 1)
+    numbers: Sequence[float] = range(report.steps - len(report.recent) + 1, report.steps + 1)
+    if len(report.recent) == 1:  # a point has no area
+        numbers, columns = [numbers[0] - 0.5, numbers[0] + 0.5], [column * 2 for column in columns]
     if report.recent:
         steps.stackplot(numbers, *columns, colors=_COLORS)
+        steps.xaxis.get_major_locator().set_params(integer=True)
     steps.set(xlabel="step", ylabel="milliseconds", title="Recent steps of this worker's first replica")
     figure.savefig(path, dpi=120)

@@ -106,6 +106,22 @@ class Report:
             raise ModuleNotFoundError(f"report.plot: {problem}")
         figure.draw_phases(self, PHASES, Path(path))
 
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON, to be shown later by ``tfstyle-dist report PATH``.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+
+        Example:
+            >>> strategy.report().save("report.json")
+        """
+        from tfstyle_dist.monitoring import saved
+
+        saved.save(self, Path(path))
+
     def __str__(self) -> str:
         if not self.steps:
             return (

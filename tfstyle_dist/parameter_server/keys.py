@@ -7,6 +7,12 @@ import sys
 
 def main(arguments: list[str]) -> int:
     """Writes a key file; the exit code."""
+    if arguments in (["-h"], ["--help"]):
+        print(
+            "usage: python -m tfstyle_dist.parameter_server.keys PATH\n\nMakes the key file of a cluster: whoever has "
+            "it belongs to the cluster. It is readable by its owner\nonly, and a file that is there is left as it is."
+        )
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m tfstyle_dist.parameter_server.keys PATH", file=sys.stderr)
         return 2

@@ -71,6 +71,13 @@ class Content(Protocol):
     def leave(self) -> None:
         """Cross-replica context begins: what is written from now on is noticed by ``enter``."""
 
+    def pause(self, replica: int) -> None:
+        """The replica that has the turn comes to a call that all make, or to its end.
+
+        Raises:
+            RuntimeError: it has done what only one of the replicas may do.
+        """
+
 
 class NoContent:
     """Nothing is swapped."""
@@ -82,6 +89,9 @@ class NoContent:
         """See ``Content``."""
 
     def leave(self) -> None:
+        """See ``Content``."""
+
+    def pause(self, replica: int) -> None:
         """See ``Content``."""
 
 
@@ -192,6 +202,7 @@ class TurnRun:
             call = _Call(kind, payload, action, anywhere, sys._getframe(2))
             with self._lock:
                 self._raise_if_aborted(replica)
+                self._content.pause(replica)
                 self._calls[replica] = call
                 if self._differ():
                     self._abort_locked(self._mismatch())
@@ -216,6 +227,11 @@ class TurnRun:
             self.threads[replica], self._done[replica] = None, True
             if replica in self.lost:
                 return
+            if self.error is None:
+                try:
+                    self._content.pause(replica)
+                except RuntimeError as error:
+                    self._abort_locked(error)
             if self.error is None and self._differ():
                 self._abort_locked(self._mismatch())
             if self.error is not None:

@@ -15,13 +15,13 @@ from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
-from tfstyle_dist.gradients import update_runner as update_hooks
+from tfstyle_dist.gradients import optimizer_step as update_hooks
 from tfstyle_dist.gradients.backward_calls import engine_calls
-from tfstyle_dist.gradients.in_memory import InMemoryReducer
+from tfstyle_dist.gradients.exchanges.host_memory import InMemoryReducer
+from tfstyle_dist.gradients.exchanges.overlapped import StreamingReducer
+from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.reducer import GradientReducer
-from tfstyle_dist.gradients.replica_reducer import ReplicaReducer
-from tfstyle_dist.gradients.streaming import StreamingReducer
-from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
 from tfstyle_dist.runtime.context import current_frame, mixing_error

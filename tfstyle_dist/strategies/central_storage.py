@@ -12,11 +12,11 @@ from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.gradients.exchanges.central import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.leading_update import LeadingUpdateRunner
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.reducer import GradientReducer
-from tfstyle_dist.gradients.shared_reducer import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.shared_update import SharedUpdateRunner
-from tfstyle_dist.gradients.update_runner import UpdateRunner
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended

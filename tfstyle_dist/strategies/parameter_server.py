@@ -15,8 +15,8 @@ from tfstyle_dist.cluster_resolver import TFConfigClusterResolver
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import devices as device_names, env
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.gradients import update_runner as update_hooks
-from tfstyle_dist.gradients.update_runner import UpdateRunner
+from tfstyle_dist.gradients import optimizer_step as update_hooks
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.parameter_server.addresses import check_cluster, cluster_of
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord

@@ -86,6 +86,7 @@ def run(
             )
     arguments, keywords = check_arguments(fn, args, kwargs)
     strategy.parameter_store.ensure_equal()
+    strategy.parameter_store.runs += 1
     counts, finished = strategy.monitor.begin(name_of(fn)), False
     try:
         if strategy.elastic_steps is None:

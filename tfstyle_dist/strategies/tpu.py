@@ -20,7 +20,7 @@ from tfstyle_dist.comm.xla.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.gradients.graph import GraphReducer
+from tfstyle_dist.gradients.exchanges.xla import GraphReducer
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended

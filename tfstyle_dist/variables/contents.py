@@ -23,6 +23,7 @@ from tfstyle_dist.variables.copies import Copier, Mark
 from tfstyle_dist.variables.object_content import AllObjects, ObjectContent
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.replicated import Replicated
+from tfstyle_dist.variables.shared_settings import SharedSettings
 from tfstyle_dist.variables.state_objects import is_state
 
 _set = object.__setattr__
@@ -61,6 +62,7 @@ class ReplicaContents:
         self._generators: list[tuple[weakref.ref[torch.Generator], list[torch.Tensor]]] = []
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = False
+        self._settings = SharedSettings()  # of optimizers under central storage
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._all: AllObjects | None = None
         self._dirty: set[int] = set()
@@ -90,6 +92,11 @@ class ReplicaContents:
                     generator.set_state(states[after])
             self._random.switch(after)
         self.active = replica
+        self._settings.note()
+
+    def pause(self, replica: int) -> None:
+        """See ``Content``."""
+        self._settings.compare(replica)
 
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
@@ -97,6 +104,7 @@ class ReplicaContents:
         self.finish_taking()
         if begins:
             self._random.begin()
+            self._settings.begin()
         if self._failed:
             self._forget_differences()
         if self._all is None or not self._all.are_same(self._things):
@@ -191,6 +199,7 @@ class ReplicaContents:
                 for parameter in group["params"]:
                     self._take_tensor(parameter)
         if optimizer and self._one_copy:  # one update is made for all
+            self._settings.add(value)
             return False
         self.take_object(value)
         return True

@@ -6,12 +6,13 @@ modules are no such tensors: see ``contents``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.variables.record import Placement, Record, raw
 
@@ -64,27 +65,38 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return special(*args, **(kwargs or {}))
     if func in _METADATA and isinstance(args[0], Replicated):
         return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
-    written: list[Record] = []
-    if (args and _writes(func)) or (kwargs and kwargs.get("out") is not None):
-        target = kwargs["out"] if kwargs and kwargs.get("out") is not None else args[0]
-        for tensor in target if isinstance(target, list | tuple) else (target,):
-            record = getattr(tensor, "_tfstyle_record", None)
-            if record is not None:
-                written.append(record)
+    out = kwargs.get("out") if kwargs else None
+    target = out if out is not None else args[0] if args and _writes(func) else None
+    targets = target if isinstance(target, list | tuple) else (target,)
+    written = [t for t in targets if getattr(t, "_tfstyle_record", None) is not None]
     resolve = _resolve if not written else _resolve_stored
     new_args = [resolve(a) for a in args]
     new_kwargs = {k: resolve(v) for k, v in kwargs.items()} if kwargs else {}
     with raw():
         result = func(*new_args, **new_kwargs)
-    for record in written:
-        record.changes += 1
-        if record.index() is None:
-            record.fan_out()
+    if written:
+        stored = new_args[0] if out is None else new_kwargs["out"]
+        _spread(targets, stored if isinstance(stored, list | tuple) else (stored,))
     if len(written) == 1 and args and result is new_args[0]:
         return args[0]  # p += 1 must leave p what it is
     if kwargs and result is not None and result is new_kwargs.get("out"):
         return kwargs["out"]  # likewise self.buffer = torch.mv(a, b, out=self.buffer)
     return result
+
+
+def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
+    """After ``func`` wrote into what the targets have stored: in cross-replica context every copy gets it.
+
+    Of a variable that is read by combining its copies, ``stored`` is what they combine to: it is assigned.
+    """
+    for tensor, value in zip(targets, stored, strict=True):
+        record: Record | None = getattr(tensor, "_tfstyle_record", None)
+        if record is None:
+            continue
+        record.changes += 1
+        on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
+        if record.index() is None:
+            tensor.assign(value) if on_read else record.fan_out()
 
 
 def _resolve(value: Any) -> Any:

@@ -60,6 +60,7 @@ class ParameterStore:
         contents: what the objects of modules hold for each local replica; ``None`` where a replica computes with the
             objects as they are.
         model_mesh: the workers that share one replica; ``None`` when each worker has its own.
+        runs: counts the calls of ``run``; the same on all workers.
     """
 
     shared_home: SharedHome | None = None
@@ -80,7 +81,7 @@ class ParameterStore:
             self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
-        self.version = 0
+        self.version = self.runs = 0
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
         self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()

@@ -10,7 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.integrations.keras import built_in_run, metrics, optimizers, server_state
+from tfstyle_dist.integrations.keras import (
+    built_in_run,
+    checkpoint,
+    metric_state,
+    metrics,
+    optimizers,
+    server_state,
+    travel,
+)
 from tfstyle_dist.integrations.keras.backend import get_data_adapter, keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.data import DistributedInput
@@ -32,6 +40,9 @@ def install() -> None:
     server_state.install()
     metrics.install()
     built_in_run.install()
+    metric_state.install()
+    checkpoint.install()
+    travel.install()
     for name, wrapper in _WRAPPERS.items():
         owner = next(c for c in keras.Model.__mro__ if name in vars(c))
         original = getattr(owner, name)

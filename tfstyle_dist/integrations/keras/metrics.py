@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from tfstyle_dist.integrations.keras import metric_state
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.runtime.context import current_frame
@@ -34,8 +35,12 @@ def _of_examples(original: Any) -> Any:
     @functools.wraps(original)
     def update_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         frame = current_frame()
-        share = None if frame is None or frame.replica is None else frame.replica.share
-        if share is not None and share.examples == 0 and CURRENT.count is None:  # fit counts for itself
+        if frame is None or frame.replica is None or CURRENT.count is not None:  # fit counts for itself
+            return original(self, *args, **kwargs)
+        share = frame.replica.share
+        if share is not None and share.examples == 0:
+            for variable in self.variables:  # as the replicas with examples do
+                metric_state.adopt(variable, frame.strategy)
             return None
         return original(self, *args, **kwargs)
 

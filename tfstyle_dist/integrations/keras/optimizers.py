@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.integrations.keras import server_optimizer
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
@@ -33,9 +34,12 @@ def _aware(original: Apply) -> Apply:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         frame = current_frame()
         replica = None if frame is None else frame.replica
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if CURRENT.push is None and server_optimizer.is_remote(variables):
+            server_optimizer.push(self, list(grads), variables)
+            return None
         if CURRENT.push is None and (replica is None or replica.num_replicas_in_sync == 1):
             return original(self, grads, trainable_variables)
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if len(grads) != len(variables):
             raise ValueError(f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables.")
         if CURRENT.push is not None:

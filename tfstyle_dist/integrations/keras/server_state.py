@@ -96,6 +96,9 @@ class StateOnServers:
                 parts = [slots[name] for slots in told if name in slots]
                 if len(parts) == len(told) and _fits(slot, record):
                     slot.assign(parts[0] if slot.value.dim() == 0 or len(parts) == 1 else torch.cat(parts))
+            steps = max((int(slots[ITERATIONS]) for slots in told if ITERATIONS in slots), default=0)
+            if steps > int(source.iterations):  # functions of the user's own count there alone
+                source.iterations.assign(steps)
         self._known = self._stamps(source)
 
     def send_if_loaded(self) -> None:
@@ -148,12 +151,13 @@ def _fits(slot: Any, record: RemoteRecord) -> bool:
 _states: weakref.WeakKeyDictionary[Any, StateOnServers] = weakref.WeakKeyDictionary()
 
 
-def state_of(strategy: ParameterServerStrategy, optimizer: Any, model: Any) -> StateOnServers:
-    """The state of a model's optimizer; from now on files of the model get it from the servers."""
-    known = _states.get(model.optimizer)
+def state_of(
+    strategy: ParameterServerStrategy, optimizer: Any, source: Any, variables: Sequence[Any]
+) -> StateOnServers:
+    """The servers' state of an optimizer; from now on files get it from there. Arguments as for the class."""
+    known = _states.get(source)
     if known is None:
-        known = StateOnServers(strategy, optimizer, model.optimizer, model.trainable_variables)
-        _states[model.optimizer] = known
+        known = _states[source] = StateOnServers(strategy, optimizer, source, variables)
     return known
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,100 +10,15 @@ import torch
 from tfstyle_dist.coordinator.current_worker import experimental_get_current_worker_index
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.integrations.keras.server_state import ITERATIONS, slot_variables
+from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer
 from tfstyle_dist.integrations.keras.share import APART, CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
+from tfstyle_dist.integrations.keras.travel import custom_objects_of
 from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables import find_record
-
-
-class ServerOptimizer:
-    """A Keras optimizer whose state lives on the ps tasks: each variable there has one of its own.
-
-    Args:
-        optimizer: the one the model was compiled with.
-
-    Raises:
-        ValueError: it looks at all gradients together, which no server has.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        for name in ("global_clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
-            if getattr(optimizer, name, None):
-                raise ValueError(
-                    f"{type(optimizer).__name__}({name}={getattr(optimizer, name)!r}) under ParameterServerStrategy: "
-                    "each server updates its own variables alone. Leave it out; clipnorm= and clipvalue= work."
-                )
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise ValueError(
-                "A LossScaleOptimizer (mixed_float16) looks at all gradients together, but each server updates its own "
-                "variables alone. Use float32 or mixed_bfloat16 under ParameterServerStrategy."
-            )
-        self._config = keras.optimizers.serialize(optimizer)
-        self._source: Any = weakref.ref(optimizer)
-        self._rate: float | None = None
-        self._made: dict[int, tuple[Any, Any]] = {}
-
-    def without_slots(self) -> dict[str, Any]:
-        """What travels to the tasks."""
-        now = self.hyperparameters()
-        rate = None if now is None else now[0]["learning_rate"]
-        return {"_config": self._config, "_source": _nobody, "_rate": rate, "_made": {}}
-
-    def hyperparameters(self) -> list[dict[str, Any]] | None:
-        """The learning rate as callbacks have set it; ``None`` for a schedule, which the servers follow themselves."""
-        source = self._source()
-        if source is None or isinstance(self._config["config"].get("learning_rate"), dict):
-            return None
-        return [{"learning_rate": float(keras.ops.convert_to_numpy(source.learning_rate))}]
-
-    def set_hyperparameters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """On a server: takes the learning rate over."""
-        self._rate = float(groups[0]["learning_rate"])
-        for optimizer, _ in self._made.values():
-            optimizer.learning_rate = self._rate
-
-    def update_parameters(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
-        """On a server: one step over the variables that live there."""
-        for grad, parameter in pairs:
-            optimizer, variable = self._of(parameter)
-            with torch.no_grad():
-                optimizer.apply([grad.to_dense() if grad.is_sparse else grad], [variable])
-
-    def parameter_slots(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """On a server: the state of one variable by name, for snapshots and files; empty before its first update."""
-        if id(parameter) not in self._made:
-            return {}
-        return {name: v.value for name, v in self._slots(parameter).items()}
-
-    def put_parameter_slots(self, parameter: torch.Tensor, slots: Mapping[str, Any]) -> None:
-        """On a server: replaces state of one variable."""
-        own = self._slots(parameter)
-        with torch.no_grad():
-            for name, value in slots.items():
-                own[name].assign(value)
-
-    def _slots(self, parameter: torch.Tensor) -> dict[str, Any]:
-        optimizer, variable = self._of(parameter)
-        return {ITERATIONS: optimizer.iterations, **slot_variables(optimizer, variable)}
-
-    def _of(self, parameter: torch.Tensor) -> tuple[Any, Any]:
-        """The optimizer of one variable, and the variable as Keras knows it."""
-        known = self._made.get(id(parameter))
-        if known is None:
-            optimizer, variable = keras.optimizers.deserialize(self._config), keras.Variable(parameter)
-            optimizer.build([variable])
-            if self._rate is not None:
-                optimizer.learning_rate = self._rate
-            known = self._made[id(parameter)] = (optimizer, variable)
-        return known
-
-
-def _nobody() -> None:
-    return None
 
 
 class MakeBatches:
@@ -160,7 +74,7 @@ class MakeModel:
 
     def __init__(self, model: Any) -> None:
         self._config = keras.saving.serialize_keras_object(model)
-        self._custom = _custom_objects(model)
+        self._custom = custom_objects_of(model)
 
     def __call__(self) -> WorkerModel:
         """On a worker: its copy."""
@@ -260,12 +174,3 @@ def metrics_numel(model: Any) -> int:
 def _tensors(batch: Any) -> Any:
     batch = tuple(batch) if isinstance(batch, list) else batch
     return keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
-
-
-def _custom_objects(model: Any) -> dict[str, Any]:
-    """Classes and functions of the user's own that the model's configuration names."""
-    compiled = getattr(getattr(model, "_compile_config", None), "config", {})
-    named = [type(layer) for layer in model._flatten_layers()]
-    for value in keras.tree.flatten(list(compiled.values())):
-        named.append(value if isinstance(value, type) or hasattr(value, "__name__") else type(value))
-    return {n.__name__: n for n in named if not getattr(n, "__module__", "keras.").startswith(("keras.", "builtins"))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,10 +15,10 @@ from tfstyle_dist.coordinator import ClusterCoordinator
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras import server_state
 from tfstyle_dist.integrations.keras.backend import DataAdapter, keras
+from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer, on_servers
 from tfstyle_dist.integrations.keras.server_tasks import (
     MakeBatches,
     MakeModel,
-    ServerOptimizer,
     look_at_batch,
     metric_variables,
     train_on_worker,
@@ -28,8 +27,6 @@ from tfstyle_dist.integrations.keras.steps import adopt
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 4
-# The servers keep the state of these: a second fit goes on with it.
-_optimizers: weakref.WeakKeyDictionary[Any, ServerOptimizer] = weakref.WeakKeyDictionary()
 
 
 class DatasetCreator:
@@ -76,9 +73,7 @@ def fit_on_servers(
             looks at all gradients together.
     """
     model._assert_compile_called("fit")
-    optimizer = _optimizers.get(model.optimizer)
-    if optimizer is None:
-        optimizer = _optimizers[model.optimizer] = ServerOptimizer(model.optimizer)
+    optimizer = on_servers(model.optimizer)
     dataset_fn, steps = _dataset_fn(given)
     with strategy.scope(), keras.device("cpu"):
         work = _Work(strategy, model, optimizer, dataset_fn)
@@ -174,7 +169,9 @@ class _Work(DataAdapter):  # type: ignore[misc]
         model = self._model
         if self._copies is None:
             adopt(self._strategy, model)
-            server_state.state_of(self._strategy, self._optimizer, model).send_if_loaded()
+            server_state.state_of(
+                self._strategy, self._optimizer, model.optimizer, model.trainable_variables
+            ).send_if_loaded()
             self._copies = self._coordinator.create_per_worker_resource(MakeModel(model))
         pulled = [v.value for v in model.variables]
         arguments = (self._copies, self._batches, pulled, self._optimizer)

@@ -143,8 +143,13 @@ class Ledger:
         return sum(v.value.numel() for v, _ in self.entries)
 
 
+def is_seed(variable: Any) -> bool:
+    """Whether a variable is the state of a seed generator: each replica and worker has its own."""
+    return bool(variable.name == _SEED_STATE and tuple(variable.shape) == (2,))
+
+
 def _rule(variable: Any) -> str:
-    if variable.name == _SEED_STATE and tuple(variable.shape) == (2,):
+    if is_seed(variable):
         return "seed"
     if variable.aggregation == "sum":
         return "sum"

@@ -14,6 +14,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
 from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
+from tfstyle_dist.integrations.keras import metric_state
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
 from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
@@ -74,7 +75,9 @@ class Steps:
                 outputs = self.model.predict_step(batch)
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
-        outputs, counts = self.strategy.gather(self.strategy.run(replica, args=(data[0],)), axis=0)
+        with metric_state.untouched(self.strategy):
+            told = self.strategy.run(replica, args=(data[0],))
+        outputs, counts = self.strategy.gather(told, axis=0)
         worker = self.strategy.worker
         if worker.group.size == 1 or worker.num_local_replicas == 1:
             return outputs
@@ -95,7 +98,7 @@ class Steps:
                 keys.extend(logs)
             return told
 
-        with self._random.of_this_worker():
+        with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(batch,))
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -169,8 +169,11 @@ class Connection:
             if self._peer is None:
                 return
             if goodbye and self._lost is None and self.transport is not None:
-                with contextlib.suppress(UnavailableError, TimeoutError), self.reporting():
-                    self.transport.say_goodbye(pack_message(Header(Kind.GOODBYE, 0), b""))
+                with contextlib.suppress(UnavailableError, TimeoutError):
+                    try:
+                        self.transport.say_goodbye(pack_message(Header(Kind.GOODBYE, 0), b""))
+                    except (ConnectionError, TimeoutError) as error:
+                        raise self.reported(error) from None
             if self._peer is not None:
                 self._drop(_GOODBYE_MS)
 
@@ -203,21 +206,17 @@ class Connection:
         body = pack_json(meta)
         return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, [])
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Turns what a transport raises into what users see."""
-        try:
-            yield
-        except DeadlineExceededError:
-            raise
-        except ConnectionError:
-            raise self.gone() from None
-        except TimeoutError:
-            # Half a message may be on its way: the next one must not be taken for the rest of it.
-            late = self._silent(Deadline(self.timeout))
-            self.lose("did not answer in time", alive=True)
-            get_logger().warning("%s", late)
-            raise late from None
+    def reported(self, error: Exception) -> Exception:
+        """What users see of what a transport raised: a ``ConnectionError`` or a ``TimeoutError``."""
+        if isinstance(error, DeadlineExceededError):
+            return error
+        if isinstance(error, ConnectionError):
+            return self.gone()
+        # Half a message may be on its way: the next one must not be taken for the rest of it.
+        late = self._silent(Deadline(self.timeout))
+        self.lose("did not answer in time", alive=True)
+        get_logger().warning("%s", late)
+        return late
 
     def wait(self) -> None:
         """Waits for a message by ZeroMQ.

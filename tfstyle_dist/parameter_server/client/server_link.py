@@ -15,7 +15,9 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.parameter_server.client.connection import Connection
 from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import (
+    FLAG_INLINE,
     HEADER_SIZE,
+    INLINE,
     Header,
     Kind,
     pack_json,
@@ -176,9 +178,13 @@ class ServerLink(Connection):
                 self.finish()
             self._number += 1
             meta = pack_operations(operations)
-            header = Header(Kind.BATCH, self._number, work.closure, work.low_water, work.attempt, len(meta), total)
-            with self.reporting():
+            flags = FLAG_INLINE if 0 < total <= INLINE else 0
+            numbers = self._number, work.closure, work.low_water, work.attempt
+            header = Header(Kind.BATCH, *numbers, len(meta), total, flags)
+            try:
                 transport.send(header, meta, tensors, answer_bytes)
+            except (ConnectionError, TimeoutError) as error:
+                raise self.reported(error) from None
             self._waiting.append(_Waiting(self._number, take, len(operations)))
 
     def _ready_transport(self, request_bytes: int, answer_bytes: int) -> Transport:
@@ -221,10 +227,7 @@ class ServerLink(Connection):
     # ---- answers ----------------------------------------------------------------------------------------------
 
     def receive_in_background(self) -> None:
-        """Lets the answers of what was sent come while this thread goes on; ``finish`` raises their errors.
-
-        Over ZeroMQ they come anyway.
-        """
+        """Lets answers come while this thread goes on, where they must be read; ``finish`` raises their errors."""
         if self.transport is None or not self.transport.must_be_read:
             return
         if self._receiver is None:
@@ -240,24 +243,25 @@ class ServerLink(Connection):
 
     def _receive(self) -> None:
         """Takes the next answer: they come in the order of the requests."""
-        waiting = self._waiting.popleft()
-        transport = self._transport()
-        with self.reporting():
-            message = transport.receive()
+        waiting, transport = self._waiting.popleft(), self._transport()
+        try:
+            self._take_answer(waiting, transport, transport.receive())
+        except (ConnectionError, TimeoutError) as error:
+            raise self.reported(error) from None
+
+    def _take_answer(self, waiting: _Waiting, transport: Transport, message: list[bytes]) -> None:
         header = Header.unpack(message[0])
         body = memoryview(message[0])[HEADER_SIZE:]
         if header.kind is Kind.ERROR:
             self._posted_error = self._posted_error or unpack_error(body, self.name)
-            return
-        if header.request != waiting.number:
+        elif header.request != waiting.number:
             raise self.lose(f"answered request {header.request} instead of {waiting.number}")
-        if waiting.take is not None:
+        elif waiting.take is not None:
             filler = byte_streams.Filler(waiting.take(unpack_operations(body)))
             if filler.total != header.data_bytes:
                 raise self.lose(f"sent {header.data_bytes} bytes for {filler.total}")
             if header.data_bytes:
-                with self.reporting():
-                    transport.fill(header, message, filler)
+                transport.fill(header, message, filler)
         elif header.data_bytes:
             raise self.lose(f"sent {header.data_bytes} bytes in answer to a write")
 

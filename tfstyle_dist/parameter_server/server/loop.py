@@ -64,6 +64,7 @@ class ParameterServer:
         self._wakeup = Wakeup()
         self.poller = zeromq_sockets.poller(self._socket, self._wakeup.file)
         self._listeners: dict[str, Listener] = {}
+        self._admitting: dict[int, Listener] = {}  # the same by the descriptor that is polled
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -100,25 +101,22 @@ class ParameterServer:
 
     def _turn(self, events: list[tuple[Any, int]]) -> None:
         """Takes what has come, and does what is due."""
-        admitting = {listener.number: listener for listener in self._listeners.values()}
         connections = []
         for entry, event in events:
             if entry == self._socket:
                 self._take()
             elif entry == self._wakeup.file:
                 self._wakeup.clear()
-            elif entry in admitting:
-                admitting[entry].admit()
+            elif entry in self._admitting:
+                self._admitting[entry].admit()
             else:
                 connections.append((entry, event))
         self._batches.others_wait = len(connections) > 1
-        try:
-            for entry, event in connections:
-                for listener in admitting.values():
-                    listener.serve(entry, event)
-        finally:
-            self._batches.others_wait = False
-        for listener in admitting.values():
+        for entry, event in connections:
+            for listener in self._listeners.values():
+                listener.serve(entry, event)
+        self._batches.others_wait = False
+        for listener in self._listeners.values():
             listener.tick()
         self._batches.write_coalesced()
         if self.state.jobs.busy:
@@ -266,7 +264,8 @@ class ParameterServer:
             raise ProtocolError(f"unknown transport {kind!r}")
         try:
             if kind not in self._listeners:
-                self._listeners[kind] = LISTENERS[kind](self)
+                made = self._listeners[kind] = LISTENERS[kind](self)
+                self._admitting[made.number] = made
         except PermissionError:
             raise
         except OSError as error:  # e.g. no file left: the client goes on by ZeroMQ

@@ -92,7 +92,7 @@ class Transport(ABC):
         """Sends a request.
 
         Args:
-            header: of it.
+            header: of it; its flags say whether its tensors are in the same message.
             meta: its table.
             tensors: contiguous, on the CPU.
             answer_bytes: how many bytes of tensors the answer may bring.
@@ -101,8 +101,8 @@ class Transport(ABC):
         if total > INLINE:
             self.send_tensors(header, meta, tensors)
         elif total:
-            head = pack_message(header._replace(flags=FLAG_INLINE), meta)
-            self.send_message([head, tensor_bytes(byte_streams.join_tensors(tensors, total))])
+            joined = tensor_bytes(byte_streams.join_tensors(tensors, total))
+            self.send_message([pack_message(header, meta), joined])
         else:
             self.send_message([pack_message(header, meta)])
 

@@ -158,7 +158,7 @@ class Checkpoint:
         self.sync()
         counter = self.save_counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
-        return self._write(path, _is_async(options, block), counter, _make_latest)
+        return self._write(path, is_async(options, block), counter, _make_latest)
 
     def write(
         self,
@@ -172,7 +172,7 @@ class Checkpoint:
         Arguments, result and errors as for ``save``.
         """
         self.sync()
-        return self._write(os.fspath(file_prefix), _is_async(options, block), self.save_counter, _do_nothing)
+        return self._write(os.fspath(file_prefix), is_async(options, block), self.save_counter, _do_nothing)
 
     def _write(
         self, path: str, asynchronous: bool, counter: int, on_commit: Then, on_finish: Then = _do_nothing
@@ -242,5 +242,6 @@ class Checkpoint:
         return find_leaves(self._tfstyle_tracked, self._counters, replace)
 
 
-def _is_async(options: CheckpointOptions | None, block: bool) -> bool:
+def is_async(options: CheckpointOptions | None, block: bool) -> bool:
+    """Whether a save returns before the files are written."""
     return not block or (options is not None and options.asynchronous)

@@ -202,9 +202,13 @@ class TensorReader:
         Raises:
             DataLossError: a tensor is not there, or has another shape or element type.
         """
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         for name, facts in self._facts.items():
             about = self._metadata.state_dict_metadata.get(name)
-            found = None if about is None else (list(about.size), str(about.properties.dtype).removeprefix("torch."))
+            found = None
+            if isinstance(about, TensorStorageMetadata):
+                found = list(about.size), str(about.properties.dtype).removeprefix("torch.")
             if found != (facts["shape"], facts["dtype"]):
                 raise DataLossError(
                     f"The index has the tensor {name!r} with shape {facts['shape']} and {facts['dtype']}; in "

@@ -170,6 +170,10 @@ class ModuleLeaf(Leaf):
     kind = "module"
     same_on_all = None
 
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Its parameters, by the names by which an optimizer's state goes."""
+        return self.target.named_parameters()  # type: ignore[no-any-return]
+
     def encode(self, put: Put) -> Any:
         """See ``Leaf``."""
         return {k: codec.encode(v, f"{self.path}/{k}", put) for k, v in self.target.state_dict(keep_vars=True).items()}

@@ -11,7 +11,7 @@ from typing import Any
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.train.checkpoint import files
-from tfstyle_dist.train.checkpoint.checkpoint import Checkpoint, CheckpointOptions, _is_async
+from tfstyle_dist.train.checkpoint.checkpoint import Checkpoint, CheckpointOptions, is_async
 from tfstyle_dist.train.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
 
 
@@ -147,7 +147,7 @@ class CheckpointManager:
         number = checkpoint.save_counter + 1
         path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
         counter = number if checkpoint_number is None else checkpoint.save_counter
-        checkpoint._write(path, _is_async(options, block), counter, self._commit, self._finish)
+        checkpoint._write(path, is_async(options, block), counter, self._commit, self._finish)
         self._last_step = step
         return path
 

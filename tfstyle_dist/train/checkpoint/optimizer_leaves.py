@@ -25,13 +25,17 @@ class ParameterNames:
 
     Args:
         leaves: the tracked objects; modules and variables give the names.
+
+    Attributes:
+        leaves: the same.
     """
 
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         self._known: dict[int, tuple[str, torch.Tensor]] = {}
-        for leaf in leaves:
+        self.leaves = list(leaves)
+        for leaf in self.leaves:
             if isinstance(leaf, ModuleLeaf):
-                for name, parameter in leaf.target.named_parameters():
+                for name, parameter in leaf.named_parameters():
                     self._known.setdefault(id(parameter), (f"{leaf.path}/{name}", parameter))
             elif isinstance(leaf, TensorLeaf):
                 self._known.setdefault(id(leaf.target), (leaf.path, leaf.target))

@@ -23,6 +23,18 @@ from tfstyle_dist.train.torch_optimizer import Optimizer
 from tfstyle_dist.variables import find_record
 
 Replace = Callable[[Any], None]
+_registered: list[tuple[type, Callable[[str, Any], Any]]] = []
+
+
+def register(kind: type, make: Callable[[str, Any], Any]) -> None:
+    """Lets checkpoints hold objects of another library.
+
+    Args:
+        kind: their class; the class registered last is asked first.
+        make: gives the leaf of a path and an object; or path, object and a class whose third argument is the
+            ``ParameterNames`` of the other leaves.
+    """
+    _registered[:] = [(kind, make), *(entry for entry in _registered if entry[0] is not kind)]
 
 
 def find_leaves(
@@ -67,6 +79,9 @@ def _set(container: Any, key: Any, value: Any) -> None:
 
 
 def _leaf(path: str, value: Any, replace: Replace) -> Any:
+    for kind, make in _registered:
+        if isinstance(value, kind):
+            return make(path, value)
     if isinstance(value, torch.Tensor):
         return kinds.TensorLeaf(path, value)
     if isinstance(value, torch.nn.Module):
@@ -93,7 +108,7 @@ def _has_objects(values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor | torch.Generator) or _stateful(value):
             return True
-        if hasattr(value, "_tfstyle_tracked") or isinstance(value, TFOptimizer):
+        if hasattr(value, "_tfstyle_tracked") or isinstance(value, (TFOptimizer, *(kind for kind, _ in _registered))):
             return True
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         if _has_objects(inner):

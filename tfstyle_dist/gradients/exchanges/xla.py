@@ -12,7 +12,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -37,44 +37,44 @@ class GraphReducer(GradientReducer):
     ) -> None:
         super().__init__(worker, store, bytes_per_pack, method)
         # The copies with a new gradient, for each backward pass under way (by autograd's number).
-        self._touched: dict[int, dict[int, Slot]] = {}
+        self._touched: dict[int, dict[int, GradientState]] = {}
 
-    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+    def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient; the first one of a pass asks to be called at its end."""
-        if self.keeps_local(slot):
+        if self.keeps_local(state):
             return
-        slot.ready = True
+        state.ready = True
         task = torch_internals.backward_pass_under_way()
         if task not in self._touched:
             self._touched[task] = {}
             torch_internals.queue_end_of_backward(lambda: self._finish(task))
-        self._touched[task][id(slot)] = slot
+        self._touched[task][id(state)] = state
 
-    def in_same_pass(self, slot: Slot) -> bool:
+    def in_same_pass(self, state: GradientState) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""
-        return id(slot) in self._touched.get(torch_internals.backward_pass_under_way(), {})
+        return id(state) in self._touched.get(torch_internals.backward_pass_under_way(), {})
 
     def _finish(self, task: int) -> None:
         self.forget_dead()
         touched = self._touched.pop(task)
-        touched.update({id(s): s for slots in self.slots.values() for s in slots if s.dirty})
+        touched.update({id(s): s for states in self.states.values() for s in states if s.dirty})
         # The order is part of the program: that of creation, which is the same on all replicas.
-        slots = sorted(touched.values(), key=lambda slot: slot.record.number)
+        states = sorted(touched.values(), key=lambda state: state.record.number)
         with torch.no_grad():
             for divisor in (None, self.worker.num_replicas):
-                self._reduce([s for s in slots if s.record.tensor is not None], divisor)
+                self._reduce([s for s in states if s.record.tensor is not None], divisor)
 
-    def _reduce(self, slots: Sequence[Slot], divisor: int | None) -> None:
-        mine = [s for s in slots if self.divisor(s.record) == divisor]
-        parts = [(slot, part) for slot in mine if (part := self.contribution(slot)) is not None]
+    def _reduce(self, states: Sequence[GradientState], divisor: int | None) -> None:
+        mine = [s for s in states if self.divisor(s.record) == divisor]
+        parts = [(state, part) for state in mine if (part := self.contribution(state)) is not None]
         totals = [_own(part) for _, part in parts]
         group = cast(GradientSummation, self.worker.group)
         group.reduce_gradients(totals, 1.0 if divisor is None else 1.0 / divisor)
-        for (slot, part), total in zip(parts, totals, strict=True):
-            old, parameter = self.old_part(slot), slot.record.components[0]
+        for (state, part), total in zip(parts, totals, strict=True):
+            old, parameter = self.old_part(state), state.record.components[0]
             total = total.to(part.dtype)
             parameter.grad = total if old is None else total + old
-            self.settle(slot)
+            self.settle(state)
 
 
 def _own(part: torch.Tensor) -> torch.Tensor:

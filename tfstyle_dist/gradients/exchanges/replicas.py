@@ -12,9 +12,9 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
-from tfstyle_dist.gradients.between_devices import sum_over_devices
-from tfstyle_dist.gradients.plan import HALF, Bucket
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot
+from tfstyle_dist.gradients.buckets import HALF, Bucket
+from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.worker import Worker
@@ -49,19 +49,21 @@ class ReplicaReducer(GradientReducer):
         """Knows a newly adopted parameter from now on. Frozen ones too: they may thaw."""
         tensor = record.tensor
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            self.slots[id(record)] = [Slot(record, replica) for replica in range(self.worker.num_local_replicas)]
+            self.states[id(record)] = [
+                GradientState(record, replica) for replica in range(self.worker.num_local_replicas)
+            ]
 
-    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+    def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Not called: new gradients are seen when ``backward()`` has returned."""
 
-    def in_same_pass(self, slot: Slot) -> bool:
+    def in_same_pass(self, state: GradientState) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""
-        return slot.ready
+        return state.ready
 
     def watch_before(self, record: Record) -> None:
         """For SUM the gradient before each pass is remembered by ``watching``."""
-        for slot in self.slots.get(id(record), ()):
-            slot.watches_before = True
+        for state in self.states.get(id(record), ()):
+            state.watches_before = True
 
     @contextmanager
     def watching(self, replica: Any) -> Iterator[None]:
@@ -85,10 +87,10 @@ class ReplicaReducer(GradientReducer):
             if policy is None or policy.reduce_at != "backward":
                 continue
             if self._accumulating[number]:
-                self.slot(record, number).dirty = True
+                self.state(record, number).dirty = True
                 continue
             if self._keeps_state or policy.scale is ReduceOp.SUM:
-                self.slot(record, number).ready = True
+                self.state(record, number).ready = True
             touched[id(record)] = (record, grad, old is None)
         if touched:
             with self.worker.clocks[number].counting(COMMUNICATION):
@@ -98,15 +100,15 @@ class ReplicaReducer(GradientReducer):
         """Of gradients that are summed only the new part is."""
         for record, (grad, _) in zip(watched, before, strict=True):
             if record.policy is not None and record.policy.scale is ReduceOp.SUM:
-                slot = self.slot(record, number)
-                if grad is None or not slot.dirty:
-                    slot.before = None if grad is None else grad.detach().clone()
+                state = self.state(record, number)
+                if grad is None or not state.dirty:
+                    state.before = None if grad is None else grad.detach().clone()
 
     def _records(self) -> list[Record]:
         if self._watched_version != self.store.version or any(r.tensor is None for r in self._watched):
             self.forget_dead()
             self._watched_version = self.store.version
-            self._watched = [r for r in self.store.records() if id(r) in self.slots]
+            self._watched = [r for r in self.store.records() if id(r) in self.states]
         return self._watched
 
     def _reduce(self, replica: Any, touched: dict[int, _New]) -> None:
@@ -119,7 +121,7 @@ class ReplicaReducer(GradientReducer):
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
         first, *others = all_touched
-        dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.slots[id(r)])}
+        dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.states[id(r)])}
         with torch.no_grad():
             if self.worker.group.size > 1:
                 self._over_workers()
@@ -147,12 +149,12 @@ class ReplicaReducer(GradientReducer):
                 some = [(r, g) for r, g in graphs if (self.divisor(r) is not None) is divided]
                 if not some:
                     continue
-                olds = [None if divided else self.slot(r, replica.local_replica_id).before for r, _ in some]
+                olds = [None if divided else self.state(r, replica.local_replica_id).before for r, _ in some]
                 news = [g if old is None else g - old for (_, g), old in zip(some, olds, strict=True)]
                 totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news)
                 for (record, _), old, total in zip(some, olds, totals, strict=True):
                     record.components[replica.local_replica_id].grad = total if old is None else total + old
-                    self.settle(self.slot(record, replica.local_replica_id))
+                    self.settle(self.state(record, replica.local_replica_id))
 
     # ---- sums over the local replicas -----------------------------------------------------------------------------
 
@@ -191,9 +193,9 @@ class ReplicaReducer(GradientReducer):
                 torch_internals.foreach_copy_(*small)
 
     def _parts(self, record: Record) -> list[torch.Tensor]:
-        slots = self.slots[id(record)]
+        states = self.states[id(record)]
         device = record.components[0].device
-        parts = [None if (c := self.contribution(s)) is None else c.detach().to(device) for s in slots]
+        parts = [None if (c := self.contribution(s)) is None else c.detach().to(device) for s in states]
         given = [p for p in parts if p is not None]
         if len(given) in (0, len(parts)) or any(p.is_sparse for p in given):
             return given
@@ -218,19 +220,19 @@ class ReplicaReducer(GradientReducer):
 
     def _store(self, record: Record, total: torch.Tensor) -> None:
         """Gives every replica its own copy of the result."""
-        slots = self.slots[id(record)]
-        old = self.old_part(next((s for s in slots if s.ready or s.dirty), slots[0]))
+        states = self.states[id(record)]
+        old = self.old_part(next((s for s in states if s.ready or s.dirty), states[0]))
         if old is not None:
             total = total + old.to(total.device)
-        for slot, component in zip(slots, record.components, strict=True):
+        for state, component in zip(states, record.components, strict=True):
             grad = component.grad
             if total.is_sparse:
-                component.grad = total.to(component.device, component.dtype, copy=slot.replica != 0)
+                component.grad = total.to(component.device, component.dtype, copy=state.replica != 0)
             elif grad is None or grad.is_sparse or grad.requires_grad:
                 component.grad = total.to(component.device, component.dtype, copy=True)
             elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:
                 grad.copy_(total)
-            self.settle(slot)
+            self.settle(state)
 
     # ---- several workers of several replicas ------------------------------------------------------------------
 
@@ -242,8 +244,8 @@ class ReplicaReducer(GradientReducer):
                 buffer = self._packed(bucket)
                 group.all_reduce(buffer, f"gradients[{bucket.index}]", self.method)
                 used = buffer[bucket.numel :].tolist()
-                for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
-                    if used[place] == 0:
+                for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+                    if used[position] == 0:
                         continue
                     shape = record.components[0].shape
                     total = buffer[offset : offset + record.components[0].numel()].view(shape)
@@ -255,13 +257,13 @@ class ReplicaReducer(GradientReducer):
 
     def _packed(self, bucket: Bucket) -> torch.Tensor:
         buffer = bucket.new_buffer()
-        for place, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+        for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
             parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
                 sum_parts(parts, self.method, self.own_sum, view)
-            if any(s.ready or s.dirty for s in self.slots[id(record)]):
-                buffer[bucket.numel + place] = 1.0
+            if any(s.ready or s.dirty for s in self.states[id(record)]):
+                buffer[bucket.numel + position] = 1.0
         return buffer
 
     def _sparse_over_workers(self, record: Record) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from tfstyle_dist.comm.group import Done
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.gradients.pieces import GradientPieces
-from tfstyle_dist.gradients.plan import Bucket
-from tfstyle_dist.gradients.reducer import Slot
-from tfstyle_dist.gradients.streaming import Lane, StreamingReducer
+from tfstyle_dist.gradients.bucket_views import BucketViews
+from tfstyle_dist.gradients.buckets import Bucket
+from tfstyle_dist.gradients.exchanges.overlapped import FillingBucket, StreamingReducer
+from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 
 _MOST_LAYOUTS = 16
@@ -25,14 +25,14 @@ _MOST_LAYOUTS = 16
 class _Layout:
     """What is reduced when all workers used the same parameters."""
 
-    def __init__(self, lanes: Sequence[Lane], used: frozenset[int], num_replicas: int) -> None:
-        self.parts: list[tuple[list[Slot], Bucket, GradientPieces]] = []
-        for lane in lanes:
-            slots = [s for s in lane.slots if id(s) in used]
-            if slots:
-                shapes = [s.record.components[0].shape for s in slots]
-                bucket = lane.bucket.only([s.record for s in slots])
-                self.parts.append((slots, bucket, GradientPieces(shapes, bucket.dtype, num_replicas)))
+    def __init__(self, filling_buckets: Sequence[FillingBucket], used: frozenset[int], num_replicas: int) -> None:
+        self.parts: list[tuple[list[GradientState], Bucket, BucketViews]] = []
+        for filling in filling_buckets:
+            states = [s for s in filling.states if id(s) in used]
+            if states:
+                shapes = [s.record.components[0].shape for s in states]
+                bucket = filling.bucket.only([s.record for s in states])
+                self.parts.append((states, bucket, BucketViews(shapes, bucket.dtype, num_replicas)))
 
 
 class InMemoryReducer(StreamingReducer):
@@ -42,21 +42,21 @@ class InMemoryReducer(StreamingReducer):
     else all are, as in ``StreamingReducer``.
     """
 
-    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+    def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient."""
-        if self.enter(slot):
-            slot.ready = True
+        if self.enter(state):
+            state.ready = True
 
     def _build(self) -> None:
         super()._build()
-        self._all = [s for lane in self._lanes for s in lane.slots] + [s for s, _ in self._sparse]
+        self._all = [s for filling in self._filling_buckets for s in filling.states] + [s for s, _ in self._sparse]
         self._layouts: dict[bytes, _Layout] = {}
 
     def _reset(self) -> None:
-        for slot in self._all:
-            slot.ready = False
+        for state in self._all:
+            state.ready = False
 
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         """The pass did not come to its end: the others get our part, and its result is nobody's."""
         with torch.no_grad():
             self._exchange(keep=False)
@@ -80,8 +80,8 @@ class InMemoryReducer(StreamingReducer):
             unused = self._reduce_all(keep)
             sparse = self._sparse
         if keep:
-            for slot, empty in sparse:
-                self.reduce_sparse(slot, empty)
+            for state, empty in sparse:
+                self.reduce_sparse(state, empty)
             self.say_unused([s.record for s in unused])
 
     def _layout(self, used: bytes) -> _Layout:
@@ -90,57 +90,57 @@ class InMemoryReducer(StreamingReducer):
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
             members = frozenset(id(s) for s, flag in zip(self._all, used, strict=True) if flag)
-            layout = self._layouts[used] = _Layout(self._lanes, members, self.worker.num_replicas)
+            layout = self._layouts[used] = _Layout(self._filling_buckets, members, self.worker.num_replicas)
         return layout
 
-    def _reduce_part(self, slots: list[Slot], bucket: Bucket, pieces: GradientPieces, keep: bool) -> None:
+    def _reduce_part(self, states: list[GradientState], bucket: Bucket, spans: BucketViews, keep: bool) -> None:
         name = f"gradients[{bucket.index}]"
-        grads = _plain_gradients(slots) if keep and self.own_sum is None else None
+        grads = _plain_gradients(states) if keep and self.own_sum is None else None
         if grads is not None:
-            pieces.grads = grads
-            self.worker.group.all_reduce_flat(pieces, name, self.method)
-            pieces.grads = ()
-            for slot in slots:
-                self.settle(slot)
+            spans.grads = grads
+            self.worker.group.all_reduce_flat(spans, name, self.method)
+            spans.grads = ()
+            for state in states:
+                self.settle(state)
             return
-        lane = Lane(bucket, slots)
-        for place, slot in enumerate(slots):
-            self._fill(lane, place, slot)
-        self.worker.group.all_reduce(lane.buffer[: bucket.numel], name, self.method)
+        filling = FillingBucket(bucket, states)
+        for position, state in enumerate(states):
+            self._fill(filling, position, state)
+        self.worker.group.all_reduce(filling.buffer[: bucket.numel], name, self.method)
         if keep:
-            for place, slot in enumerate(slots):
-                if slot.record.tensor is not None:
-                    self._store(slot, lane.views[place])
-                self.settle(slot)
+            for position, state in enumerate(states):
+                if state.record.tensor is not None:
+                    self._store(state, filling.views[position])
+                self.settle(state)
 
-    def _reduce_all(self, keep: bool) -> list[Slot]:
+    def _reduce_all(self, keep: bool) -> list[GradientState]:
         """Every parameter, with flags that tell who used it."""
         elsewhere = []
-        for lane in (Lane(old.bucket, old.slots) for old in self._lanes):
-            lane.flags.fill_(1.0)
-            for place, slot in enumerate(lane.slots):
-                self._fill(lane, place, slot)
-                if not (slot.ready or slot.dirty) or slot.record.tensor is None:
-                    lane.flags[place] = 0.0
-            lane.pending = Done()
-            self.worker.group.all_reduce(lane.buffer, f"gradients[{lane.bucket.index}]", self.method)
+        for filling in (FillingBucket(old.bucket, old.states) for old in self._filling_buckets):
+            filling.flags.fill_(1.0)
+            for position, state in enumerate(filling.states):
+                self._fill(filling, position, state)
+                if not (state.ready or state.dirty) or state.record.tensor is None:
+                    filling.flags[position] = 0.0
+            filling.pending = Done()
+            self.worker.group.all_reduce(filling.buffer, f"gradients[{filling.bucket.index}]", self.method)
             if keep:
-                elsewhere += self._take(lane)
+                elsewhere += self._take(filling)
         return elsewhere
 
 
-def _plain_gradients(slots: Sequence[Slot]) -> list[torch.Tensor] | None:
+def _plain_gradients(states: Sequence[GradientState]) -> list[torch.Tensor] | None:
     """The gradients if they can be summed where they are: all there, dense, averaged, and of no graph."""
     grads = []
-    for slot in slots:
-        record = slot.record
+    for state in states:
+        record = state.record
         grad = record.components[0].grad
         if (
             grad is None
             or grad.layout is not torch.strided
             or grad.requires_grad
             or not grad.is_contiguous()
-            or slot.watches_before
+            or state.watches_before
             or record.tensor is None
             or (record.policy is not None and record.policy.scale is not ReduceOp.MEAN)
         ):

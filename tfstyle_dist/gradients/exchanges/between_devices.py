@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.gradients.plan import DEFAULT_BYTES_PER_PACK
+from tfstyle_dist.gradients.buckets import DEFAULT_BYTES_PER_PACK
 from tfstyle_dist.ops import aggregate
 
 
@@ -24,8 +24,8 @@ def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, b
         method: an ``AggregationMethod``.
         bytes_per_pack: about how many bytes travel at once; 0 chooses.
     """
-    for places in _buckets(gradients[0], bytes_per_pack or DEFAULT_BYTES_PER_PACK):
-        flats = [torch.cat([row[place].reshape(-1) for place in places]) for row in gradients]
+    for positions in _buckets(gradients[0], bytes_per_pack or DEFAULT_BYTES_PER_PACK):
+        flats = [torch.cat([row[position].reshape(-1) for position in positions]) for row in gradients]
         devices = list(dict.fromkeys(flat.device for flat in flats))
         step = -(-flats[0].numel() // len(devices))
         means = []
@@ -35,22 +35,22 @@ def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, b
                 means.append(aggregate(parts, method, divisor=len(flats)))
         for row, flat in zip(gradients, flats, strict=True):
             torch.cat([mean.to(flat.device, non_blocking=True) for mean in means], out=flat)
-            sizes = [row[place].numel() for place in places]
-            news = [new.view(row[p].shape) for new, p in zip(flat.split(sizes), places, strict=True)]
-            torch_internals.foreach_copy_([row[place] for place in places], news)
+            sizes = [row[position].numel() for position in positions]
+            news = [new.view(row[p].shape) for new, p in zip(flat.split(sizes), positions, strict=True)]
+            torch_internals.foreach_copy_([row[position] for position in positions], news)
 
 
 def _buckets(gradients: Sequence[torch.Tensor], limit: int) -> Iterator[list[int]]:
     """Which gradients travel together: neighbours of one dtype, up to a limit of bytes."""
-    places: list[int] = []
+    positions: list[int] = []
     filled = 0
-    for place, gradient in enumerate(gradients):
+    for position, gradient in enumerate(gradients):
         if gradient.numel() == 0:
             continue
-        if places and (filled >= limit or gradient.dtype != gradients[places[0]].dtype):
-            yield places
-            places, filled = [], 0
-        places.append(place)
+        if positions and (filled >= limit or gradient.dtype != gradients[positions[0]].dtype):
+            yield positions
+            positions, filled = [], 0
+        positions.append(position)
         filled += gradient.numel() * gradient.element_size()
-    if places:
-        yield places
+    if positions:
+        yield positions

@@ -12,7 +12,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 
 
 class PassReducer(GradientReducer):
@@ -22,32 +22,32 @@ class PassReducer(GradientReducer):
     """
 
     _pass = 0
-    _graphs: dict[int, Slot] | None = None
+    _graphs: dict[int, GradientState] | None = None
     _active = False
     _task = -1
 
-    def enter(self, slot: Slot) -> bool:
+    def enter(self, state: GradientState) -> bool:
         """Notes that a gradient has come; begins a pass with the first one.
 
         Args:
-            slot: whose gradient.
+            state: whose gradient.
 
         Returns:
             Whether it is to be reduced.
         """
         if self._graphs is not None:
-            self._graphs[id(slot)] = slot
+            self._graphs[id(state)] = state
             return False
-        if self.keeps_local(slot):
+        if self.keeps_local(state):
             return False
         task = torch_internals.backward_pass_under_way()
         if not self._active or (task != self._task and not nested_backward()):
             self._begin(task)
         return True
 
-    def in_same_pass(self, slot: Slot) -> bool:
+    def in_same_pass(self, state: GradientState) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""
-        if not slot.ready or not self._active:
+        if not state.ready or not self._active:
             return False
         return torch_internals.backward_pass_under_way() == self._task or nested_backward()
 
@@ -64,11 +64,11 @@ class PassReducer(GradientReducer):
             touched = self._graphs
         finally:
             self._graphs = None
-        slots = [s for slots in self.slots.values() for s in slots if s.record.tensor is not None]
-        slots = [s for s in slots if not (id(s) in touched and self.keeps_local(s))]
+        states = [s for states in self.states.values() for s in states if s.record.tensor is not None]
+        states = [s for s in states if not (id(s) in touched and self.keeps_local(s))]
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
-        flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in slots])).tolist()
-        used = [s for s, flag in zip(slots, flags, strict=True) if flag]
+        flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
+        used = [s for s, flag in zip(states, flags, strict=True) if flag]
         with torch.enable_grad():
             for divided in (True, False):
                 some = [s for s in used if (self.divisor(s.record) is not None) is divided]
@@ -79,13 +79,13 @@ class PassReducer(GradientReducer):
                     for s, p, old in zip(some, parts, olds, strict=True)
                 ]
                 totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
-                for slot, old, total in zip(some, olds, totals, strict=True):
-                    slot.record.components[0].grad = total if old is None else total + old
-                    self.settle(slot)
+                for state, old, total in zip(some, olds, totals, strict=True):
+                    state.record.components[0].grad = total if old is None else total + old
+                    self.settle(state)
 
     def _begin(self, task: int) -> None:
         if self._active:
-            self._abandon()  # the last backward raised before its end
+            self._abort()  # the last backward raised before its end
         if self._plan_version != self.store.version:
             self._build()
         self._reset()
@@ -107,7 +107,7 @@ class PassReducer(GradientReducer):
         """Forgets the last pass."""
 
     @abc.abstractmethod
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         """Ends a pass that did not come to its end, as the other workers expect."""
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.gradients.parts import Part
+from tfstyle_dist.gradients.update_shards import Part
 from tfstyle_dist.shm.segment import open_segment
 from tfstyle_dist.variables.shared_home import dense_strides, offsets_of
 

@@ -12,18 +12,18 @@ from tfstyle_dist.comm.group import Pending
 from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
-from tfstyle_dist.gradients.one_pass import PassReducer
-from tfstyle_dist.gradients.plan import Bucket
-from tfstyle_dist.gradients.reducer import Slot
+from tfstyle_dist.gradients.backward_pass import PassReducer
+from tfstyle_dist.gradients.buckets import Bucket
+from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 
 
-class Lane:
+class FillingBucket:
     """A bucket's buffer, made when it is first needed, and what has happened to it in this pass."""
 
-    def __init__(self, bucket: Bucket, slots: list[Slot]) -> None:
-        self.bucket, self.slots = bucket, slots
-        self.missing = len(slots)
+    def __init__(self, bucket: Bucket, states: list[GradientState]) -> None:
+        self.bucket, self.states = bucket, states
+        self.missing = len(states)
         self.pending: Pending | None = None
 
     @cached_property
@@ -38,7 +38,7 @@ class Lane:
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
-        """The places of the gradients in the buffer."""
+        """The positions of the gradients in the buffer."""
         return [
             self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
             for o, r in zip(self.bucket.offsets, self.bucket.records, strict=True)
@@ -55,25 +55,25 @@ class StreamingReducer(PassReducer):
     _travelling: Sequence[Pending] = ()
     _looked = 0.0
 
-    def on_gradient(self, parameter: torch.Tensor, slot: Slot) -> None:
+    def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Copies the gradient into its bucket; sends what is complete."""
-        if not self.enter(slot):
+        if not self.enter(state):
             return
-        lane, place = self._places.get(id(slot), (None, 0))
-        slot.ready = True
-        if lane is None:  # sparse: handled at the end
+        filling, position = self._positions.get(id(state), (None, 0))
+        state.ready = True
+        if filling is None:  # sparse: handled at the end
             return
-        if lane.pending is not None:
+        if filling.pending is not None:
             raise RuntimeError(
-                f"The gradient of {slot.record.describe()!r} came twice in one backward pass, the second time after "
+                f"The gradient of {state.record.describe()!r} came twice in one backward pass, the second time after "
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         self._look()
         with self.worker.clocks[0].counting(COMMUNICATION):
             with torch.no_grad():
-                self._fill(lane, place, slot)
-            lane.missing -= 1
-            if lane.missing == 0:
+                self._fill(filling, position, state)
+            filling.missing -= 1
+            if filling.missing == 0:
                 self._send_complete()
 
     def _look(self) -> None:
@@ -87,53 +87,55 @@ class StreamingReducer(PassReducer):
     # ---- one pass ---------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        for lane in self._lanes:
-            lane.missing = len(lane.slots)
-            lane.pending = None
-            lane.flags.fill_(1.0)
-            for slot in lane.slots:
-                slot.ready = False
+        for filling in self._filling_buckets:
+            filling.missing = len(filling.states)
+            filling.pending = None
+            filling.flags.fill_(1.0)
+            for state in filling.states:
+                state.ready = False
         self._next = 0
         self._travelling = ()
 
     def _build(self) -> None:
         plan = self.plan()
-        self._lanes = [Lane(b, [self.slot(r, 0) for r in b.records]) for b in plan.buckets]
-        self._places = {id(s): (lane, i) for lane in self._lanes for i, s in enumerate(lane.slots)}
-        self._sparse = [(self.slot(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
+        self._filling_buckets = [FillingBucket(b, [self.state(r, 0) for r in b.records]) for b in plan.buckets]
+        self._positions = {
+            id(s): (filling, i) for filling in self._filling_buckets for i, s in enumerate(filling.states)
+        }
+        self._sparse = [(self.state(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
         self._unagreed, self._on_device = True, is_accelerator(self.worker.torch_device(0).type)
         sizes = ", ".join(f"{b.numel} x {b.dtype}" for b in plan.buckets)
         self._signature = f"of one backward pass ({sizes}; method {self.method!r})"
 
-    def _fill(self, lane: Lane, place: int, slot: Slot) -> None:
-        part = self.worker_part(slot)
+    def _fill(self, filling: FillingBucket, position: int, state: GradientState) -> None:
+        part = self.worker_part(state)
         if part is None:
-            lane.views[place].zero_()
+            filling.views[position].zero_()
         else:
-            lane.views[place].copy_(part.to_dense() if part.is_sparse else part)
+            filling.views[position].copy_(part.to_dense() if part.is_sparse else part)
 
-    def _send(self, lane: Lane) -> None:
+    def _send(self, filling: FillingBucket) -> None:
         group = self.worker.group
         try:
             if self._unagreed:
                 # Once for each plan: comparing every pass could cost as much as a small model's gradients.
                 group.agree(self._signature, "gradients")
                 self._unagreed = False
-            name = f"gradients[{lane.bucket.index}]"
-            lane.pending = group.all_reduce_async(lane.buffer, name, agreed=True, method=self.method)
-            if self.worker.clocks[0].on and lane.pending.moving():
+            name = f"gradients[{filling.bucket.index}]"
+            filling.pending = group.all_reduce_async(filling.buffer, name, agreed=True, method=self.method)
+            if self.worker.clocks[0].on and filling.pending.moving():
                 self._looked = self._looked if self._travelling else perf_counter()
-                self._travelling = (*self._travelling, lane.pending)
+                self._travelling = (*self._travelling, filling.pending)
         except CollectiveMismatchError:
             self._active = False  # all workers know, and nobody goes on with this pass
             raise
 
     def _send_complete(self) -> None:
-        while self._next < len(self._lanes) and self._lanes[self._next].missing == 0:
-            self._send(self._lanes[self._next])
+        while self._next < len(self._filling_buckets) and self._filling_buckets[self._next].missing == 0:
+            self._send(self._filling_buckets[self._next])
             self._next += 1
 
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         """The others wait for the rest."""
         self._finish_sending()
 
@@ -141,20 +143,20 @@ class StreamingReducer(PassReducer):
         self._look()
         self._travelling = ()
         with torch.no_grad():
-            for lane in self._lanes[self._next :]:
-                for place, slot in enumerate(lane.slots):
-                    if not slot.ready:
-                        self._fill(lane, place, slot)
-                        if not slot.dirty or slot.record.tensor is None:
-                            lane.flags[place] = 0.0
-                self._send(lane)
-        self._next = len(self._lanes)
+            for filling in self._filling_buckets[self._next :]:
+                for position, state in enumerate(filling.states):
+                    if not state.ready:
+                        self._fill(filling, position, state)
+                        if not state.dirty or state.record.tensor is None:
+                            filling.flags[position] = 0.0
+                self._send(filling)
+        self._next = len(self._filling_buckets)
         if self._on_device:
             # Who waits for a device's library waits in the device's stream, which knows no limit and no name.
             self.worker.group.numbers(0, "end of gradients")
-        for lane in self._lanes:
-            assert lane.pending is not None
-            lane.pending.wait()
+        for filling in self._filling_buckets:
+            assert filling.pending is not None
+            filling.pending.wait()
         self._active = False
 
     def _finish(self) -> None:
@@ -164,30 +166,30 @@ class StreamingReducer(PassReducer):
     def _finish_all(self) -> None:
         self._finish_sending()
         with torch.no_grad():
-            unused = [s.record for lane in self._lanes for s in self._take(lane)]
-            for slot, empty in self._sparse:
-                self.reduce_sparse(slot, empty)
+            unused = [s.record for filling in self._filling_buckets for s in self._take(filling)]
+            for state, empty in self._sparse:
+                self.reduce_sparse(state, empty)
         self.say_unused(unused)
 
-    def _take(self, lane: Lane) -> list[Slot]:
-        """Puts the reduced gradients into ``.grad``; returns the slots that only other workers used."""
-        used = None if all(s.ready for s in lane.slots) else lane.flags.tolist()
+    def _take(self, filling: FillingBucket) -> list[GradientState]:
+        """Puts the reduced gradients into ``.grad``; returns the states that only other workers used."""
+        used = None if all(s.ready for s in filling.states) else filling.flags.tolist()
         elsewhere = []
-        for place, slot in enumerate(lane.slots):
-            if slot.record.tensor is None:
+        for position, state in enumerate(filling.states):
+            if state.record.tensor is None:
                 continue  # gone here; the other workers needed our part all the same
-            if used is not None and not (slot.ready or slot.dirty):
-                if used[place] == 0:
+            if used is not None and not (state.ready or state.dirty):
+                if used[position] == 0:
                     continue  # nobody used it: the gradient stays what it was
-                elsewhere.append(slot)
-            self._store(slot, lane.views[place])
-            self.settle(slot)
+                elsewhere.append(state)
+            self._store(state, filling.views[position])
+            self.settle(state)
         return elsewhere
 
-    def _store(self, slot: Slot, total: torch.Tensor) -> None:
-        parameter = slot.record.components[0]
-        grad, divisor = parameter.grad, self.divisor(slot.record)
-        old = self.old_part(slot)
+    def _store(self, state: GradientState, total: torch.Tensor) -> None:
+        parameter = state.record.components[0]
+        grad, divisor = parameter.grad, self.divisor(state.record)
+        old = self.old_part(state)
         if old is not None:
             total = total + old
         if grad is None or grad.is_sparse or grad.requires_grad:

@@ -13,7 +13,7 @@ from two_replicas import replica
 
 import tfstyle_dist as td
 from tfstyle_dist.comm.collectives.flat import Flat
-from tfstyle_dist.gradients.pieces import GradientPieces
+from tfstyle_dist.gradients.bucket_views import BucketViews
 
 SHAPES = [torch.Size(s) for s in ((3,), (), (0, 4), (5, 7), (2, 3, 4), (50,))]
 
@@ -28,26 +28,26 @@ def test_pieces_are_one_vector(dtype: torch.dtype, step: int) -> None:
     grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
     vector = torch.cat([g.reshape(-1) for g in grads]).float()
     expected = ((vector + 1.0) / 2).to(dtype)
-    pieces = GradientPieces(SHAPES, torch.float32, 2)
-    assert pieces.numel == vector.numel()
+    views = BucketViews(SHAPES, torch.float32, 2)
+    assert views.numel == vector.numel()
     for _ in range(2):  # the second time from what it remembers
         current = [g.clone() for g in grads]
-        pieces.grads = current
-        for start in range(0, pieces.numel, step):
-            stop = min(start + step, pieces.numel)
+        views.grads = current
+        for start in range(0, views.numel, step):
+            stop = min(start + step, views.numel)
             slots = [torch.full((step + 5,), torch.nan), torch.ones(step + 5)]
-            pieces.read(start, stop, slots[0])
+            views.read(start, stop, slots[0])
             torch.testing.assert_close(slots[0][: stop - start], vector[start:stop], rtol=0, atol=0)
-            pieces.write(start, stop, slots, add, own=0)
+            views.write(start, stop, slots, add, own=0)
         torch.testing.assert_close(torch.cat([g.reshape(-1) for g in current]), expected, rtol=0, atol=0)
 
 
 def test_the_sum_of_somebody_else_is_divided_and_copied() -> None:
-    pieces = GradientPieces(SHAPES, torch.float32, 4)
-    pieces.grads = [torch.zeros(shape) for shape in SHAPES]
-    pieces.write(0, pieces.numel, [torch.arange(200.0)], add)
-    got = torch.cat([g.reshape(-1) for g in pieces.grads])
-    torch.testing.assert_close(got, torch.arange(float(pieces.numel)) / 4)
+    views = BucketViews(SHAPES, torch.float32, 4)
+    views.grads = [torch.zeros(shape) for shape in SHAPES]
+    views.write(0, views.numel, [torch.arange(200.0)], add)
+    got = torch.cat([g.reshape(-1) for g in views.grads])
+    torch.testing.assert_close(got, torch.arange(float(views.numel)) / 4)
 
 
 @pytest.mark.distributed(workers=2)

@@ -16,17 +16,17 @@ class _Chunk:
     """A range of the vector.
 
     Attributes:
-        pieces: for each tensor in it its number, the first and last element (``None``: all of it), and where it begins.
+        spans: for each tensor in it its number, the first and last element (``None``: all of it), and where it begins.
         numel: length of the range.
-        views: the pieces as views of a memory that lasts, by its address.
+        views: the spans as views of a memory that lasts, by its address.
     """
 
-    pieces: list[tuple[int, int | None, int, int]]
+    spans: list[tuple[int, int | None, int, int]]
     numel: int
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
-class GradientPieces:
+class BucketViews:
     """A ``Flat`` of gradients that are summed, divided and written back where they are.
 
     Args:
@@ -48,7 +48,7 @@ class GradientPieces:
     def read(self, start: int, stop: int, out: torch.Tensor, lasting: bool = False) -> None:
         """See ``Flat``."""
         chunk = self._chunk(start, stop)
-        if chunk.pieces:
+        if chunk.spans:
             views = self._lasting_views(chunk, out) if lasting else self._views(chunk, out)
             torch_internals.foreach_copy_(views, self._sources(chunk))
 
@@ -84,20 +84,20 @@ class GradientPieces:
     def _chunk(self, start: int, stop: int) -> _Chunk:
         chunk = self._chunks.get((start, stop))
         if chunk is None:
-            pieces: list[tuple[int, int | None, int, int]] = []
+            spans: list[tuple[int, int | None, int, int]] = []
             for number, (first, shape) in enumerate(zip(self._starts, self._shapes, strict=True)):
                 low, high = max(start, first), min(stop, first + shape.numel())
                 if low < high:
                     whole = high - low == shape.numel()
-                    pieces.append((number, None if whole else low - first, high - first, low - start))
-            chunk = self._chunks[start, stop] = _Chunk(pieces, stop - start)
+                    spans.append((number, None if whole else low - first, high - first, low - start))
+            chunk = self._chunks[start, stop] = _Chunk(spans, stop - start)
         return chunk
 
     def _sources(self, chunk: _Chunk) -> list[torch.Tensor]:
-        """The pieces as they lie in the gradients; one that is cut must be contiguous."""
+        """The spans as they lie in the gradients; one that is cut must be contiguous."""
         grads = self.grads
         return [
-            grads[number] if low is None else grads[number].view(-1)[low:high] for number, low, high, _ in chunk.pieces
+            grads[number] if low is None else grads[number].view(-1)[low:high] for number, low, high, _ in chunk.spans
         ]
 
     def _lasting_views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -108,11 +108,11 @@ class GradientPieces:
         return views
 
     def _views(self, chunk: _Chunk, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces as they lie in a memory that holds the range from its beginning."""
+        """The spans as they lie in a memory that holds the range from its beginning."""
         views = []
-        for number, low, high, place in chunk.pieces:
+        for number, low, high, offset in chunk.spans:
             shape = self._shapes[number]
             size = shape.numel() if low is None else high - low
-            view = memory[place : place + size]
+            view = memory[offset : offset + size]
             views.append(view.view(shape) if low is None else view)
         return views

@@ -1,0 +1,155 @@
+"""Variables of Keras metrics that a step updates in ``strategy.run``: ON_READ with SUM, as Keras declares them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.integrations.keras import travel
+from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.variables import DistributedVariable, Placement, Record, VariableComponent
+from tfstyle_dist.variables.component import checked, read_across_replicas, write_component
+
+
+class MetricState(DistributedVariable):
+    """What one variable of a metric holds: of each replica its own part.
+
+    In replica context it is the replica's part; elsewhere the sum over all replicas of all workers, which the workers
+    make together at the first reading after a ``run``, so all of them must read. ``assign`` outside of ``run`` sets
+    the sum.
+    """
+
+    _tfstyle_sum: tuple[int, torch.Tensor] | None
+    """The number of runs at which the sum was known, and the sum; alike on all workers."""
+
+    def _tfstyle_value(self) -> torch.Tensor:
+        record = self._tfstyle_record
+        index = record.index()
+        if index is not None:
+            return record.components[index]
+        known, runs = self._tfstyle_sum, record.store.runs
+        if known is None or known[0] != runs:
+            known = self._tfstyle_sum = (runs, read_across_replicas(record, self.name))
+        return known[1].clone()
+
+    def _assign_in_context(self, op: str, value: Any) -> Any:
+        index = self._tfstyle_record.index()
+        if index is None:
+            self._tfstyle_set_sum(checked(value, self._tfstyle_record.components[0], self.name))
+            return self
+        self._tfstyle_sum = None
+        component = self._tfstyle_record.components[index]
+        write_component(component, op, checked(value, component, self.name))
+        return self
+
+    def _tfstyle_set_sum(self, total: torch.Tensor) -> None:
+        """Divides a value that all workers agree on among the replicas."""
+        record = self._tfstyle_record
+        worker = record.store.worker
+        whole = not (total.is_floating_point() or total.is_complex())
+        share = total // worker.num_replicas if whole else total / worker.num_replicas
+        for replica, component in enumerate(record.components):
+            own = total - share * (worker.num_replicas - 1) if whole and worker.replica_id(replica) == 0 else share
+            write_component(component, "assign", own.to(torch.Tensor.device.__get__(component)))
+        self._tfstyle_sum = (record.store.runs, total.clone())
+
+
+def state_of(strategy: Strategy, variable: Any) -> MetricState:
+    """The state of a metric's variable on a strategy's replicas.
+
+    Args:
+        strategy: whose replicas.
+        variable: of Keras; its present value becomes the sum.
+    """
+    store, value = strategy.parameter_store, variable._value.detach()
+    components: list[torch.Tensor] = []
+    for replica, place in enumerate(store.worker.devices):
+        component = VariableComponent(value.to(place.torch_device, copy=True), requires_grad=False)
+        component._tfstyle_name = variable.path if replica == 0 else f"{variable.path}/replica_{replica}"
+        component._tfstyle_device = place.logical
+        components.append(component)
+    state: Any = torch_internals.make_subclass(MetricState, components[0].detach(), False)
+    on_read, add = VariableSynchronization.ON_READ, VariableAggregation.SUM
+    record = Record(store, state, components, "variable", on_read, add)
+    record.placement, record.local_name = Placement.MIRRORED, variable.path
+    state._tfstyle_record, state._tfstyle_trainable = record, False
+    state._tfstyle_synchronization, state._tfstyle_constraint = on_read, None
+    state._tfstyle_set_sum(components[0].detach().clone())
+    return state  # type: ignore[no-any-return]
+
+
+def adopt(variable: Any, strategy: Strategy) -> None:
+    """Gives a metric's variable a part for each replica, once.
+
+    Args:
+        variable: of Keras.
+        strategy: whose replicas; nothing is done for a single one, and for parameter servers.
+    """
+    if isinstance(variable._value, MetricState) or variable.aggregation != "sum" or variable._value is None:
+        return
+    several = strategy.num_replicas_in_sync > 1 and not strategy.worker.group.traces
+    if several and not isinstance(strategy, ParameterServerStrategy):
+        variable._value = state_of(strategy, variable)
+
+
+@contextmanager
+def untouched(strategy: Strategy) -> Iterator[None]:
+    """A ``run`` inside leaves the parts alone, so that the sums stay known.
+
+    Args:
+        strategy: whose run it is.
+    """
+    store = strategy.parameter_store
+    before = store.runs
+    try:
+        yield
+    finally:
+        store.runs = before
+
+
+def install() -> None:
+    """Lets the variables of metrics belong to the strategy in whose scope they are made, or that first writes them."""
+    metric = keras.Metric
+    if hasattr(metric.add_variable, "tfstyle_original"):
+        return
+    metric.add_variable = _in_scope(metric.add_variable)
+    keras.Variable._direct_assign = _written(keras.Variable._direct_assign)
+
+
+def _in_scope(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        variable, frame = original(self, *args, **kwargs), current_frame()
+        if frame is not None and frame.replica is None and frame.component is None:
+            adopt(variable, frame.strategy)
+        return variable
+
+    add_variable.tfstyle_original = original  # type: ignore[attr-defined]
+    return add_variable
+
+
+def _written(original: Any) -> Any:
+    @functools.wraps(original)
+    def direct_assign(self: Any, value: Any) -> None:
+        if travel.write_on_servers(self, value):
+            return
+        if self._synchronization == "on_read":
+            frame = current_frame()
+            if frame is not None and frame.replica is not None:
+                adopt(self, frame.strategy)
+            if isinstance(self._value, MetricState):
+                self._value.assign(value)
+                return
+        original(self, value)
+
+    direct_assign.tfstyle_original = original  # type: ignore[attr-defined]
+    return direct_assign

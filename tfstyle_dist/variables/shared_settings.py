@@ -1,0 +1,106 @@
+"""Central storage: notices when several replicas change the settings of the one optimizer that they share.
+
+A learning rate scheduler of whatever library, called in the step function, would advance it once for each replica. A
+step function that gives a setting a value of its own changes it once, by the first replica: the others find it so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+
+_Place = tuple[int, int, str]  # which optimizer, group and setting
+_GONE = object()
+
+
+class SharedSettings:
+    """The parameter groups of some optimizers, without the parameters."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[_Place, Any] = {}
+        self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
+        self._changed: dict[tuple[_Place, int], int] = {}  # by which replica, between which calls
+
+    def add(self, optimizer: Any) -> None:
+        """Looks at an optimizer from now on."""
+        number = id(optimizer)
+        if number not in self._optimizers:
+            self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
+            self._known |= _settings(number, optimizer)
+
+    def begin(self) -> None:
+        """A run begins: nobody has changed anything in it."""
+        self._calls.clear()
+        self._changed.clear()
+
+    def note(self) -> None:
+        """What is set now is not what the replica whose turn begins has done."""
+        if self._optimizers:
+            self._known = self._now()
+
+    def compare(self, replica: int) -> None:
+        """A replica comes to a call that all make, or to its end.
+
+        Args:
+            replica: local number.
+
+        Raises:
+            RuntimeError: it has changed a setting that another replica has changed between the same two calls.
+        """
+        if not self._optimizers:
+            return
+        call = self._calls[replica] = self._calls.get(replica, 0) + 1
+        before, self._known = self._known, self._now()
+        for place in self._known.keys() | before.keys():
+            if self._known.get(place, _GONE) != before.get(place, _GONE):
+                first = self._changed.setdefault((place, call), replica)
+                if first != replica:
+                    raise RuntimeError(self._said(place, first, replica))
+
+    def _said(self, place: _Place, first: int, then: int) -> str:
+        number, group, name = place
+        optimizer = self._optimizers[number]()
+        return (
+            f"{type(optimizer).__name__}.param_groups[{group}][{name!r}] was changed by replica {first} and then by "
+            f"replica {then} in one call of strategy.run. Under central storage there is one optimizer for all "
+            "replicas, so the step() of a scheduler inside strategy.run runs once per replica. Call it after "
+            "strategy.run(...), or in merge_call."
+        )
+
+    def _now(self) -> dict[_Place, Any]:
+        found: dict[_Place, Any] = {}
+        for number, reference in list(self._optimizers.items()):
+            optimizer = reference()
+            if optimizer is not None:
+                found |= _settings(number, optimizer)
+        return found
+
+    def _forget(self, number: int) -> None:
+        self._optimizers.pop(number, None)
+        self._known = {place: value for place, value in self._known.items() if place[0] != number}
+
+
+def _settings(number: int, optimizer: Any) -> dict[_Place, Any]:
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
+    return {
+        (number, place, name): _mark(value)
+        for place, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def _mark(value: Any) -> Any:
+    """Something that changes when the value does; equal to itself, as NaN is not."""
+    if isinstance(value, torch.Tensor):
+        return id(value), torch_internals.version_of(value)
+    if isinstance(value, int | float | str | type(None)):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_mark, value))
+    return id(value)
