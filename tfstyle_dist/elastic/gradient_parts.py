@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.elastic.leaves import Described, Reader, describe
-from tfstyle_dist.gradients.reducer import GradientReducer, Slot
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.variables.record import Record
 
 KIND = "gradient reduction"
@@ -24,20 +24,20 @@ class GradientParts:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
-        self._borrowed: list[Slot] = []
+        self._borrowed: list[GradientState] = []
 
     def describe(self, replica: int, touched: Touched) -> tuple[list[Any], Described, list[torch.Tensor]]:
         """What a replica of this worker gives: what came in this pass, and what it has accumulated before."""
         given = dict(touched)
-        for slots in self._reducer.slots.values():
-            slot = slots[replica]
-            record = slot.record
-            if slot.dirty and id(record) not in given and record.tensor is not None:
+        for states in self._reducer.states.values():
+            state = states[replica]
+            record = state.record
+            if state.dirty and id(record) not in given and record.tensor is not None:
                 grad = record.components[replica].grad
                 if grad is not None:
                     given[id(record)] = (record, grad, False)
         numbers = [
-            [record.number, fresh, key in touched, self._reducer.slot(record, replica).dirty]
+            [record.number, fresh, key in touched, self._reducer.state(record, replica).dirty]
             for key, (record, _, fresh) in given.items()
         ]
         described, tensors = describe([grad for _, grad, _ in given.values()])
@@ -53,31 +53,31 @@ class GradientParts:
             described: the gradients.
             reader: of the tensors.
         """
-        records = {slots[0].record.number: slots[0].record for slots in self._reducer.slots.values()}
+        records = {states[0].record.number: states[0].record for states in self._reducer.states.values()}
         grads = reader.leaves(described, [None] * len(described), KIND)
         touched: Touched = {}
         for (number, fresh, is_touched, dirty), grad in zip(numbers, grads, strict=True):
             record = records[number]
-            slot = self._reducer.slot(record, replica)
+            state = self._reducer.state(record, replica)
             record.components[replica].grad = grad
             # What was reduced in earlier passes is the same on all replicas.
-            slot.ready, slot.dirty, slot.before = is_touched, dirty, self._reducer.slot(record, own).before
-            self._borrowed.append(slot)
+            state.ready, state.dirty, state.before = is_touched, dirty, self._reducer.state(record, own).before
+            self._borrowed.append(state)
             if is_touched:
                 touched[id(record)] = (record, grad, fresh)
         return touched
 
     def settle(self) -> None:
         """The gradients were summed: those of other workers' replicas are not needed any more."""
-        for slot in self._borrowed:
-            self._reducer.settle(slot)
-            if slot.record.tensor is not None:
-                slot.record.components[slot.replica].grad = None
+        for state in self._borrowed:
+            self._reducer.settle(state)
+            if state.record.tensor is not None:
+                state.record.components[state.replica].grad = None
         self._borrowed.clear()
 
     def check_nothing_waits(self, held: Sequence[int]) -> None:
         """Raises NotImplementedError when gradients were accumulated in a run and not reduced by its end."""
-        waiting = [s[0].record for s in self._reducer.slots.values() if any(s[r].dirty for r in held)]
+        waiting = [s[0].record for s in self._reducer.states.values() if any(s[r].dirty for r in held)]
         if waiting:
             raise NotImplementedError(
                 f"Gradients of {self._reducer.store.names_of(waiting)} were accumulated in strategy.accumulate() and "

@@ -51,6 +51,10 @@ class HeldContent:
         """See ``Content``."""
         self._contents.leave()
 
+    def pause(self, replica: int) -> None:
+        """See ``Content``."""
+        self._contents.pause(self._held[replica])
+
 
 class ElasticRun:
     """One run, as the replicas of this worker see it.
