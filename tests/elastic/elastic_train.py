@@ -144,8 +144,8 @@ def main() -> None:
         "losses": losses,
         "buffers": buffers.hexdigest(),
         "seen": [*seen.read_value().tolist(), float(together), getattr(model, "calls", 0)],
-        "retried": strategy.elastic_steps.job.retried,
-        "held": strategy.elastic_steps.job.held,
+        "retried": strategy._elastic_steps.job.retried,
+        "held": strategy._elastic_steps.job.held,
     }
     print("result " + json.dumps(result), flush=True)
     strategy.close()

@@ -123,12 +123,12 @@ def _three_steps(kind: str, monkeypatch: pytest.MonkeyPatch | None) -> tuple[lis
         if monkeypatch is not None:
             _lose_once(strategy, monkeypatch, everything)
         results = [t for batch in batches[1:] for t in strategy.run(step, args=(batch,)).values]
-        assert strategy.elastic_steps.job.retried == (monkeypatch is not None)
+        assert strategy._elastic_steps.job.retried == (monkeypatch is not None)
         return [*results, *_image(*everything)], attempts
 
 
 def _lose_once(strategy: Any, monkeypatch: pytest.MonkeyPatch, everything: tuple[Any, ...]) -> None:
-    job, membership = strategy.elastic_steps.job, strategy.worker.membership
+    job, membership = strategy._elastic_steps.job, strategy.worker.membership
     before, commit, refresh = _image(*everything), membership.commit, job._refresh
 
     def lost(packet: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.values import Division, Share
 
@@ -37,7 +38,7 @@ def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[t
             value = leaf.detach()
             if value.layout is torch.sparse_coo:
                 described.append(["s", list(value.shape), value.is_coalesced()])
-                tensors += [value._indices(), value._values()]
+                tensors += torch_internals.sparse_parts(value)
             elif value.layout is torch.strided and not value.is_nested:
                 described.append(["t"])
                 tensors.append(value)
@@ -95,8 +96,7 @@ class Reader:
             return self.tensor()
         indices, values = self.tensor(), self.tensor()
         with torch.no_grad():
-            made = torch.sparse_coo_tensor(indices, values, entry[1], check_invariants=False)
-            return made._coalesced_(True) if entry[2] else made
+            return torch_internals.sparse_of(indices, values, entry[1], entry[2])
 
 
 def check_same_everywhere(leaves: Sequence[Any], described: Described, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import nest
+from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
@@ -124,7 +124,8 @@ class ReplicaStates:
     def _put(self, thing: Any, kind: str, name: str, leaves: list[Any], replica: int) -> None:
         own = self._contents.attributes(thing, replica)
         if kind == "b":
-            own["_buffers"][name] = _written(own["_buffers"].get(name), leaves[0])
+            buffers = torch_internals.buffers_among(own)
+            buffers[name] = _written(buffers.get(name), leaves[0])
             return
         like = own.get(name, thing.__dict__.get(name))
         _, spec = nest.flatten(like)

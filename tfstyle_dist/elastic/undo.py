@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
 from tfstyle_dist.variables.object_content import ObjectContent
@@ -117,7 +118,7 @@ class Undo:
                 old[0].append(known[1])
                 old[1].append(own)
             if old[0]:
-                torch._foreach_copy_(*old)
+                torch_internals.foreach_copy_(*old)
         self._kept = kept
 
     # ---- putting back -----------------------------------------------------------------------------------------

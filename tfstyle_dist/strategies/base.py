@@ -62,12 +62,11 @@ class Strategy:
         first_replica_is_global: whether ONLY_FIRST_REPLICA means replica 0 of all workers.
         distributes: whether it is made for several replicas, though it may have one; else values stay as they are, and
             anything can be updated.
-        elastic_steps: runs the steps of an elastic job; ``None`` for any other.
     """
 
     first_replica_is_global = True
     distributes = True
-    elastic_steps: ElasticSteps | None = None
+    _elastic_steps: ElasticSteps | None = None
 
     def __init__(
         self,

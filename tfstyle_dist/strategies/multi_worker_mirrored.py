@@ -121,27 +121,27 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         try:
             super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
             self.monitor = Monitor(worker, False)
-            self.elastic_steps = ElasticSteps(self, worker, elastic)
+            self._elastic_steps = ElasticSteps(self, worker, elastic)
         except BaseException:
             worker.close()
             raise
 
     def should_stop(self, flag: bool = False) -> bool:
         """See ``Strategy.should_stop``."""
-        if self.elastic_steps is None:
+        if self._elastic_steps is None:
             return super().should_stop(flag)
         self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-        return self.elastic_steps.job.any_of(bool(flag))
+        return self._elastic_steps.job.any_of(bool(flag))
 
     @property
     def is_chief(self) -> bool:
         """See ``Strategy.is_chief``; in an elastic job the live worker with the lowest number."""
-        return super().is_chief if self.elastic_steps is None else self.elastic_steps.job.is_lowest
+        return super().is_chief if self._elastic_steps is None else self._elastic_steps.job.is_lowest
 
     def close(self) -> None:
         """See ``Strategy.close``; an elastic job goes on without this worker."""
-        if self.elastic_steps is not None:
-            self.elastic_steps.close()
+        if self._elastic_steps is not None:
+            self._elastic_steps.close()
         super().close()
 
     @property

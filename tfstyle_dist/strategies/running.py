@@ -89,10 +89,10 @@ def run(
     strategy.parameter_store.runs += 1
     counts, finished = strategy.monitor.begin(name_of(fn)), False
     try:
-        if strategy.elastic_steps is None:
+        if strategy._elastic_steps is None:
             result = _run_replicas(strategy, fn, arguments, keywords)
         else:
-            result = regroup(strategy.elastic_steps.run(fn, arguments, keywords))
+            result = regroup(strategy._elastic_steps.run(fn, arguments, keywords))
         finished = True
         return result
     finally:
