@@ -23,6 +23,7 @@ LAYERS = {
     "ops": 2,
     "gradients": 3,
     "cross_device_ops": 3,
+    "elastic": 3,
     "input": 3,
     "monitoring": 3,
     "variables": 3,
@@ -47,6 +48,8 @@ WITHIN_LAYER = {
     ("gradients", "cross_device_ops"),
     ("variables", "cross_device_ops"),
     ("parameter_server", "variables"),
+    ("elastic", "variables"),
+    ("elastic", "gradients"),
 }
 # Public names only: they import what they re-export, and nothing inside imports them.
 REEXPORTS = {"", "compat", "data", "distribute", "experimental", "tpu"}

@@ -21,6 +21,7 @@ REASONS = {
     "compare_aggregation/test_compare_aggregation.py": COMMANDS,
     "conformance": RECORDED,
     "containers.py": "asks whether pid namespaces can be made",
+    "elastic": "workers that are killed, with torch imported once",
     "faults/checkpoint_crashes.py": "children that die while they save, with torch imported once",
     "faults/test_checkpoint_elastic.py": "hosts under torchrun",
     "faults/test_ranks_in_containers.py": "ranks in pid namespaces of their own",

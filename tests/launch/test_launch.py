@@ -227,6 +227,33 @@ time.sleep(600)
     assert "was ended by signal 9 (SIGKILL)" in err
 
 
+def test_an_elastic_job_goes_on_without_the_workers_that_die(launch: Any) -> None:
+    source = """
+if index == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1)
+if index == 1:
+    raise KeyError("lost")
+time.sleep(1)
+print("came to the end")
+"""
+    code, out, err = launch(source, "--workers", "3", "--elastic").end()
+    assert code == 0
+    assert "[worker 2] came to the end" in out
+    assert re.search(r"\[launch\] worker 0 \(pid \d+\) ended with 137; the others go on without it", err)
+    assert re.search(r"\[launch\] worker 1 \(pid \d+\) ended with 1; the others go on without it", err)
+
+
+def test_an_elastic_job_that_lost_all_workers_has_failed(launch: Any) -> None:
+    source = """
+time.sleep(0.5 * index)
+raise KeyError(f"worker {index}")
+"""
+    code, _, err = launch(source, "--workers", "2", "--elastic").end()
+    assert code == 1
+    assert "[launch] worker 0 (pid" in err
+
+
 def test_stubborn_tasks_and_their_children_are_killed(launch: Any) -> None:
     source = """
 import subprocess

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -283,3 +283,20 @@ class DataPatch(Patch):
             if self._users == 0 and torch.nn.Parameter.__dict__.get("data") is self._installed:
                 del torch.nn.Parameter.data
                 self._installed = None
+
+
+def sparse_parts(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor as they are kept; it need not be coalesced."""
+    return indices_of(value), value._values()
+
+
+def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], coalesced: bool) -> torch.Tensor:
+    """The sparse tensor of such parts."""
+    made = torch.sparse_coo_tensor(indices, values, list(shape), check_invariants=False)
+    return made._coalesced_(True) if coalesced else made
+
+
+def buffers_among(attributes: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+    """The buffers among the attributes of a module."""
+    buffers: dict[str, torch.Tensor | None] = attributes[BUFFERS]
+    return buffers

@@ -6,6 +6,7 @@ from tfstyle_dist.comm.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from tfstyle_dist.elastic import Elastic
 from tfstyle_dist.experimental import coordinator, partitioners, rpc
 from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy, ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
@@ -22,6 +23,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "Elastic",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",

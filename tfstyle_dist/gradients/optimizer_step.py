@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -80,11 +80,12 @@ class UpdateRunner:
         self._steps: list[dict[str, list[Any]]] = []
 
     @contextmanager
-    def same_steps(self, count: int) -> Iterator[None]:
+    def same_steps(self, count: int, running: Sequence[int] | None = None) -> Iterator[None]:
         """Around a run of several local replicas: each must make the same optimizer steps.
 
         Args:
             count: the local replicas.
+            running: those that run here; default: all.
 
         Raises:
             CollectiveMismatchError: they did not.
@@ -92,13 +93,15 @@ class UpdateRunner:
         before, self._steps = self._steps, [{} for _ in range(count)]
         try:
             yield
-            numbers = [{name: number for name, (number, _) in steps.items()} for steps in self._steps]
+            all_steps = dict(enumerate(self._steps))
+            ran = all_steps if running is None else {replica: all_steps[replica] for replica in running}
+            numbers = [{name: number for name, (number, _) in steps.items()} for steps in ran.values()]
             if any(steps != numbers[0] for steps in numbers):
                 made = [
                     ", ".join(f"{name} at {line}, {number} time(s)" for name, (number, line) in steps.items())
-                    for steps in self._steps
+                    for steps in ran.values()
                 ]
-                lines = [f"  replica {replica}: {what or 'no step'}" for replica, what in enumerate(made)]
+                lines = [f"  replica {r}: {what or 'no step'}" for r, what in zip(ran, made, strict=True)]
                 raise CollectiveMismatchError(
                     "The replicas made different optimizer steps, so their parameters differ now. Every replica must "
                     "make the same ones:\n" + "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -134,7 +133,7 @@ def agreed_seed(request: Request, own: int | None) -> int:
     """One seed for all workers: the one given, or the one that worker 0 draws from torch's random numbers."""
     seed = request.seed if request.seed is not None else own
     if seed is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = request.worker.draw_seed()
     if request.layout.workers == 1:
         return seed
     return int(request.worker.group.gather_objects(seed, "input: seed")[0])

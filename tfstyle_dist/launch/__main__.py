@@ -3,10 +3,12 @@
     python -m tfstyle_dist.launch --workers 2 train.py --epochs 3
     python -m tfstyle_dist.launch --workers 2 --ps 1 train.py          # parameter servers: a chief is started too
     python -m tfstyle_dist.launch --workers 2 -m package.module
+    python -m tfstyle_dist.launch --workers 4 --elastic train.py       # goes on when workers die (docs/elastic.md)
 
 Each task's output is shown line by line with its name in front. When a task fails, all are stopped, its traceback is
-shown once more, and the exit code is that task's. The tasks meet at free ports of 127.0.0.1. With parameter servers
-they get a key that is made for the job (TFSTYLE_PS_KEYS) unless you gave one: other users of the machine are refused.
+shown once more, and the exit code is that task's. With --elastic the others go on, and the exit code is 0 if one of
+them comes to the end. The tasks meet at free ports of 127.0.0.1. With parameter servers they get a key that is made for
+the job (TFSTYLE_PS_KEYS) unless you gave one: other users of the machine are refused.
 """
 
 from __future__ import annotations
@@ -51,6 +53,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="how long the evaluator may go on after the training has ended (60)",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="a worker that fails does not stop the others: for MultiWorkerMirroredStrategy(elastic=...); lost workers "
+        "are not started again",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as for python -m")
     parser.add_argument("script", help="the Python program that every task runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -75,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     with key_of_job(options.ps) as key:
         tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator, key)
-        return Supervisor(tasks, options.grace, options.evaluator_grace).run()
+        return Supervisor(tasks, options.grace, options.evaluator_grace, options.elastic).run()
 
 
 if __name__ == "__main__":

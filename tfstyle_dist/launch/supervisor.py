@@ -25,9 +25,11 @@ class Supervisor:
         tasks: the tasks.
         grace: seconds from SIGTERM to SIGKILL.
         evaluator_grace: seconds that an evaluator may go on after the training.
+        elastic: whether the training goes on when a task that trains fails, as long as another one is left.
     """
 
-    def __init__(self, tasks: Sequence[Task], grace: float, evaluator_grace: float) -> None:
+    def __init__(self, tasks: Sequence[Task], grace: float, evaluator_grace: float, elastic: bool = False) -> None:
+        self._elastic, self._lost = elastic, set[Task]()
         self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
@@ -36,7 +38,8 @@ class Supervisor:
         """Runs all tasks.
 
         Returns:
-            0, or the exit code of the first task that failed, or 128 plus the signal that ended the launcher.
+            0 (of an elastic job: if one of the workers came to the end), or the exit code of the first task that
+            failed, or 128 plus the signal that ended the launcher.
         """
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
@@ -63,7 +66,7 @@ class Supervisor:
             if self._signals:
                 return self._interrupted()
             codes = {task: task.code() for task in self._tasks}
-            if any(codes.values()):
+            if any(codes.values()) and not self._goes_on(codes):
                 return self._failed()
             running = [task for task, code in codes.items() if code is None]
             if not running:
@@ -76,6 +79,18 @@ class Supervisor:
                         self._say(f"the training is over and {evaluators[0].name} goes on: stopping it")
                     self._stop(running, signal.SIGTERM)
                     return 0
+
+    def _goes_on(self, codes: dict[Task, int | None]) -> bool:
+        """Whether those that failed are lost workers of an elastic job that has others left, or has ended well."""
+        failed = {task for task, code in codes.items() if code}
+        if not self._elastic or any(not task.trains for task in failed):
+            return False
+        if not any(task.trains and not code for task, code in codes.items()):
+            return False
+        for task in failed - self._lost:
+            self._say(f"{task.name} (pid {task.pid}) ended with {codes[task]}; the others go on without it")
+        self._lost |= failed
+        return True
 
     def _training_is_over(self, running: Sequence[Task]) -> bool:
         """The chief's end ends a cluster with parameter servers, whose workers only serve; else all must end."""

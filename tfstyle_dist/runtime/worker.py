@@ -51,6 +51,10 @@ class Worker:
         """Whether all local replicas share one torch device."""
         return len({d.torch_device for d in self.devices}) <= 1
 
+    def draw_seed(self) -> int:
+        """A seed from torch's random numbers."""
+        return int(torch.empty((), dtype=torch.int64).random_().item())
+
     def close(self) -> None:
         """Ends the replica threads and leaves the group."""
         self.executor.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from tfstyle_dist.values import local_results
 from tfstyle_dist.variables import ParameterStore, Variable, adoption
 from tfstyle_dist.variables.contents import data_reads
 from tfstyle_dist.variables.creation import VariableSpec
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.elastic import ElasticSteps
 
 
 def uninstall(hooks: list[Any]) -> None:
@@ -63,6 +66,7 @@ class Strategy:
 
     first_replica_is_global = True
     distributes = True
+    _elastic_steps: ElasticSteps | None = None
 
     def __init__(
         self,

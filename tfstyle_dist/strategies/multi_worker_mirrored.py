@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.core import devices as device_names, env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
+from tfstyle_dist.monitoring import Monitor
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import with_model_axis
@@ -28,6 +29,9 @@ from tfstyle_dist.strategies.mirrored import (
     check_run_replicas,
     devices_of_this_process,
 )
+
+if TYPE_CHECKING:
+    from tfstyle_dist.elastic import Elastic
 
 _SLURM_PORTS = range(20000, 40000)
 
@@ -48,6 +52,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         cross_device_ops: how local values are summed; default: ADD_N on the first replica's device.
         run_replicas: as in ``MirroredStrategy``.
         logical_devices_per_replica: likewise.
+        elastic: lets the job survive the death of workers; see ``experimental.Elastic`` and ``docs/elastic.md``.
 
     Raises:
         json.JSONDecodeError: ``TF_CONFIG`` is not JSON.
@@ -75,6 +80,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         cross_device_ops: CrossDeviceOps | None = None,
         run_replicas: str | None = None,
         logical_devices_per_replica: int = 1,
+        elastic: Elastic | None = None,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         check_run_replicas(run_replicas)
@@ -85,6 +91,9 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
             )
         options = communication_options or CommunicationOptions()
         self._cluster_resolver = cluster_resolver or resolver_from_environment()
+        if elastic is not None:
+            self._begin_elastic(elastic, options, cross_device_ops, devices, logical_devices_per_replica)
+            return
         members = members_of(self._cluster_resolver)
         places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
         group = make_group(places[0].torch_device, options, members, len(places))
@@ -92,6 +101,48 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         worker = Worker(places, group, effective_timeout(options))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
+
+    def _begin_elastic(
+        self,
+        elastic: Elastic,
+        options: CommunicationOptions,
+        cross_device_ops: CrossDeviceOps | None,
+        devices: Sequence[str | torch.device] | None,
+        logical_devices_per_replica: int,
+    ) -> None:
+        from tfstyle_dist.strategies.elastic import ElasticSteps, ElasticWorker
+
+        if devices is not None or logical_devices_per_replica != 1:
+            raise ValueError(
+                "MultiWorkerMirroredStrategy(elastic=) takes neither devices nor logical_devices_per_replica: the "
+                "number of replicas is Elastic(replicas=), and each is computed on the CPU of the worker that holds it."
+            )
+        worker = ElasticWorker(elastic, self._cluster_resolver, effective_timeout(options))
+        try:
+            super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
+            self.monitor = Monitor(worker, False)
+            self._elastic_steps = ElasticSteps(self, worker, elastic)
+        except BaseException:
+            worker.close()
+            raise
+
+    def should_stop(self, flag: bool = False) -> bool:
+        """See ``Strategy.should_stop``."""
+        if self._elastic_steps is None:
+            return super().should_stop(flag)
+        self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
+        return self._elastic_steps.job.any_of(bool(flag))
+
+    @property
+    def is_chief(self) -> bool:
+        """See ``Strategy.is_chief``; in an elastic job the live worker with the lowest number."""
+        return super().is_chief if self._elastic_steps is None else self._elastic_steps.job.is_lowest
+
+    def close(self) -> None:
+        """See ``Strategy.close``; an elastic job goes on without this worker."""
+        if self._elastic_steps is not None:
+            self._elastic_steps.close()
+        super().close()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -12,7 +12,7 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
-from tfstyle_dist.runtime.turns import TurnRun
+from tfstyle_dist.runtime.turns import ReplicaRun
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.share_runs import of_share
 from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
@@ -89,7 +89,10 @@ def run(
     strategy.parameter_store.runs += 1
     counts, finished = strategy.monitor.begin(name_of(fn)), False
     try:
-        result = _run_replicas(strategy, fn, arguments, keywords)
+        if strategy._elastic_steps is None:
+            result = _run_replicas(strategy, fn, arguments, keywords)
+        else:
+            result = regroup(strategy._elastic_steps.run(fn, arguments, keywords))
         finished = True
         return result
     finally:
@@ -106,7 +109,7 @@ def _run_replicas(
             return _run_alone(strategy, fn, arguments, keywords)
     store.prepare(fn, (*arguments, *keywords.values()))
     count = strategy.worker.num_local_replicas
-    functions = [_replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
+    functions = [replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
     try:
         with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
             return regroup(strategy.worker.executor.run(functions))
@@ -148,10 +151,12 @@ def _report_failure(strategy: Strategy, error: BaseException) -> None:
         group.report_failure(f"{type(error).__name__}: {error}")
 
 
-def _replica_function(
+def replica_function(
     strategy: Strategy, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Callable[[TurnRun], Any]:
-    def call(run: TurnRun) -> Any:
+) -> Callable[[ReplicaRun], Any]:
+    """What one local replica does in a run: calls ``fn`` with its part of the arguments, in its context."""
+
+    def call(run: ReplicaRun) -> Any:
         arguments, keywords = select_arguments(replica, args), select_replica(replica, kwargs) if kwargs else {}
         share = share_of_arguments((*arguments, *keywords.values()))
         number = strategy.worker.replica_id(replica)

@@ -42,6 +42,8 @@ class ReplicaContents:
     Attributes:
         count: the local replicas.
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
+        first: the replica whose content cross-replica context shows.
+        on_take: called with the content of an object that is found while a run is under way.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class ReplicaContents:
     ) -> None:
         self.count, self._one_copy, self._adopt = worker.num_local_replicas, home is not None, adopt
         self.active: int | None = None
+        self.first = 0
+        self.on_take: Callable[[ObjectContent], None] | None = None
         self._rows = ParameterRows(worker.devices, home, elsewhere)
         self._objects: list[ObjectContent] = []
         self._generators: list[tuple[weakref.ref[torch.Generator], list[torch.Tensor]]] = []
@@ -65,6 +69,7 @@ class ReplicaContents:
         self._failed = False
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._random = RandomStreams(worker.devices, worker.replica_id(0))
+        self._numbers = 0
         self.finish_taking()
         _all.add(self)
 
@@ -74,7 +79,7 @@ class ReplicaContents:
         """See ``Content``."""
         if replica == self.active:
             return
-        before, after = self.active or 0, replica or 0
+        before, after = self._shown, self.first if replica is None else replica
         self._rows.switch(self._rows.base if replica is None else replica)
         if before != after:
             for thing, content in self._things:
@@ -150,6 +155,26 @@ class ReplicaContents:
         """Gives each replica streams of random numbers of its own."""
         self._random.seed(seed, python)
 
+    def show(self, replica: int) -> None:
+        """Cross-replica context shows another replica's content from now on; called between runs."""
+        self.enter()
+        self.switch(replica)
+        self.first, self.active, self._rows.base = replica, None, replica
+        self.leave()
+
+    def use_random(self, streams: RandomStreams) -> None:
+        """Replaces the random numbers of the replicas."""
+        self._random = streams
+
+    @property
+    def _shown(self) -> int:
+        """The replica whose content the objects hold."""
+        return self.first if self.active is None else self.active
+
+    @property
+    def _others(self) -> list[int]:
+        return [replica for replica in range(self.count) if replica != self.first]
+
     # ---- what is content --------------------------------------------------------------------------------------
 
     def take(self, value: Any) -> bool:
@@ -204,9 +229,10 @@ class ReplicaContents:
                 f"experimental_adopt takes a module, an optimizer or another object with attributes of its own, got "
                 f"{type(value).__name__}: {value!r}."
             )
-        now, active = value.__dict__, self.active or 0
+        now, active = value.__dict__, self._shown
         dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
-        content = ObjectContent(value, dicts, self._forget(id(value)))
+        content = ObjectContent(value, dicts, self._forget(id(value)), self._numbers)
+        self._numbers += 1
         self._places[id(value)] = content
         self._objects.append(content)
         self._all = None
@@ -217,6 +243,8 @@ class ReplicaContents:
                 copier = self._copier(replica)
                 own.update({name: copier(attribute) for name, attribute in list(now.items())})
         content.mark(now)
+        if self.on_take is not None:
+            self.on_take(content)
 
     @property
     def _running(self) -> bool:
@@ -231,16 +259,28 @@ class ReplicaContents:
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
+    def objects(self) -> list[tuple[Any, ObjectContent]]:
+        """The living objects whose attributes are content, in the order in which they were taken."""
+        return [(thing, content) for content in self._objects if (thing := content.reference()) is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The living parameters, in the order in which they were taken."""
+        return [parameter for reference in self._rows.references if (parameter := reference()) is not None]
+
+    def generators(self) -> list[tuple[torch.Generator, list[torch.Tensor]]]:
+        """The living generators, with the state of each for every replica."""
+        return [(generator, states) for reference, states in self._generators if (generator := reference()) is not None]
+
     def inside(self, parameter: torch.Tensor, replica: int) -> torch.Tensor:
         """The tensor that has a replica's data and gradient of a parameter now."""
-        if (self.active is None and replica == 0) or replica == self._rows.row:
+        if (self.active is None and replica == self.first) or replica == self._rows.row:
             return parameter
         self._take_tensor(parameter)
         return self._rows.vessel(self._places[id(parameter)], replica)
 
     def attributes(self, thing: Any, replica: int) -> dict[str, Any]:
         """A replica's attributes of an object."""
-        if replica == (self.active or 0) or not self.take(thing):
+        if replica == self._shown or not self.take(thing):
             return thing.__dict__  # type: ignore[no-any-return]
         self.finish_taking()
         content: ObjectContent = self._places[id(thing)]
@@ -273,7 +313,7 @@ class ReplicaContents:
     def _forget_differences(self) -> None:
         """Gives all replicas copies of what the first one has."""
         for thing, content in self._things:
-            for replica in range(1, self.count):
+            for replica in self._others:
                 copier, own = self._copier(replica), content.dicts[replica]
                 own.clear()
                 own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
@@ -287,7 +327,7 @@ class ReplicaContents:
         for thing, content in changed:
             now = thing.__dict__
             written, gone = content.changes(now)
-            for replica in range(1, self.count):
+            for replica in self._others:
                 copier, own = self._copier(replica), content.dicts[replica]
                 own.update({name: copier(now[name]) for name in written})
                 for name in gone:
@@ -303,7 +343,7 @@ class ReplicaContents:
         for thing, content in self._things:
             now = thing.__dict__
             for name, value, mark in content.marks():
-                for replica in range(1, self.count):
+                for replica in self._others:
                     self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
 
     def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:

@@ -16,13 +16,14 @@ class ObjectContent:
 
     Attributes:
         dicts: the attributes for each replica; that of the replica whose turn it is may be old.
+        number: place in the order in which objects were taken.
     """
 
-    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "reference")
+    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "number", "reference")
 
-    def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None]) -> None:
+    def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None], number: int = 0) -> None:
         self.reference: weakref.ref[Any] = weakref.ref(thing, gone)
-        self.dicts = dicts
+        self.dicts, self.number = dicts, number
         self._keys: list[str] = []
         self._values: list[Any] = []
         self._boxes: list[Any] = []

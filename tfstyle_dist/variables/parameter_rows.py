@@ -36,12 +36,13 @@ class ParameterRows:
         row: which row the parameters hold.
         base: the row of cross-replica context.
         inside: the parameters, during a run.
+        references: all parameters.
     """
 
     def __init__(self, devices: Sequence[ReplicaDevice], home: torch.device | None, elsewhere: bool) -> None:
         self._devices, self._home, self._elsewhere = devices, home, elsewhere
         self.row = self.base = len(devices) if elsewhere else 0
-        self._references: list[weakref.ref[torch.Tensor]] = []
+        self.references: list[weakref.ref[torch.Tensor]] = []
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
         self._nothing = torch.empty(0)
@@ -60,14 +61,14 @@ class ParameterRows:
         Returns:
             Its place.
         """
-        self._references.append(weakref.ref(value, forget))
+        self.references.append(weakref.ref(value, forget))
         for row, vessels in enumerate(self._vessels):
             if row != self.row:
                 vessels.append(self._vessel(value, row))
         self._marks.append(_marks_of(value))
         if running:
             self.inside.append(value)
-        return len(self._references) - 1
+        return len(self.references) - 1
 
     def _vessel(self, value: torch.Tensor, row: int) -> torch.Tensor:
         with torch.no_grad():
@@ -103,16 +104,16 @@ class ParameterRows:
 
     def drop_dead(self) -> list[tuple[int, int]]:
         """Forgets what is gone; returns the ``id`` and the place of every parameter that stays."""
-        alive = [place for place, reference in enumerate(self._references) if reference() is not None]
-        self._references = [self._references[place] for place in alive]
+        alive = [place for place, reference in enumerate(self.references) if reference() is not None]
+        self.references = [self.references[place] for place in alive]
         self._marks = [self._marks[place] for place in alive]
         self._vessels = [[vessels[place] for place in alive] if vessels else [] for vessels in self._vessels]
-        return [(id(p), place) for place, ref in enumerate(self._references) if (p := ref()) is not None]
+        return [(id(p), place) for place, ref in enumerate(self.references) if (p := ref()) is not None]
 
     def resolve(self) -> bool:
         """Holds the parameters for the time of a run; returns whether all are there."""
-        self.inside = [p for reference in self._references if (p := reference()) is not None]
-        return len(self.inside) == len(self._references)
+        self.inside = [p for reference in self.references if (p := reference()) is not None]
+        return len(self.inside) == len(self.references)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 

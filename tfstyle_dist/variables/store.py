@@ -19,6 +19,7 @@ from tfstyle_dist.variables.contents import BufferCopies, ParameterCopies, Repli
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.partitioned import LocalParts
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
@@ -51,6 +52,8 @@ class ParameterStore:
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
         adopts_parts: whether copies of modules that are registered in the scope are adopted.
+        on_adopt: called with each record that is new.
+        make_equal: gives records that are new the same values on all workers, where the group does not do it.
         placement: where copies live.
         parameter_device: the one device of all values under central storage; ``None`` otherwise.
         shared_home: the memory that the workers share under central storage; ``None`` otherwise.
@@ -81,11 +84,12 @@ class ParameterStore:
         self.version = self.runs = 0
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
         # A record of a buffer lives as long as the module, because another tensor may take the buffer's place.
         self._buffers: weakref.WeakKeyDictionary[torch.nn.Module, list[Record]] = weakref.WeakKeyDictionary()
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
+        self.make_equal: Callable[[list[Record]], None] | None = None
         if self.adopts:
             live_stores.add(self)
 
@@ -142,7 +146,7 @@ class ParameterStore:
             self._taken = self.version
             for record in self.records("parameter"):
                 contents.take(record.tensor)
-            for module in self._modules:
+            for module in list(self._modules):
                 contents.take(module)
         self._discovery.look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
@@ -326,6 +330,8 @@ class ParameterStore:
                 check_same_structure(self.worker.group, pending)
                 moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
                 send_first_values(self.worker.group, moved)
+            elif self.make_equal is not None and pending:
+                self.make_equal(pending)
         finally:
             self._equalizing = False
 

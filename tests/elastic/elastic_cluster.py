@@ -1,0 +1,103 @@
+"""Starts the workers of an elastic test as forks of one process that has imported torch, and tells what came of them.
+
+Reads one JSON line on its standard input for each job: {"workers": N, "arguments": [...], "environment": {...},
+"limit": seconds}; answers with one JSON line: a list of {"code": ..., "output": ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import elastic_train  # also loads what the workers need, once
+import torch
+
+from tfstyle_dist.core.network import free_ports
+
+_HERE = Path(__file__).parent
+
+
+def warm_up() -> None:
+    """What torch loads at the first step of an optimizer."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    import tfstyle_dist.strategies.elastic  # noqa: F401
+
+
+def work(index: int, addresses: list[str], job: dict[str, Any], output: Path) -> None:
+    """What a worker's process does; does not return."""
+    code = 1
+    try:
+        handle = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        os.environ.update({"TF_CONFIG": json.dumps(cluster), **job.get("environment", {})})
+        script = _HERE / job.get("script", "elastic_train.py")
+        sys.argv = [str(script), *job["arguments"]]
+        if script.stem == "elastic_train":
+            elastic_train.main()
+        else:
+            runpy.run_path(str(script), run_name="__main__")
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs a job to its end, or kills it at the limit."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(job["workers"])]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(index) for index in range(job["workers"])]
+        pids = {}
+        for index, output in enumerate(outputs):
+            pid = os.fork()
+            if pid == 0:
+                work(index, addresses, job, output)
+            pids[pid] = index
+        codes = wait(pids, time.monotonic() + job.get("limit", 120))
+        return [{"code": codes[i], "output": outputs[i].read_text()} for i in range(len(outputs))]
+
+
+def wait(pids: dict[int, int], end: float) -> dict[int, int]:
+    """The exit codes by worker; minus the signal for those that were killed."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid, index in pids.items():
+            if index not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[index] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            for pid, index in pids.items():
+                if index not in codes:
+                    os.kill(pid, signal.SIGKILL)
+            end += 10
+        time.sleep(0.01)
+    return codes
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""An elastic strategy of one worker: what it computes, what it puts back, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as tfd
+from tfstyle_dist.elastic.membership import MembershipChanged
+from tfstyle_dist.elastic.options import held_by, holder_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def strategy() -> Iterator[Any]:
+    torch.manual_seed(5)
+    elastic = tfd.experimental.Elastic(replicas=4)
+    with tfd.MultiWorkerMirroredStrategy(elastic=elastic) as made:
+        yield made
+
+
+def _model(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _batches(strategy: Any, count: int) -> list[Any]:
+    torch.manual_seed(1)
+    data = [torch.randn(8, 6) for _ in range(count)]
+    return list(strategy.experimental_distribute_dataset(data))
+
+
+def _train(strategy: Any, batches: list[Any], model: torch.nn.Module, optimizer: Any) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for batch in batches:
+        strategy.run(step, args=(batch,))
+
+
+def test_it_computes_what_one_process_with_as_many_replicas_computes(strategy: Any) -> None:
+    found = []
+    with tfd.MirroredStrategy([f"cpu:{r}" for r in range(4)]) as mirrored:
+        for one in (strategy, mirrored):
+            model, optimizer = _model(one)
+            _train(one, _batches(one, 3), model, optimizer)
+            found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_results_of_all_replicas_come_back(strategy: Any) -> None:
+    def step() -> tuple[torch.Tensor, int, str]:
+        me = tfd.get_replica_context().replica_id_in_sync_group
+        return torch.tensor(float(me)), me, "same"
+
+    tensors, numbers, text = strategy.run(step)
+    assert numbers.values == (0, 1, 2, 3)
+    assert text == "same"
+    assert float(strategy.reduce("SUM", tensors, axis=None)) == 6.0
+    assert strategy.num_replicas_in_sync == 4
+    assert strategy.is_chief
+
+
+def test_random_numbers_are_those_of_step_and_replica(strategy: Any) -> None:
+    before = torch.get_rng_state()
+    first = strategy.run(lambda: torch.rand(3)).values
+    second = strategy.run(lambda: torch.rand(3)).values
+    assert len({tuple(t.tolist()) for t in (*first, *second)}) == 8
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_step_that_is_done_again_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt of a step is thrown away after its update, as if a worker had been lost before the vote."""
+    undisturbed, attempts = _three_steps(kind, None)
+    assert sorted(attempts) == sorted([0, 1, 2, 3] * 3)
+    disturbed, attempts = _three_steps(kind, monkeypatch)
+    assert sorted(attempts) == sorted([0, 1, 2, 3] * 4)
+    assert _same(undisturbed, disturbed)
+
+
+def _three_steps(kind: str, monkeypatch: pytest.MonkeyPatch | None) -> tuple[list[Any], list[int]]:
+    torch.manual_seed(5)
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=4)) as strategy:
+        with strategy.scope():
+            model = torch.nn.Sequential(
+                torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(), torch.nn.Linear(5, 2)
+            )
+            aggregation = tfd.VariableAggregation.SUM
+            counted = tfd.Variable(
+                torch.zeros(()), synchronization=tfd.VariableSynchronization.ON_READ, aggregation=aggregation
+            )
+            total = tfd.Variable(torch.zeros(()), aggregation=aggregation)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        own = torch.Generator().manual_seed(4)
+        attempts: list[int] = []
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) + torch.rand(1, generator=own)).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            counted.assign_add(torch.ones(()))
+            total.assign_add(torch.ones(()))
+            attempts.append(tfd.get_replica_context().replica_id_in_sync_group)
+            return loss.detach()
+
+        everything = (model, optimizer, schedule, counted, total, own)
+        batches = _batches(strategy, 3)
+        strategy.run(step, args=(batches[0],))
+        if monkeypatch is not None:
+            _lose_once(strategy, monkeypatch, everything)
+        results = [t for batch in batches[1:] for t in strategy.run(step, args=(batch,)).values]
+        assert strategy._elastic_steps.job.retried == (monkeypatch is not None)
+        return [*results, *_image(*everything)], attempts
+
+
+def _lose_once(strategy: Any, monkeypatch: pytest.MonkeyPatch, everything: tuple[Any, ...]) -> None:
+    job, membership = strategy._elastic_steps.job, strategy.worker.membership
+    before, commit, refresh = _image(*everything), membership.commit, job._refresh
+
+    def lost(packet: Any) -> Any:
+        assert not _same(_image(*everything), before)
+        monkeypatch.setattr(membership, "commit", commit)
+        raise MembershipChanged
+
+    def refreshed() -> None:
+        refresh()
+        assert _same(_image(*everything), before)
+
+    monkeypatch.setattr(membership, "commit", lost)
+    monkeypatch.setattr(job, "_refresh", refreshed)
+
+
+def _image(model: Any, optimizer: Any, schedule: Any, counted: Any, total: Any, own: torch.Generator) -> list[Any]:
+    states = [
+        v.clone() for s in optimizer.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)
+    ]
+    variables = [c.detach().clone() for v in (counted, total) for c in v.values]
+    values = [v.clone() for v in model.state_dict().values()]
+    return [*values, *states, *variables, own.get_state(), torch.tensor(schedule.get_last_lr())]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_an_error_puts_everything_back_and_ends_the_job_here(strategy: Any) -> None:
+    model, optimizer = _model(strategy)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        strategy.run(step, args=(torch.randn(4, 6),))
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+
+
+def test_should_stop_is_agreed(strategy: Any) -> None:
+    assert strategy.should_stop(True) is True
+    assert strategy.should_stop(False) is False
+
+
+def test_who_holds_which_replica() -> None:
+    for count in range(1, 5):
+        members = tuple(range(10, 10 + count))
+        held = [held_by(m, members, 4) for m in members]
+        assert [r for part in held for r in part] == [0, 1, 2, 3]
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+        assert all(holder_of(r, members, 4) == m for m, part in zip(members, held, strict=True) for r in part)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "at least 1"),
+        ({"replicas": 2, "min_workers": 3}, "no more workers than replicas"),
+        ({"replicas": 2, "beat_every": 9.0}, "beat_every must be positive and the smaller"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfd.experimental.Elastic(**options)
+
+
+def test_what_is_no_number_or_no_options_is_refused() -> None:
+    with pytest.raises(TypeError, match="whole number"):
+        tfd.experimental.Elastic(replicas="4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"experimental.Elastic"):
+        tfd.MultiWorkerMirroredStrategy(elastic=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="replicas=1"):
+        tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=1))
+    with pytest.raises(ValueError, match="neither devices"):
+        tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"], elastic=tfd.experimental.Elastic(replicas=2))
+
+
+def test_more_workers_than_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = '{"cluster": {"worker": ["h:1", "h:2", "h:3"]}, "task": {"type": "worker", "index": 0}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    with pytest.raises(ValueError, match="3 workers and Elastic"):
+        tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun, whose agent ends the survivors"):
+        tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
+
+
+def test_tf_style_optimizers_are_refused(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = tfd.train.GradientDescentOptimizer(0.1)
+    with pytest.raises(NotImplementedError, match=r"Use a torch\.optim optimizer"):
+        strategy.run(lambda: optimizer.minimize(model(torch.ones(1, 2)).sum()))
+
+
+def test_gradients_left_for_the_next_run_are_refused(strategy: Any) -> None:
+    model, _ = _model(strategy)
+
+    def step() -> None:
+        with strategy.accumulate():
+            model(torch.randn(4, 6)).sum().backward()
+
+    with pytest.raises(NotImplementedError, match="not reduced by the end"):
+        strategy.run(step)
+
+
+def test_modules_and_variables_made_in_a_step_are_refused(strategy: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"create variables in strategy\.scope"):
+        strategy.run(lambda: tfd.Variable(1.0))
+
+
+def test_lazy_modules_that_were_not_run_are_refused(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.LazyLinear(2)
+    with pytest.raises(NotImplementedError, match="run a lazy module once"):
+        strategy.run(lambda: model(torch.ones(1, 3)))
+
+
+def test_results_that_cannot_be_sent_are_refused(strategy: Any) -> None:
+    with pytest.raises(TypeError, match="returned a object"):
+        strategy.run(object)
+
+
+def test_python_streams_are_refused(strategy: Any) -> None:
+    with pytest.raises(NotImplementedError, match="Draw with torch"):
+        strategy.seed_replicas(1, python=True)

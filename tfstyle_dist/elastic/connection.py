@@ -1,0 +1,148 @@
+"""One connection to another worker: bytes in and out, without waiting."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
+
+
+class Connection:
+    """A socket, what is still to be sent on it, and what has come of the next packet.
+
+    Args:
+        connected: the socket.
+        rank: the worker that was dialled; ``None`` if it dialled, and is still to say who it is.
+
+    Attributes:
+        socket: the socket.
+        rank: the worker at the other end, once it is known.
+        accepted: whether the other end dialled.
+        connecting: whether the dialling is under way.
+        peer: what the other end said of itself.
+        heard: when something came last.
+        said: when something was sent last.
+        meant: whether an end of it was meant, by either side.
+        left: whether the other end has said that its process ends or does not want to take part any more.
+        dropped: whether the other end has given this one up.
+        doubtful_until: an end of it before then counts as meant by the other end.
+        closed: whether it is closed.
+    """
+
+    def __init__(self, connected: socket.socket, rank: int | None) -> None:
+        self.socket, self.rank = connected, rank
+        self.accepted = rank is None
+        self.connecting = not self.accepted
+        self.peer: dict[str, Any] = {}
+        self.heard = self.said = time.monotonic()
+        self.meant = self.left = self.dropped = self.closed = False
+        self.doubtful_until = 0.0
+        self._lock = threading.Lock()
+        self._out: deque[memoryview] = deque()
+        self._prefix, self._header, self._body = bytearray(PREFIX.size), bytearray(), bytearray()
+        self._target, self._have = self._prefix, 0
+        connected.setblocking(False)
+        if connected.family in (socket.AF_INET, socket.AF_INET6):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def finish_connecting(self, hello: dict[str, Any]) -> bool:
+        """The dialling has ended; says hello. Returns whether somebody is there."""
+        self.connecting = False
+        if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(self.socket):
+            return False
+        self.send(Packet(hello))
+        return True
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    def send(self, packet: Packet) -> None:
+        """Sends as much as goes at once; of the rest a copy is kept, so that the tensors may be written to."""
+        views = [view.cast("B") for view in encode(packet)]
+        with self._lock:
+            if self.closed:
+                return
+            if not self._out:
+                views = self._push(views)
+            self._out.extend(memoryview(bytes(view)) for view in views)
+
+    def flush(self) -> None:
+        """Sends what was kept."""
+        with self._lock:
+            self._out = deque(self._push(list(self._out)))
+
+    def has_more(self) -> bool:
+        """Whether something was kept."""
+        return bool(self._out)
+
+    def _push(self, views: list[memoryview]) -> list[memoryview]:
+        try:
+            while views:
+                count = self.socket.sendmsg(views[:64])
+                self.said = time.monotonic()
+                while views and count >= views[0].nbytes:
+                    count -= views.pop(0).nbytes
+                if count:
+                    views[0] = views[0][count:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return []  # whoever reads from it finds out
+        return views
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    def receive(self, most: int) -> Iterator[Packet]:
+        """Reads what is there.
+
+        Raises:
+            EOFError: the other end closed it.
+            OSError: it broke.
+            DataLossError: what came is no packet.
+        """
+        while not self.closed:
+            if self._have < len(self._target):
+                room = memoryview(self._target)[self._have : self._have + most]
+                try:
+                    count = self.socket.recv_into(room)
+                except BlockingIOError:
+                    return
+                if count == 0:
+                    raise EOFError("closed by the other end")
+                self._have += count
+                self.heard = time.monotonic()
+                if self._have < len(self._target):
+                    continue
+            yield from self._next_part()
+
+    def _next_part(self) -> Iterator[Packet]:
+        """A part is complete: the prefix, the header, or the body."""
+        self._have = 0
+        if self._target is self._prefix:
+            header, body = lengths(self._prefix)
+            self._header, self._body = bytearray(header), bytearray(body)
+            self._target = self._header
+        elif self._target is self._header and self._body:
+            self._target = self._body
+        else:
+            self._target = self._prefix
+            yield decode(self._header, self._body)
+
+    def close(self) -> None:
+        """Closes the socket; who waits in it wakes."""
+        with self._lock:
+            self.closed = True
+            self._out.clear()
+            self.socket.close()
+
+
+def _is_itself(connected: socket.socket) -> bool:
+    """Whether a socket was connected to itself, which the kernel allows for a port that nobody listens on."""
+    try:
+        return bool(connected.getsockname() == connected.getpeername())
+    except OSError:
+        return True

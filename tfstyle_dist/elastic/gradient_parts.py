@@ -1,0 +1,86 @@
+"""The meeting at the end of ``backward()``: gradients of replicas that other workers hold, and their bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.elastic.leaves import Described, Reader, describe
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
+from tfstyle_dist.variables.record import Record
+
+KIND = "gradient reduction"
+Touched = dict[int, tuple[Record, torch.Tensor, bool]]
+
+
+class GradientParts:
+    """Sends and takes gradients by the number of their parameter.
+
+    Args:
+        reducer: of the strategy.
+    """
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._borrowed: list[GradientState] = []
+
+    def describe(self, replica: int, touched: Touched) -> tuple[list[Any], Described, list[torch.Tensor]]:
+        """What a replica of this worker gives: what came in this pass, and what it has accumulated before."""
+        given = dict(touched)
+        for states in self._reducer.states.values():
+            state = states[replica]
+            record = state.record
+            if state.dirty and id(record) not in given and record.tensor is not None:
+                grad = record.components[replica].grad
+                if grad is not None:
+                    given[id(record)] = (record, grad, False)
+        numbers = [
+            [record.number, fresh, key in touched, self._reducer.state(record, replica).dirty]
+            for key, (record, _, fresh) in given.items()
+        ]
+        described, tensors = describe([grad for _, grad, _ in given.values()])
+        return numbers, described, tensors
+
+    def take(self, replica: int, own: int, numbers: Sequence[Any], described: Described, reader: Reader) -> Touched:
+        """What a replica of another worker gave, as if it had run here.
+
+        Args:
+            replica: that replica.
+            own: one of this worker's.
+            numbers: as ``describe`` gave them, like all that follows.
+            described: the gradients.
+            reader: of the tensors.
+        """
+        records = {states[0].record.number: states[0].record for states in self._reducer.states.values()}
+        grads = reader.leaves(described, [None] * len(described), KIND)
+        touched: Touched = {}
+        for (number, fresh, is_touched, dirty), grad in zip(numbers, grads, strict=True):
+            record = records[number]
+            state = self._reducer.state(record, replica)
+            record.components[replica].grad = grad
+            # What was reduced in earlier passes is the same on all replicas.
+            state.ready, state.dirty, state.before = is_touched, dirty, self._reducer.state(record, own).before
+            self._borrowed.append(state)
+            if is_touched:
+                touched[id(record)] = (record, grad, fresh)
+        return touched
+
+    def settle(self) -> None:
+        """The gradients were summed: those of other workers' replicas are not needed any more."""
+        for state in self._borrowed:
+            self._reducer.settle(state)
+            if state.record.tensor is not None:
+                state.record.components[state.replica].grad = None
+        self._borrowed.clear()
+
+    def check_nothing_waits(self, held: Sequence[int]) -> None:
+        """Raises NotImplementedError when gradients were accumulated in a run and not reduced by its end."""
+        waiting = [s[0].record for s in self._reducer.states.values() if any(s[r].dirty for r in held)]
+        if waiting:
+            raise NotImplementedError(
+                f"Gradients of {self._reducer.store.names_of(waiting)} were accumulated in strategy.accumulate() and "
+                "not reduced by the end of strategy.run. An elastic job cannot carry them from run to run yet: put all "
+                "backward passes of one step into one function that run is given."
+            )

@@ -1,0 +1,118 @@
+"""What a replica gives to joint work, as numbers and tensors on the way to workers that do not hold that replica.
+
+All replicas run the same program, so a worker knows the structure of what another replica gives from its own replicas.
+Tensors, numbers, text and ``None`` are sent; what is the same object on every replica (a function, a variable, a
+module) is not: each worker uses its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.values import Division, Share
+
+_SAME_EVERYWHERE = (torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, enum.Enum, type)
+_VALUES = (bool, int, float, str, type(None))
+Described = list[list[Any]]
+
+
+def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[torch.Tensor]]:
+    """Leaves as JSON-able descriptions and tensors.
+
+    Args:
+        leaves: of a nest.
+        keep: called with a tensor; whether it is an object that every worker has (a variable) and is not sent.
+    """
+    described: Described = []
+    tensors: list[torch.Tensor] = []
+    for leaf in leaves:
+        if type(leaf) in _VALUES:
+            described.append(["v", leaf])
+        elif isinstance(leaf, torch.Tensor) and not (keep is not None and keep(leaf)):
+            value = leaf.detach()
+            if value.layout is torch.sparse_coo:
+                described.append(["s", list(value.shape), value.is_coalesced()])
+                tensors += torch_internals.sparse_parts(value)
+            elif value.layout is torch.strided and not value.is_nested:
+                described.append(["t"])
+                tensors.append(value)
+            else:
+                raise TypeError(f"A tensor of layout {value.layout} cannot be sent in an elastic job; make it dense.")
+        elif isinstance(leaf, Share):
+            described.append(["h", leaf.examples, None if leaf.division is None else list(leaf.division)])
+        else:
+            described.append(["o", type(leaf).__name__])
+    return described, tensors
+
+
+class Reader:
+    """Takes leaves from what came.
+
+    Args:
+        tensors: of the packet.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._next = tensors, 0
+
+    def tensor(self) -> torch.Tensor:
+        """The next one."""
+        self._next += 1
+        return self._tensors[self._next - 1]
+
+    def leaves(self, described: Described, own: Sequence[Any], what: str) -> list[Any]:
+        """The leaves of another replica.
+
+        Args:
+            described: as ``describe`` gave it there.
+            own: the leaves of a replica of this worker.
+            what: names the call in an error.
+
+        Raises:
+            CollectiveMismatchError: the replicas gave different structures.
+        """
+        if len(described) != len(own):
+            raise CollectiveMismatchError(
+                f"{what}: one replica gave {len(described)} values, another one {len(own)}. Every replica must make "
+                "the same calls with values of the same structure."
+            )
+        return [self._leaf(entry, mine) for entry, mine in zip(described, own, strict=True)]
+
+    def _leaf(self, entry: list[Any], mine: Any) -> Any:
+        if entry[0] == "o":
+            return mine
+        if entry[0] == "h":
+            return Share(entry[1], None if entry[2] is None else Division(*entry[2]))
+        if entry[0] == "v":
+            same = type(entry[1]) is type(mine) and entry[1] == mine
+            return mine if same else entry[1]
+        if entry[0] == "t":
+            return self.tensor()
+        indices, values = self.tensor(), self.tensor()
+        with torch.no_grad():
+            return torch_internals.sparse_of(indices, values, entry[1], entry[2])
+
+
+def check_same_everywhere(leaves: Sequence[Any], described: Described, what: str) -> None:
+    """Refuses what is neither sent nor surely the same on every worker.
+
+    Args:
+        leaves: of what a replica gives.
+        described: them.
+        what: names the call.
+
+    Raises:
+        TypeError: there is such a leaf.
+    """
+    for leaf, entry in zip(leaves, described, strict=True):
+        if entry[0] == "o" and not (callable(leaf) or isinstance(leaf, _SAME_EVERYWHERE)):
+            raise TypeError(
+                f"{what} was given a {type(leaf).__name__}, which cannot be sent to the other workers of an elastic "
+                "job. Give tensors, numbers or text."
+            )

@@ -1,0 +1,151 @@
+"""What workers send each other: a JSON header and tensors as raw bytes. Nothing that comes is ever executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.errors import DataLossError
+from tfstyle_dist.elastic.protocol import Decision, Epoch, Freeze, Message, Report, Vote
+
+PREFIX = struct.Struct("<4sIQ")
+MAGIC = b"tfE1"
+MOST_HEADER = 64 * 1024 * 1024
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+
+@dataclass
+class Packet:
+    """One message.
+
+    Attributes:
+        header: JSON-able.
+        tensors: on the CPU; those of a packet that came are in memory of their own.
+    """
+
+    header: dict[str, Any]
+    tensors: Sequence[torch.Tensor] = field(default_factory=list)
+
+
+def encode(packet: Packet) -> list[memoryview]:
+    """The bytes of a packet; they are those of the tensors, not copies."""
+    flat = [t.detach().contiguous().reshape(-1) for t in packet.tensors]
+    what = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in packet.tensors]
+    header = json.dumps([packet.header, what], separators=(",", ":")).encode()
+    views = [t.view(torch.uint8).numpy().data for t in flat if t.numel()]
+    prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
+    return [memoryview(prefix + header), *views]
+
+
+def lengths(prefix: bytes | bytearray) -> tuple[int, int]:
+    """Of the header and the body.
+
+    Raises:
+        DataLossError: this is no packet.
+    """
+    magic, header, body = PREFIX.unpack(prefix)
+    if magic != MAGIC or header > MOST_HEADER:
+        raise DataLossError("What came is no message of an elastic job: something else talks to this port.")
+    return header, body
+
+
+def decode(header: bytes | bytearray, body: bytearray) -> Packet:
+    """A packet from its bytes; the tensors share the body's memory.
+
+    Raises:
+        DataLossError: the bytes do not fit together.
+    """
+    try:
+        values, what = json.loads(bytes(header))
+        tensors, offset = [], 0
+        for name, shape in what:
+            dtype, count = _DTYPES[name], math.prod(shape)
+            # frombuffer wants the offset of a whole number of elements; a copy has it, and is the rule for mixed types.
+            size = count * dtype.itemsize
+            part = memoryview(body)[offset : offset + size]
+            if part.nbytes != size:
+                raise DataLossError("A message of an elastic job ended too early.")
+            offset += size
+            tensors.append(_tensor(part, dtype, count).view(shape))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataLossError(f"A message of an elastic job cannot be read: {error}.") from error
+    return Packet(values, tensors)
+
+
+def _tensor(part: memoryview, dtype: torch.dtype, count: int) -> torch.Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(part, dtype=torch.uint8)
+    return raw.view(dtype) if raw.data_ptr() % dtype.itemsize == 0 else raw.clone().view(dtype)
+
+
+# ---- messages of the protocol -------------------------------------------------------------------------------------
+
+
+def of_message(message: Message) -> Packet:
+    """The packet of a message of the protocol; the contents of votes are packets."""
+    if isinstance(message, Vote):
+        content: Packet = message.content or Packet({})
+        return Packet({"is": "vote", "e": message.epoch, "s": message.step, "c": content.header}, content.tensors)
+    if isinstance(message, Freeze):
+        return Packet({"is": "freeze", "e": message.epoch})
+    votes, tensors = _of_votes(message.votes)
+    head = {"e": _of_epoch(message.epoch), "s": message.step, "votes": votes}
+    if isinstance(message, Report):
+        return Packet({"is": "report", "lost": sorted(message.lost), **head}, tensors)
+    return Packet({"is": "decision", "joined": message.joined, **head}, tensors)
+
+
+def to_message(packet: Packet) -> Message | None:
+    """The message of a packet; ``None`` if it is none of the protocol's."""
+    head = packet.header
+    kind = head.get("is")
+    if kind == "vote":
+        return Vote(tuple(head["e"]), head["s"], Packet(head["c"], packet.tensors))
+    if kind == "freeze":
+        return Freeze(tuple(head["e"]))
+    if kind not in ("report", "decision"):
+        return None
+    epoch, votes = _to_epoch(head["e"]), _to_votes(head["votes"], packet.tensors)
+    if kind == "report":
+        return Report(epoch, head["s"], frozenset(head["lost"]), votes)
+    return Decision(epoch, head["s"], votes, tuple(head["joined"]))
+
+
+def _of_epoch(epoch: Epoch) -> list[Any]:
+    return [epoch.number, epoch.leader, epoch.members]
+
+
+def _to_epoch(value: Any) -> Epoch:
+    number, leader, members = value
+    return Epoch(number, leader, tuple(members))
+
+
+def _of_votes(votes: dict[int, Packet | None] | None) -> tuple[Any, list[torch.Tensor]]:
+    if votes is None:
+        return None, []
+    known = {member: packet or Packet({}) for member, packet in votes.items()}
+    described = [[member, packet.header, len(packet.tensors)] for member, packet in known.items()]
+    return described, [t for packet in known.values() for t in packet.tensors]
+
+
+def _to_votes(described: Any, tensors: Sequence[torch.Tensor]) -> dict[int, Packet] | None:
+    if described is None:
+        return None
+    votes, offset = {}, 0
+    for member, header, count in described:
+        votes[member] = Packet(header, tensors[offset : offset + count])
+        offset += count
+    return votes

@@ -1,0 +1,92 @@
+"""Random numbers by (seed, step, replica): a replica draws the same ones wherever and however often it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.runtime.random_streams import RandomStreams
+
+
+class StepStreams(RandomStreams):
+    """The states of torch's generator, made anew for each step and replica.
+
+    Args:
+        devices: of all replicas.
+        seed: of the job.
+
+    Attributes:
+        step: the step under way.
+        held: the replicas of this worker.
+    """
+
+    def __init__(self, devices: Sequence[ReplicaDevice], seed: int) -> None:
+        super().__init__(devices, 0)
+        self._root, self.step = seed, 0
+        self.held: Sequence[int] = ()
+        self._running = False
+
+    def seed(self, seed: int, python: bool = False) -> None:
+        """Starts all streams anew.
+
+        Raises:
+            NotImplementedError: the streams of ``random`` and numpy were asked for.
+        """
+        if python:
+            raise NotImplementedError(
+                "seed_replicas(python=True) under Elastic: the numbers of `random` and numpy are not those of a "
+                "replica in an elastic job yet, so a step that is done again draws others. Draw with torch."
+            )
+        self._root = seed
+
+    def begin_step(self) -> None:
+        """The numbers from now on are those of the first replica of this worker."""
+        self._forget_updates()
+        for replica in self.held:
+            self._states[replica] = self._made(replica, self._number(str(replica)))
+        self._active, self._running = self.held[0], True
+        state = self._states[self.held[0]]
+        if state is not None:
+            self._set(self.held[0], state)
+
+    def end_step(self) -> None:
+        """The numbers from now on are the process' own; whoever calls puts their state back."""
+        self._running = False
+
+    def begin(self) -> None:
+        """See ``RandomStreams``; a step begins with ``begin_step``."""
+
+    def switch(self, replica: int) -> None:
+        """See ``RandomStreams``."""
+        if self._running:
+            super().switch(replica)
+
+    def begin_update(self) -> None:
+        """A replica begins an optimizer's step: all replicas draw the same numbers in it."""
+        replica = self._active
+        self._depth[replica] += 1
+        if self._depth[replica] == 1:
+            self._own[replica] = self._now(replica)
+            self._set(replica, self._made(replica, self._number(f"update {self._updates[replica]}")))
+
+    def end_update(self) -> None:
+        """The step is made: the replica goes on with its own stream."""
+        replica = self._active
+        self._depth[replica] = max(self._depth[replica] - 1, 0)
+        own = self._own[replica]
+        if self._depth[replica] == 0 and own is not None:
+            self._updates[replica] += 1
+            self._own[replica] = None
+            self._set(replica, own)
+
+    def _number(self, what: str) -> int:
+        name = f"{self._root} {self.step} {what}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def process_state() -> torch.Tensor:
+    """The state of the process' own random numbers."""
+    return torch.get_rng_state()

@@ -1,0 +1,178 @@
+"""What a step may write to, as it was before the step; and putting it back, into the same objects."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
+from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.record import Record, raw
+
+
+class Undo:
+    """The committed state of this worker's first replica; the other replicas' is made from it.
+
+    Memory for one copy of the parameters, their gradients, the optimizers' state, the buffers and the variables is kept
+    from step to step.
+
+    Args:
+        contents: what the objects of the program hold.
+        variables: gives the records of the strategy's variables.
+    """
+
+    def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
+        self._contents, self._variables = contents, variables
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor and memory for its copy
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._boxes: list[tuple[Any, Any]] = []
+        self._dicts: list[tuple[ObjectContent, dict[str, Any]]] = []
+        self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
+        self._others: list[tuple[Any, Any]] = []
+        self._seen: dict[int, Any] = {}
+
+    # ---- keeping ----------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Remembers everything; called in cross-replica context."""
+        self._clear()
+        for parameter in self._contents.parameters():
+            self._parameters.append((parameter, parameter.grad, parameter.requires_grad))
+            self._seen[id(parameter)] = parameter
+            self._tensors.append(parameter)
+            if parameter.grad is not None:
+                self._tensors.append(parameter.grad)
+        for _, content in self._contents.objects():
+            self._keep_object(content)
+        for generator, states in self._contents.generators():
+            self._generators.append((generator, generator.get_state(), states, list(states)))
+        for record in self._variables():
+            self._tensors += record.components
+        self._copy()
+        self._contents.on_take = self._keep_late
+
+    def _keep_object(self, content: ObjectContent) -> None:
+        thing = content.reference()
+        now = thing.__dict__ if self._contents.active is None else self._row(content)
+        self._dicts.append((content, now))
+        self._value(now)
+
+    def _row(self, content: ObjectContent) -> dict[str, Any]:
+        if self._contents.active == self._contents.first:
+            thing: Any = content.reference()
+            return thing.__dict__  # type: ignore[no-any-return]
+        return content.dicts[self._contents.first]
+
+    def _keep_late(self, content: ObjectContent) -> None:
+        """An object that was found during the step, before it was written to."""
+        first = len(self._tensors)
+        self._keep_object(content)
+        for tensor in self._tensors[first:]:
+            self._kept[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def _value(self, value: Any) -> None:
+        kind = type(value)
+        if kind in ATOMS or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._seen[id(value)] = value
+            if type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
+                self._tensors.append(value)
+        elif kind in CONTAINERS:
+            if len(value) > MOST_ENTRIES:
+                return
+            self._seen[id(value)] = value
+            self._boxes.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            for part in list(value.values()) if isinstance(value, dict) else list(value):
+                self._value(part)
+        elif isinstance(value, tuple):
+            for part in value:
+                self._value(part)
+        elif isinstance(value, random.Random):
+            self._seen[id(value)] = value
+            self._others.append((value, deepcopy(value.getstate())))
+
+    def _copy(self) -> None:
+        """Copies the tensors, into the memory of the last time where it fits."""
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        old: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        with torch.no_grad(), raw():
+            for tensor in self._tensors:
+                known = self._kept.get(id(tensor))
+                own = tensor.detach()
+                if known is None or known[0] is not tensor or not _fits(known[1], own):
+                    kept[id(tensor)] = (tensor, own.clone())
+                    continue
+                kept[id(tensor)] = known
+                old[0].append(known[1])
+                old[1].append(own)
+            if old[0]:
+                torch_internals.foreach_copy_(*old)
+        self._kept = kept
+
+    # ---- putting back -----------------------------------------------------------------------------------------
+
+    def done(self) -> None:
+        """The step is committed: nothing is to be put back."""
+        self._contents.on_take = None
+
+    def restore(self) -> None:
+        """Puts everything back; called in cross-replica context. The other replicas get it when they run again."""
+        self._contents.on_take = None
+        for box, was in self._boxes:
+            _refill(box, was)
+        for content, now in self._dicts:
+            thing = content.reference()
+            if thing is not None:
+                object.__setattr__(thing, "__dict__", now)
+        with torch.no_grad(), raw():
+            for parameter, grad, trains in self._parameters:
+                parameter.requires_grad_(trains)
+                parameter.grad = grad
+            for tensor in self._tensors:
+                _put(tensor, self._kept[id(tensor)][1])
+        for generator, state, states, was_states in self._generators:
+            generator.set_state(state)
+            states[:] = was_states
+        for other, state in self._others:
+            other.setstate(state)
+        for record in self._variables():
+            record.changes += 1
+        self._contents.distrust()
+
+
+def _fits(memory: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        memory.shape == tensor.shape
+        and memory.dtype == tensor.dtype
+        and memory.layout is torch.strided
+        and tensor.layout is torch.strided
+        and memory.device == tensor.device
+    )
+
+
+def _put(tensor: torch.Tensor, was: torch.Tensor) -> None:
+    own = tensor.detach()
+    if _fits(was, own):
+        own.copy_(was)
+    else:  # it was resized, or is sparse
+        tensor.data = was.clone()
+
+
+def _refill(box: Any, was: Any) -> None:
+    box.clear()
+    if isinstance(box, dict | set):
+        box.update(was)
+    elif isinstance(box, deque | list):
+        box.extend(was)
