@@ -17,6 +17,7 @@ QUICK = (
     "comm/test_options.py",
     "conformance",
     "core",
+    "elastic/test_protocol.py",
     "gradients/test_bucket_views.py",
     "gradients/test_reduction.py",
     "input/test_layouts.py",

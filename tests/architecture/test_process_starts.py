@@ -15,7 +15,7 @@ REASONS = {
     "architecture/test_extras.py": "pip and the environments that it makes are what is tested",
     "architecture/test_packaging.py": "pip and build are commands",
     "integrations/accelerate_suite.py": "pip, and pytest on tests of another package",
-    "comm/test_meeting.py": "needs the id of a process that is gone",
+    "comm/test_rendezvous.py": "needs the id of a process that is gone",
     "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",
     "compare_aggregation/test_compare_aggregation.py": COMMANDS,
