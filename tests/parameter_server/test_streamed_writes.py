@@ -27,8 +27,8 @@ def test_writes_and_gradients_while_the_old_value_is_lent(monkeypatch: pytest.Mo
     stored = StoredVariable(0, "v", torch.nn.Parameter(torch.randn(300, 301)))
     for count, change in enumerate(("add", "sub", "gradient"), start=2):
         before, values = stored.parameter.detach().clone(), torch.randn(300, 301)
-        loan = stored.lend()
-        assert loan is not None
+        lease = stored.lease()
+        assert lease is not None
         if change == "gradient":
             descend(stored, values, None, 0.1)
             expected = torch.add(before, values, alpha=-0.1)
@@ -36,9 +36,9 @@ def test_writes_and_gradients_while_the_old_value_is_lent(monkeypatch: pytest.Mo
             write(stored, Op.ADD if change == "add" else Op.SUB, values, None)
             expected = before + values if change == "add" else before - values
         assert torch.equal(stored.parameter.detach(), expected), change
-        assert torch.equal(loan.data, before), f"{change} changed a value that was lent"
+        assert torch.equal(lease.data, before), f"{change} changed a value that was leased"
         assert stored.version == count
-        loan.give_back()
+        lease.release()
     assert scales == [1, -1, -0.1]
     write(stored, Op.ADD, torch.ones(300, 301), None)
     assert len(scales) == 3, "in place nothing is won"

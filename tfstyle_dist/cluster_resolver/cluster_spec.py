@@ -67,7 +67,7 @@ class ClusterSpec:
         return {job: self._plain(job, tasks) for job, tasks in self._tasks.items()}
 
     def _plain(self, job: str, tasks: dict[int, str]) -> list[str] | dict[int, str]:
-        if tasks and max(tasks) + 1 == len(tasks):
+        if tasks and tasks.keys() == set(range(len(tasks))):
             return [tasks[index] for index in range(len(tasks))]
         return {index: tasks[index] for index in sorted(tasks)}
 
@@ -124,9 +124,9 @@ def _tasks_of(job: Any, tasks: Any) -> dict[int, str]:
             numbered = {int(index): address for index, address in tasks.items()}
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"Task indices of {job!r} are whole numbers, got {list(tasks)}.") from None
-        if len(numbered) < len(tasks) or not all(0 <= index < MOST_TASKS for index in numbered):
+        if len(numbered) < len(tasks) or not all(abs(index) < MOST_TASKS for index in numbered):
             raise ValueError(
-                f"Task indices of {job!r} are different numbers from 0 to {MOST_TASKS - 1}, got {list(tasks)}."
+                f"Task indices of {job!r} are different numbers below {MOST_TASKS}, got {list(tasks)}."
             )
     else:
         raise TypeError(
