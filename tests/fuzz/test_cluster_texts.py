@@ -173,7 +173,7 @@ READERS: dict[str, Callable[[], Any]] = {
     "TPU_CHIPS_PER_HOST_BOUNDS": lambda: TPUClusterResolver().num_accelerators(),
     "TFSTYLE_TIMEOUT_SECONDS": env.timeout,
     "TFSTYLE_START_TIMEOUT_SECONDS": lambda: env.start_timeout(None),
-    "TFSTYLE_PS_PATIENCE_SECONDS": env.coordinator_patience,
+    "TFSTYLE_PS_PATIENCE_SECONDS": env.coordinator_grace,
     "TFSTYLE_PS_TCP": lambda: env.parameter_server_tcp(False),
     "TFSTYLE_LOG_LEVEL": lambda: log_level(),
 }

@@ -108,7 +108,7 @@ def test_a_replica_may_run_on_any_core(executor: ReplicaExecutor) -> None:
     def cores(run: Any, r: int) -> list[set[int]]:
         found = [os.sched_getaffinity(0)]
         for _ in range(3):
-            run.meet(r, "call", None, list, anywhere=True)
+            run.barrier(r, "call", None, list, anywhere=True)
             found.append(os.sched_getaffinity(0))
         return found
 
@@ -133,12 +133,15 @@ class Journal:
     def leave(self) -> None:
         self.entries.append("leave")
 
+    def pause(self, replica: int) -> None:
+        """Nothing that only one may do was done."""
+
 
 def test_the_content_is_that_of_whoever_has_the_turn(executor: ReplicaExecutor) -> None:
     journal = executor.content = Journal()
-    executor.run([lambda run, r=r: run.meet(r, "sum", None, list, anywhere=True) for r in range(2)])
+    executor.run([lambda run, r=r: run.barrier(r, "sum", None, list, anywhere=True) for r in range(2)])
     assert journal.entries == ["run", 0, 1, 0, None, "leave"]
     journal.entries.clear()
-    executor.run([lambda run, r=r: run.meet(r, "merge_call", None, list) for r in range(2)])
+    executor.run([lambda run, r=r: run.barrier(r, "merge_call", None, list) for r in range(2)])
     # The work is done in cross-replica context; what it writes there reaches the replicas.
     assert journal.entries == ["run", 0, 1, 0, None, "leave", "enter", 0, 1, 0, None, "leave"]

@@ -48,6 +48,9 @@ class SignalInside:
     def enter(self, begins: bool = False) -> None:
         self._work("enter")
 
+    def pause(self, replica: int) -> None:
+        self._work("pause")
+
     def leave(self) -> None:
         self._work("leave")
 
@@ -62,8 +65,8 @@ def executor() -> Iterator[ReplicaExecutor]:
 def run_once(executor: ReplicaExecutor) -> list[Any]:
     def replica(number: int) -> Any:
         def function(run: Any) -> Any:
-            run.meet(number, "first", number, lambda numbers: [sum(numbers)] * 2)
-            return run.meet(number, "second", number, lambda numbers: [sum(numbers)] * 2, anywhere=True)
+            run.barrier(number, "first", number, lambda numbers: [sum(numbers)] * 2)
+            return run.barrier(number, "second", number, lambda numbers: [sum(numbers)] * 2, anywhere=True)
 
         return function
 
@@ -107,12 +110,12 @@ def test_a_replica_that_never_stops_is_left_after_ctrl_c_also_without_a_limit(mo
     over = threading.Event()
 
     def interrupted(run: Any) -> None:
-        run.meet(0, "call", None, lambda payloads: payloads)
+        run.barrier(0, "call", None, lambda payloads: payloads)
         raise KeyboardInterrupt  # in its own code, with the turn: nobody waits for the other yet
 
     def goes_on(run: Any) -> None:
         try:
-            run.meet(1, "call", None, lambda payloads: payloads)
+            run.barrier(1, "call", None, lambda payloads: payloads)
         finally:
             over.wait()
 
@@ -121,7 +124,7 @@ def test_a_replica_that_never_stops_is_left_after_ctrl_c_also_without_a_limit(mo
 
     def starts_the_other(run: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        run.meet(0, "call", None, list)
+        run.barrier(0, "call", None, list)
 
     usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -158,9 +161,9 @@ def test_signals_that_do_not_raise_arrive_once(executor: ReplicaExecutor) -> Non
 
         def sends(run: Any) -> None:
             signal.raise_signal(signal.SIGUSR1)
-            run.meet(0, "call", None, lambda p: [signal.raise_signal(signal.SIGUSR1)] * 2)
+            run.barrier(0, "call", None, lambda p: [signal.raise_signal(signal.SIGUSR1)] * 2)
 
-        executor.run([sends, lambda run: run.meet(1, "call", None, list)])
+        executor.run([sends, lambda run: run.barrier(1, "call", None, list)])
     finally:
         signal.signal(signal.SIGUSR1, usual)
     assert seen == [threading.main_thread().name] * 2

@@ -44,7 +44,7 @@ SOON = timedelta(seconds=20)
 
 
 def test_one_replica_meets_nobody() -> None:
-    assert InlineRun().meet(0, "call", 5, lambda payloads: [payloads[0] + 1]) == 6
+    assert InlineRun().barrier(0, "call", 5, lambda payloads: [payloads[0] + 1]) == 6
 
 
 @pytest.mark.parametrize("anywhere", [False, True])
@@ -56,7 +56,7 @@ def test_payloads_and_results_are_in_replica_order(anywhere: bool) -> None:
         return [p * 10 for p in payloads]
 
     def replica(run: TurnRun, r: int) -> list[int]:
-        return [run.meet(r, "call", r + 3 * turn, action, anywhere=anywhere) for turn in range(50)]
+        return [run.barrier(r, "call", r + 3 * turn, action, anywhere=anywhere) for turn in range(50)]
 
     run, results = play(SOON, replica, replica, replica)
     assert results == [[10 * (r + 3 * t) for t in range(50)] for r in range(3)]
@@ -76,7 +76,7 @@ def test_one_replica_runs_at_a_time_in_the_same_order_every_time(anywhere: bool)
                 steps.append((part, r))
                 assert inside == [r]
                 inside.clear()
-                run.meet(r, "call", None, list, anywhere=anywhere)
+                run.barrier(r, "call", None, list, anywhere=anywhere)
 
         play(SOON, replica, replica, replica)
         return steps
@@ -94,8 +94,8 @@ def test_joint_work_is_done_by_the_first_replicas_thread_unless_it_may_be_done_a
         def note(name: str) -> Any:
             return lambda _: [seen.setdefault(name, threading.get_ident())] * 2
 
-        run.meet(r, "call", None, note("first"))
-        run.meet(r, "call", None, note("last"), anywhere=True)
+        run.barrier(r, "call", None, note("first"))
+        run.barrier(r, "call", None, note("last"), anywhere=True)
         return threading.get_ident()
 
     _, threads = play(None, replica, replica)
@@ -104,7 +104,7 @@ def test_joint_work_is_done_by_the_first_replicas_thread_unless_it_may_be_done_a
 
 def test_other_kind() -> None:
     kinds = ["merge_call", "all_reduce"]
-    run, results = play(SOON, *[lambda run, r: run.meet(r, kinds[r], None, list)] * 2)
+    run, results = play(SOON, *[lambda run, r: run.barrier(r, kinds[r], None, list)] * 2)
     assert results == [ReplicaAborted] * 2
     assert isinstance(run.error, CollectiveMismatchError)
     assert f"replica 0: merge_call at {__file__}:" in str(run.error)
@@ -112,7 +112,7 @@ def test_other_kind() -> None:
 
 
 def test_one_finishes_while_the_other_waits() -> None:
-    run, results = play(SOON, lambda run, r: run.meet(r, "call", None, list), lambda run, r: "done")
+    run, results = play(SOON, lambda run, r: run.barrier(r, "call", None, list), lambda run, r: "done")
     assert results == [ReplicaAborted, "done"]
     assert "replica 1: finished without another call" in str(run.error)
 
@@ -123,7 +123,7 @@ def test_error_of_the_joint_work() -> None:
     def action(payloads: list[Any]) -> list[Any]:
         raise error
 
-    run, results = play(SOON, *[lambda run, r: run.meet(r, "call", None, action)] * 2)
+    run, results = play(SOON, *[lambda run, r: run.barrier(r, "call", None, action)] * 2)
     assert results == [ReplicaAborted] * 2
     assert run.error is error
 
@@ -133,7 +133,7 @@ def test_whoever_waits_unwinds_in_its_own_turn() -> None:
 
     def waiting(run: TurnRun, r: int) -> None:
         try:
-            run.meet(r, "call", None, list)
+            run.barrier(r, "call", None, list)
         finally:
             order.append(r)
 
@@ -177,7 +177,7 @@ def test_deadline() -> None:
 
     def waiting(run: TurnRun, r: int) -> None:
         try:
-            run.meet(r, "call", None, list)
+            run.barrier(r, "call", None, list)
         finally:
             release.set()
 
@@ -195,7 +195,7 @@ def test_a_replica_may_take_as_long_as_the_one_before_it_and_the_limit() -> None
 
     def slow(run: TurnRun, r: int) -> int:
         pause.wait(0.6)
-        return int(run.meet(r, "call", r, list))
+        return int(run.barrier(r, "call", r, list))
 
     run, results = play(timedelta(seconds=0.3), slow, slow, slow)
     assert results == [0, 1, 2]

@@ -125,9 +125,7 @@ def _tasks_of(job: Any, tasks: Any) -> dict[int, str]:
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"Task indices of {job!r} are whole numbers, got {list(tasks)}.") from None
         if len(numbered) < len(tasks) or not all(abs(index) < MOST_TASKS for index in numbered):
-            raise ValueError(
-                f"Task indices of {job!r} are different numbers below {MOST_TASKS}, got {list(tasks)}."
-            )
+            raise ValueError(f"Task indices of {job!r} are different numbers below {MOST_TASKS}, got {list(tasks)}.")
     else:
         raise TypeError(
             f"The tasks for job {job!r} must be a list or a dictionary from integers to strings, got {tasks!r}."

@@ -66,9 +66,9 @@ class DataAxis(WorkerGroup):
         """See ``WorkerGroup``."""
         self.data.all_reduce_flat(values, name, method)
 
-    def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
+    def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         """See ``WorkerGroup``."""
-        return self.data.meets_in_memory(dtype, device)
+        return self.data.shares_memory(dtype, device)
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         """See ``WorkerGroup``."""

@@ -90,7 +90,7 @@ class WorkerGroup(abc.ABC):
         """Replaces ``buffer`` by the sum over all workers."""
         self.all_reduce_async(buffer, name, method=method).wait()
 
-    def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
+    def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether sums of such values go through memory that all workers share: nothing is gained by sending early."""
         return False
 

@@ -106,13 +106,13 @@ class TorchGroup(WorkerGroup):
         host = buffer.cpu()
         return _CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
 
-    def meets_in_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
+    def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         """See ``WorkerGroup``."""
-        return self._sums.meets_in_memory(dtype, device.type)
+        return self._sums.shares_memory(dtype, device.type)
 
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
         """See ``WorkerGroup``."""
-        if self._sums.meets_in_memory(values.dtype, "cpu"):
+        if self._sums.shares_memory(values.dtype, "cpu"):
             self._sums.sum_in_memory(values, name, method)
         else:
             super().all_reduce_flat(values, name, method)

@@ -128,7 +128,7 @@ class Server:
         from tfstyle_dist.parameter_server.server.loop import ParameterServer
 
         context = zeromq_sockets.new_context()
-        job, index, grace_seconds = self._definition.job_name, self._definition.task_index, env.coordinator_patience()
+        job, index, grace_seconds = self._definition.job_name, self._definition.task_index, env.coordinator_grace()
         try:
             if job == "ps":
                 task: Any = ParameterServer(context, self._address, f"/job:ps/task:{index}", grace_seconds)

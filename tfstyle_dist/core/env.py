@@ -317,7 +317,7 @@ def parameter_server_tcp(with_keys: bool) -> bool:
     return value == "always" or (value == "1" and not with_keys)
 
 
-def coordinator_patience() -> float:
+def coordinator_grace() -> float:
     """``TFSTYLE_PS_PATIENCE_SECONDS``: how long ps and worker tasks wait for a silent coordinator; default 60."""
     text = os.environ.get("TFSTYLE_PS_PATIENCE_SECONDS") or "60"
     try:

@@ -19,7 +19,7 @@ _SKEW_SECONDS = 1.0
 _NUMBERS = 1_000_000
 
 
-def meet(resolver: ClusterResolver, seconds: float) -> Iterator[Finding]:
+def find_tasks(resolver: ClusterResolver, seconds: float) -> Iterator[Finding]:
     """Joins the other tasks, which must run the doctor with ``--meet`` too.
 
     Args:

@@ -68,7 +68,7 @@ class ElasticRun:
     def __init__(self, run: TurnRun, held: Sequence[int], exchanger: Exchanger) -> None:
         self._run, self._held, self._exchanger = run, held, exchanger
 
-    def meet(
+    def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """See ``ReplicaRun``."""
@@ -79,4 +79,4 @@ class ElasticRun:
             self._exchanger.settled(kind)
             return [results[r] for r in self._held]
 
-        return self._run.meet(self._held.index(replica), kind, payload, joint, phase, anywhere)
+        return self._run.barrier(self._held.index(replica), kind, payload, joint, phase, anywhere)

@@ -33,7 +33,7 @@ class LeadingUpdateRunner(UpdateRunner):
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         if strategy is None or replica is None or frame is None or frame.component is not None:
             return None
-        replica.meet(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
+        replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
         own = _Update(strategy, replica, optimizer, records)
         self._open.append(own)
         own.begin()
@@ -55,7 +55,7 @@ class LeadingUpdateRunner(UpdateRunner):
             frame.end()
             self._open.remove(frame)
             kind = f"end of {type(optimizer).__name__}.step"
-            frame.replica.meet(kind, None, lambda payloads: payloads, UPDATE)
+            frame.replica.barrier(kind, None, lambda payloads: payloads, UPDATE)
 
     def restore(self) -> None:
         """See ``UpdateRunner``."""

@@ -35,7 +35,7 @@ _INTERRUPT_GRACE = 5.0  # seconds that a replica has to come to a call after Ctr
 class ReplicaRun(Protocol):
     """One call of ``strategy.run`` as its replicas see it."""
 
-    def meet(
+    def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """Waits for all local replicas, then gives each its part of what ``action`` returns.
@@ -100,7 +100,7 @@ class InlineRun:
 
     __slots__ = ()
 
-    def meet(
+    def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """Does the joint work at once."""
@@ -183,19 +183,19 @@ class TurnRun:
 
     # ---- what replicas call -----------------------------------------------------------------------------------
 
-    def meet(
+    def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """See ``ReplicaRun``."""
         if replica:
-            return self._meet(replica, kind, payload, action, phase, anywhere)
+            return self._wait_and_act(replica, kind, payload, action, phase, anywhere)
         self._interrupts.hold()
         try:
-            return self._meet(replica, kind, payload, action, phase, anywhere)
+            return self._wait_and_act(replica, kind, payload, action, phase, anywhere)
         finally:
             self._interrupts.admit()
 
-    def _meet(self, replica: int, kind: str, payload: Any, action: Action, phase: int, anywhere: bool) -> Any:
+    def _wait_and_act(self, replica: int, kind: str, payload: Any, action: Action, phase: int, anywhere: bool) -> Any:
         clock = self._clocks[replica]
         clock.enter(phase)  # an exception ends the run, and with it what the clock counts
         with region("meet for", kind):

@@ -116,7 +116,7 @@ class Strategy:
     def _reducer_class(self) -> type[GradientReducer]:
         if self.parameter_store.contents is not None:
             return ReplicaReducer
-        shared = self.worker.group.meets_in_memory(torch.float32, self.worker.torch_device(0))
+        shared = self.worker.group.shares_memory(torch.float32, self.worker.torch_device(0))
         return InMemoryReducer if shared else StreamingReducer
 
     # ---- facts ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_together
+from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_jointly
 from tfstyle_dist.variables.shared_home import SharedHome
 
 
@@ -94,7 +94,7 @@ class CentralStorageStrategy(Strategy):
         """A variable with one copy on the parameter device."""
         if not self.parameter_store.adopts:
             return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
-        return create_together(self, spec, self._build)
+        return create_jointly(self, spec, self._build)
 
     def _build(self, spec: VariableSpec) -> Variable:
         shown = spec.synchronization

@@ -17,7 +17,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import LogicalDevices, with_model_axis
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_together
+from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_jointly
 
 
 class MirroredVariables(LogicalDevices):
@@ -32,7 +32,7 @@ class MirroredVariables(LogicalDevices):
             )
         if spec.synchronization is VariableSynchronization.AUTO:
             spec.synchronization = VariableSynchronization.ON_WRITE
-        return create_together(self, spec, self._build)
+        return create_jointly(self, spec, self._build)
 
     def _build(self, spec: VariableSpec) -> Variable:
         tensor = spec.initial_tensor()

@@ -86,9 +86,9 @@ class ReplicaContext:
         """Where this replica's tensors live."""
         return self._strategy.worker.torch_device(self.local_replica_id)
 
-    def meet(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
+    def barrier(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
         """Joint work of the local replicas; see ``ReplicaRun.meet``."""
-        return self._run.meet(self.local_replica_id, kind, payload, action, phase, anywhere)
+        return self._run.barrier(self.local_replica_id, kind, payload, action, phase, anywhere)
 
     def _communicating(self) -> Phase:
         return self._strategy.worker.clocks[self.local_replica_id].counting(COMMUNICATION)
@@ -127,7 +127,7 @@ class ReplicaContext:
                 result = merge_fn(strategy, *merged_args, **merged_kwargs)
             return [result] if len(payloads) == 1 else [select_replica(r, result) for r in range(len(payloads))]
 
-        result = self.meet("merge_call", (args, kwargs or {}), merge)
+        result = self.barrier("merge_call", (args, kwargs or {}), merge)
         return select_replica(0, result) if strategy.worker.num_local_replicas == 1 else result
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:

@@ -72,7 +72,7 @@ def _meet_and_reduce(
         ]
 
     # A parameter is one object with another content on each replica: what it holds now is taken along.
-    return context.meet(what, [t.detach() for t in tensors], reduce_all, anywhere=True)  # type: ignore[no-any-return]
+    return context.barrier(what, [t.detach() for t in tensors], reduce_all, anywhere=True)  # type: ignore[no-any-return]
 
 
 class _AllGather(torch.autograd.Function):
@@ -87,7 +87,7 @@ class _AllGather(torch.autograd.Function):
             before = torch.cat(worker.group.all_gather(sizes, "all_gather (sizes)")) if worker.group.size > 1 else sizes
             return [(total.to(worker.torch_device(r), copy=r > 0), before) for r in range(len(payloads))]
 
-        result, sizes = context.meet("all_gather", tensor.detach(), gather, anywhere=True)
+        result, sizes = context.barrier("all_gather", tensor.detach(), gather, anywhere=True)
         ctx.context, ctx.axis, ctx.strategy = context, axis, strategy
         ctx.start, ctx.size = int(sizes[: context.replica_id].sum()), tensor.shape[axis]
         return result  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: l
                         update_copy(optimizer, grad, variable, 0 if central else number)
         return [None] * len(payloads)
 
-    replica.meet(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
+    replica.barrier(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
 
 
 def same_variables(payloads: Sequence[Sequence[tuple[Any, Any]]]) -> list[Any]:

@@ -140,7 +140,7 @@ class TFOptimizer(UpdateRule):
                     self._reduce_and_update(strategy, payloads, method)
                 return [None] * len(payloads)
 
-            replica.meet(f"{self._name}.apply_gradients", pairs, joint)
+            replica.barrier(f"{self._name}.apply_gradients", pairs, joint)
         if global_step is not None:
             _advance(global_step, replica)
 
@@ -303,4 +303,4 @@ def _advance(step: Any, replica: Any) -> None:
             step.assign_add(one)
         return [None] * len(payloads)
 
-    replica.meet("global_step", None, add)
+    replica.barrier("global_step", None, add)

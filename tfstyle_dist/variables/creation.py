@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.variables.variable import Variable
 
 
-def create_together(strategy: Any, spec: VariableSpec, build: Callable[[VariableSpec], Variable]) -> Variable:
+def create_jointly(strategy: Any, spec: VariableSpec, build: Callable[[VariableSpec], Variable]) -> Variable:
     """A variable of a strategy; in replica context all replicas get the same object, made from the first one's value.
 
     Args:
@@ -31,7 +31,7 @@ def create_together(strategy: Any, spec: VariableSpec, build: Callable[[Variable
     frame = current_frame()
     if frame is None or frame.replica is None or frame.strategy is not strategy:
         return build(spec)
-    variable: Variable = frame.replica.meet("variable creation", spec, lambda specs: [build(specs[0])] * len(specs))
+    variable: Variable = frame.replica.barrier("variable creation", spec, lambda specs: [build(specs[0])] * len(specs))
     strategy.parameter_store.ensure_equal()
     return variable
 

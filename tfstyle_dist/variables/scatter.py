@@ -209,7 +209,7 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
                 _apply_to_all(record, op, _combined(record, payloads, central))
                 return [None] * len(payloads)
 
-            frame.replica.meet(f"{op} of variable {variable.name!r}", rows, write)
+            frame.replica.barrier(f"{op} of variable {variable.name!r}", rows, write)
         return variable
     finally:
         record.changes += 1

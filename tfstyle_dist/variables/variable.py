@@ -262,7 +262,7 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
             write_all(record, op, combine(record, values, shares))
             return [None] * len(values)
 
-        replica.meet(f"{op} of variable {self.name!r}", (value, replica.share), write)
+        replica.barrier(f"{op} of variable {self.name!r}", (value, replica.share), write)
 
     def _assign_in_cross_replica_context(self, op: str, value: Any) -> Any:
         record = self._tfstyle_record

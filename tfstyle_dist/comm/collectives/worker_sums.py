@@ -74,7 +74,7 @@ class WorkerSums:
         self.sum_in_memory(BufferView(buffer), name, AggregationMethod.EXPERIMENTAL_TREE, between)
         return Done()
 
-    def meets_in_memory(self, dtype: torch.dtype, device_type: str) -> bool:
+    def shares_memory(self, dtype: torch.dtype, device_type: str) -> bool:
         """See ``WorkerGroup``."""
         return self._memory is not None and self._memory.for_all and device_type == "cpu" and dtype in DTYPES
 

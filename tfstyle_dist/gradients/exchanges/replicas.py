@@ -115,7 +115,7 @@ class ReplicaReducer(GradientReducer):
         graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
         if graphs:  # create_graph=True
             touched = {key: new for key, new in touched.items() if not new[1].requires_grad}
-        replica.meet("gradient reduction", touched, self._exchange, anywhere=True)
+        replica.barrier("gradient reduction", touched, self._exchange, anywhere=True)
         if graphs:
             self._reduce_graphs(replica, graphs)
 

@@ -50,13 +50,13 @@ def _aware(original: Apply) -> Apply:
         claim(strategy, variables, grads)
         what = f"{type(self).__name__}.apply"  # Keras numbers the names of optimizers, anew on each worker
 
-        def together(payloads: list[Payload]) -> list[None]:
+        def joint(payloads: list[Payload]) -> list[None]:
             total = reduced(strategy, variables, payloads, f"{what} of {len(variables)} variables")
             with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
                 original(self, total, variables)
             return [None] * len(payloads)
 
-        return replica.meet(what, (list(grads), CURRENT.count), together)
+        return replica.barrier(what, (list(grads), CURRENT.count), joint)
 
     apply.tfstyle_original = original  # type: ignore[attr-defined]
     return apply
