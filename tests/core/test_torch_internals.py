@@ -17,7 +17,18 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.torch_internals import DataPatch, Patch
 from tfstyle_dist.testing.runner import run_script
 
-HELPERS = {"annotations", "functools", "re", "threading", "torch", "warn_once", "attrgetter", "Any", "Callable"}
+HELPERS = {
+    "annotations",
+    "functools",
+    "re",
+    "threading",
+    "torch",
+    "warn_once",
+    "attrgetter",
+    "Any",
+    "Callable",
+    "Sequence",
+}
 
 
 def test_every_name_has_a_test() -> None:
@@ -367,3 +378,18 @@ def test_reading_data_is_noticed_in_every_thread() -> None:
     assert seen == [3, 4]
     assert "data" not in nn.Parameter.__dict__
     assert parameter.data.tolist() == [0, 0, 0, 0]
+
+
+def test_sparse_tensors_are_taken_apart_and_put_together() -> None:
+    indices, values = torch.tensor([[2, 0, 2]]), torch.tensor([1.0, 2.0, 3.0])
+    made = torch_internals.sparse_of(indices, values, (3,), coalesced=False)
+    assert not made.is_coalesced()
+    for part, expected in zip(torch_internals.sparse_parts(made), (indices, values), strict=True):
+        assert torch.equal(part, expected)
+    assert made.to_dense().tolist() == [2.0, 0.0, 4.0]
+    assert torch_internals.sparse_of(torch.tensor([[0, 2]]), torch.ones(2), (3,), coalesced=True).is_coalesced()
+
+
+def test_the_buffers_among_the_attributes_of_a_module() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    assert torch_internals.buffers_among(vars(module)).keys() == dict(module.named_buffers()).keys()

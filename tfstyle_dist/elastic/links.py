@@ -84,6 +84,9 @@ class Links:
         self._bell.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name=f"tfstyle-elastic-{me}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen and to connect; from now on the functions that were given are called."""
         self._thread.start()
 
     # ---- called by other threads ------------------------------------------------------------------------------

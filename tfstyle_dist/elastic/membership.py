@@ -79,6 +79,7 @@ class Membership:
         self._links = Links(
             me, addresses, job, options.beat_every, options.suspect_after, self._on_up, self._on_packet, self._on_down
         )
+        self._links.start()  # what it calls uses it
 
     # ---- beginning --------------------------------------------------------------------------------------------
 

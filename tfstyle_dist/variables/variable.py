@@ -106,7 +106,7 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
 
     def numpy(self, *, force: bool = False) -> Any:
         """``value()`` as a numpy array with memory of its own (``tf.Variable.numpy``); ``force`` as in torch."""
-        return self.value().numpy(force=force)
+        return self.value().cpu().numpy(force=force)
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ def install() -> None:
 
 def _by_place(variables: Iterable[Any]) -> dict[str, Any]:
     """Variables by place and name; without the numbers that Keras gives the layers and optimizers of a process."""
-    return {f"{place}/{re.sub(r'_[0-9]+$', '', v.name)}": v for place, v in enumerate(variables)}
+    return {f"{place}/{re.sub(r'_[0-9]+(?=_|$)', '', v.name)}": v for place, v in enumerate(variables)}
 
 
 def _encode(variables: Mapping[str, Any], path: str, put: Put) -> dict[str, Any]:
