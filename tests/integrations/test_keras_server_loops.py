@@ -117,7 +117,8 @@ def torch_step():
 
 before = state(again, other)[0]
 losses = run(torch_step, 20)
-print("torch.optim:", np.median(losses[-10:]) < np.median(losses[:2]) / 2, "weights moved:", not np.array_equal(before, state(again, other)[0]))
+moved = not np.array_equal(before, state(again, other)[0])
+print("torch.optim:", np.median(losses[-10:]) < np.median(losses[:2]) / 2, "weights moved:", moved)
 
 kernel = again.trainable_variables[0]
 before = kernel.numpy().copy()
