@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import on_devices
 import pytest
@@ -49,16 +50,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     inner = hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
     if not names_nothing or inner or option.keyword:
         return
-    option.quick = not option.whole  # the sessions of pytest-xdist are given it too
+    option.quick = not option.whole
     if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
         option.numprocesses, option.dist = 2, "worksteal"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells the sessions of pytest-xdist which tests were asked for."""
+    node.workerinput["quick"] = getattr(node.config.option, "quick", False)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is not quick, where the quick tests were asked for."""
-    if not getattr(config.option, "quick", False):
+    told = getattr(config, "workerinput", {})
+    if not told.get("quick", getattr(config.option, "quick", False)):
         return
     chosen = [is_quick(item.path, item.get_closest_marker("slow") is not None) for item in items]
     config.hook.pytest_deselected(items=[item for item, quick in zip(items, chosen, strict=True) if not quick])
