@@ -1,9 +1,10 @@
 # Targets for development. CI runs .ci/run, which uses the commands of README.md.
 VENV ?= .venv
 BIN := $(VENV)/bin
-PATHS := tfstyle_dist kernels tests examples benchmarks
+PATHS := tfstyle_dist kernels tests examples benchmarks docs
 SOURCES = $(wildcard $(PATHS))
 
+VENV_ENGINES ?= .venv-engines
 VENV_XLA ?= .venv-xla
 XLA_BIN := $(VENV_XLA)/bin
 # The wheels of torch for XLA want CUDA's libraries, about 3.6 GB to download; nothing of them is used without a GPU.
@@ -17,12 +18,13 @@ TORCH ?= 2.15.0
 PYTHON ?= python3
 VENV_TORCH ?= .venv-torch-$(TORCH)
 VENV_CANARY ?= .venv-canary
+VENV_FOREIGN ?= .venv-foreign
 # What pytest is told by test-all and test-torch, such as TESTS='tests/core tests/train -m "not slow"'.
 TESTS ?= --whole
 # As constraints.txt, but for what torch itself pins.
 UNPINNED = sed -E '/^(torch|triton|setuptools|fsspec|sympy|networkx)==/d' constraints.txt
 
-.PHONY: help venv venv-xla style quality test test-all test-torch canary test-xla fuzz accelerate-suite test-extras gpu bench dist
+.PHONY: help venv venv-xla style quality test test-all test-torch canary test-xla fuzz kills accelerate-suite test-extras foreign gpu bench dist venv-engines test-ray test-engines docs
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -62,11 +64,34 @@ canary:  ## what a new torch would break: its private names, then the quick test
 fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTRIBUTING.md
 	TFSTYLE_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 --timeout 0 tests/fuzz
 
+kills:  ## 100 kills of elastic workers at random places; see tests/elastic/test_random_kills.py
+	TFSTYLE_KILLS=100 $(BIN)/pytest --whole -n 0 tests/elastic/test_random_kills.py
+
 accelerate-suite:  ## accelerate's own tests with StrategyAccelerator in the place of Accelerator; needs a network
 	$(BIN)/python tests/integrations/accelerate_suite.py
 
 test-extras:  ## each extra alone, in an environment of its own, imports what it promises; needs an index
 	TFSTYLE_TEST_EXTRAS=1 $(BIN)/pytest -n 0 tests/architecture/test_extras.py
+
+foreign:  ## other people's models, optimizers and steps against one device, in an environment of its own; writes the table
+	$(PYTHON) -m venv $(VENV_FOREIGN)
+	$(UNPINNED) >$(VENV_FOREIGN)/constraints.txt
+	$(VENV_FOREIGN)/bin/pip install -c $(VENV_FOREIGN)/constraints.txt torch==$(TORCH) -e '.[test,foreign]'
+	$(VENV_FOREIGN)/bin/python tests/foreign/sweep/measure.py --out benchmarks/results/foreign.md
+
+venv-engines:  ## make .venv-engines with Ray, Kubeflow's client and Lightning beside what the tests need
+	$(PYTHON) -m venv $(VENV_ENGINES)
+	$(VENV_ENGINES)/bin/pip install -c constraints.txt -e '.[test,ray,lightning]'
+	$(VENV_ENGINES)/bin/pip install 'kubeflow>=0.5'
+
+test-ray: venv-engines  ## the tests on a Ray of this machine
+	$(VENV_ENGINES)/bin/pytest --whole -n 0 tests/integrations/on_ray
+
+test-engines: venv-engines  ## one script under five engines; Lightning Fabric
+	$(VENV_ENGINES)/bin/pytest --whole -n 0 tests/integrations/test_engines.py tests/integrations/test_adopted_groups.py tests/integrations/test_fabric.py
+
+docs:  ## build the documentation site, strictly, into build/site; needs '.[docs,test]'
+	$(BIN)/mkdocs build --strict -q -f docs/site/mkdocs.yml
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
 	$(BIN)/python tests/gpu/check.py
@@ -82,7 +107,7 @@ test-xla:  ## the tests that need torch_xla, on the CPU's virtual devices
 	PJRT_DEVICE=CPU $(XLA_BIN)/pytest -m xla tests/xla
 
 bench:  ## the benchmarks; each prints how it was measured
-	@for file in $(filter-out %_tf.py benchmarks/aggregation_gpu.py,$(wildcard benchmarks/*.py)); do \
+	@for file in $(filter-out %_tf.py benchmarks/aggregation_gpu.py benchmarks/draw_speed.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 dist:  ## wheel and sdist in dist/

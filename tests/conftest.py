@@ -34,23 +34,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--whole``."""
+    """``--whole`` and ``--rest``."""
     parser.addoption("--whole", action="store_true", help="run all tests, not just the quick ones (tests/quick.py)")
+    parser.addoption("--rest", action="store_true", help="run the tests that are not quick")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Chooses the quick tests, or with ``--whole`` all, and runs them, where pytest-xdist is there, in two sessions.
+    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in two sessions.
 
-    One session spends half of its time waiting. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
-    debugger, is taken as it stands.
+    That is, where pytest-xdist is there: one session spends half of its time waiting. A command line that names files,
+    or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
     """
     option = config.option
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
     inner = hasattr(config, "workerinput") or config.pluginmanager.has_plugin(RANK_PLUGIN_NAME)
     if not names_nothing or inner or option.keyword:
         return
-    option.quick = not option.whole
+    option.part = "whole" if option.whole else "rest" if option.rest else "quick"
     if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
@@ -60,17 +61,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tells the sessions of pytest-xdist which tests were asked for."""
-    node.workerinput["quick"] = getattr(node.config.option, "quick", False)
+    node.workerinput["part"] = getattr(node.config.option, "part", "whole")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is not quick, where the quick tests were asked for."""
-    told = getattr(config, "workerinput", {})
-    if not told.get("quick", getattr(config.option, "quick", False)):
+    """Leaves out what was not asked for: the quick tests, or all others."""
+    part = getattr(config, "workerinput", {}).get("part", getattr(config.option, "part", "whole"))
+    if part == "whole":
         return
-    chosen = [is_quick(item.path, item.get_closest_marker("slow") is not None) for item in items]
-    config.hook.pytest_deselected(items=[item for item, quick in zip(items, chosen, strict=True) if not quick])
-    items[:] = [item for item, quick in zip(items, chosen, strict=True) if quick]
+    parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        parts[is_quick(item.path, item.get_closest_marker("slow") is not None)].append(item)
+    items[:] = parts[part == "quick"]
+    config.hook.pytest_deselected(items=parts[part != "quick"])
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tfstyle_dist.core import devices, env
+from tfstyle_dist.core import devices, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.runtime import context
 
@@ -45,13 +46,13 @@ def _translated(name: Any) -> ReplicaDevice:
     found = _parse(name)
     if not isinstance(name, str) or found.type != "cpu" or found.slot:
         return found
-    launch = env.launch()
+    launch = launch_env.launch()
     return _device(found.index + (0 if launch is None else launch.local_rank))
 
 
 def _found() -> tuple[Any, ...]:
     """What a strategy without ``devices`` sees: one device, each rank of a test its own."""
-    launch = env.launch()
+    launch = launch_env.launch()
     return tuple(_device(number) for number in range(1 if launch is None else launch.local_world_size))
 
 
@@ -112,9 +113,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"about the CPU: {marker.args[0]}"))
 
 
+def _makes_tensors_of(node: Any) -> None:
+    """On the device, but in tests of input: what is read is on the CPU first."""
+    path = getattr(node, "path", None)
+    torch.set_default_device("cpu" if path is not None and "input" in path.parts else KIND)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Files make tensors when they are read, too."""
+    _makes_tensors_of(collector)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Makes tensors on the device, but in tests of input: what is read is on the CPU first."""
-    torch.set_default_device("cpu" if "input" in item.path.parts else KIND)
+    """Says where tensors are made."""
+    _makes_tensors_of(item)
+    launch = launch_env.launch()
+    if launch is not None:  # as a program of ranks does when it begins
+        torch.get_device_module(KIND).set_device(_device(launch.local_rank).index)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,6 +138,7 @@ def pytest_runtest_call() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        if "Sparsepretend" in str(error):
-            pytest.skip("the pretend accelerator has no sparse tensors")
+        for kind in ("Sparse", "Nested"):
+            if re.search(rf"'{kind}\w*pretend' backend", str(error)):
+                pytest.skip(f"the pretend accelerator has no {kind.lower()} tensors")
         raise

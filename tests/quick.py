@@ -1,6 +1,7 @@
 """The quick tests: what a plain ``pytest`` runs, to tell whether an installation is sound, in about 5 minutes.
 
-All recorded TensorFlow cases, each strategy against one device, and the core of each room. ``pytest --whole`` runs all.
+All recorded TensorFlow cases, each strategy against one device, and the core of each room. ``pytest --rest``
+runs the others, ``pytest --whole`` all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ QUICK = (
     "architecture/test_layers.py",
     "architecture/test_public_api.py",
     "architecture/test_rooms.py",
+    "checkpoint/test_checkpoint_contents.py",
     "cluster_resolver",
     "comm/test_options.py",
     "conformance",
@@ -32,6 +34,7 @@ QUICK = (
     "runtime",
     "shm",
     "strategies/test_bad_input.py",
+    "strategies/test_bad_training.py",
     "strategies/test_devices.py",
     "strategies/test_everyday.py",
     "test_seeds.py",

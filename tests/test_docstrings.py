@@ -59,6 +59,9 @@ ELSEWHERE = {
     "pytest itself (tests/testing)": ["no_leaks", "plugin", "Ranks", "restart", "strategy_combinations"],
     "another package (tests/integrations)": [
         "StrategyAccelerator",
+        "TfdFabricStrategy",
+        "TfdConfig",
+        "parameter_server_cluster",
         "attach",
         "from_accelerator",
         "StrategyTrainerMixin",

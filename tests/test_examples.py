@@ -53,6 +53,7 @@ def test_this_file_knows_every_example() -> None:
         "central_storage.py",
         "checkpoints.py",
         "elastic.py",
+        "elastic_training.py",
         "keras_fit.py",
         "model_parallel.py",
         "multi_worker_keras.py",
@@ -197,6 +198,23 @@ def test_multi_worker_loop_goes_on_where_it_ended(player: Player, shared_tmp_pat
     ((loss, step),) = re.findall(r"^epoch 2: loss (\S+) after (\d+) steps$", output, re.M)
     assert step == "40"
     assert float(loss) < 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_elastic_training_kills_its_workers_and_ends_with_the_same_weights() -> None:
+    arguments = ["--epochs", "1", "--pause", "0"]
+    alone = run("elastic_training.py", options=arguments)
+    launched = [sys.executable, "-m", "tfstyle_dist.launch", "--workers", "2", "--elastic", "--max-restarts", "20"]
+    killed = [str(EXAMPLES / "elastic_training.py"), "--epochs", "1", "--pause", "1", "--first-kill", "2"]
+    result = subprocess.run([*launched, *killed], capture_output=True, text=True, timeout=260)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert result.stdout.count("[worker 1] this worker kills itself") == 1
+    (expected,) = re.findall(r"weights ([0-9a-f]{16})$", alone, re.M)
+    found = re.findall(r"weights ([0-9a-f]{16})$", result.stdout, re.M)
+    assert found, result.stdout
+    assert set(found) == {expected}
+    assert "10 steps committed here" in alone
 
 
 @pytest.mark.slow

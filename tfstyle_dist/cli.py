@@ -15,6 +15,7 @@ _COMMANDS = {
     ),
     "compare": ("tfstyle_dist.compare_aggregation.__main__", "time every aggregation method and strategy at hand"),
     "keys": ("tfstyle_dist.parameter_server.keys", "make the key file of a cluster with parameter servers"),
+    "foreign": ("tfstyle_dist.testing.foreign", "train other people's code in every form, and compare with one device"),
     "report": ("tfstyle_dist.monitoring.__main__", "show a saved report of where the time of a step goes"),
 }
 

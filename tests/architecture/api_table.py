@@ -27,6 +27,11 @@ def not_applicable(reason: str) -> str:
     return f"n/a:{reason}"
 
 
+def has(members: str) -> dict[str, str]:
+    """Entries for members that the package has; their names stand in one text."""
+    return dict.fromkeys(members.split(), IN)
+
+
 GRAPH = not_applicable("PyTorch has no graph mode and no sessions")
 ONE_HOOK = not_applicable("a subclass of CrossDeviceOps overrides sum_values, nothing else")
 SUBCLASSING = not_applicable("one class per strategy; strategy.extended is a view of it")
@@ -40,132 +45,64 @@ ONE_PLACE = not_applicable("a checkpoint is written as a whole, by torch.distrib
 V2_ONLY = ("all_gather", "gather", "experimental_distribute_values_from_function")
 PROTO = not_applicable("PyTorch has no protocol buffers")
 
-RESOLVER: Final = {
-    "cluster_spec": IN,
-    "environment": IN,
-    "master": IN,
-    "num_accelerators": IN,
-    "task_id": IN,
-    "task_type": IN,
-}
+RESOLVER: Final = has("cluster_spec environment master num_accelerators task_id task_type")
 
 STRATEGY: Final = {
-    "__init__": IN,
-    "cluster_resolver": IN,
-    "colocate_vars_with": IN,
+    **has("""
+    __init__ cluster_resolver colocate_vars_with distribute_datasets_from_function
+    experimental_distribute_dataset experimental_distribute_datasets_from_function
+    experimental_distribute_values_from_function experimental_local_results experimental_run extended gather
+    make_dataset_iterator make_input_fn_iterator num_replicas_in_sync reduce run scope unwrap
+"""),
     "configure": GRAPH,
-    "distribute_datasets_from_function": IN,
-    "experimental_distribute_dataset": IN,
-    "experimental_distribute_datasets_from_function": IN,
-    "experimental_distribute_values_from_function": IN,
-    "experimental_local_results": IN,
-    "experimental_run": IN,
-    "extended": IN,
-    "gather": IN,
     "group": GRAPH,
-    "make_dataset_iterator": IN,
-    "make_input_fn_iterator": IN,
-    "num_replicas_in_sync": IN,
-    "reduce": IN,
-    "run": IN,
-    "scope": IN,
-    "unwrap": IN,
     "update_config_proto": GRAPH,
 }
 
 CROSS_DEVICE_OPS: Final = {
-    "__init__": IN,
-    "batch_reduce": IN,
+    **has("__init__ batch_reduce broadcast reduce"),
     "batch_reduce_implementation": ONE_HOOK,
-    "broadcast": IN,
     "broadcast_implementation": ONE_HOOK,
-    "reduce": IN,
     "reduce_implementation": ONE_HOOK,
 }
 
-OPTIMIZER: Final = {
-    "GATE_GRAPH": IN,
-    "GATE_NONE": IN,
-    "GATE_OP": IN,
-    "__init__": IN,
-    "apply_gradients": IN,
-    "compute_gradients": IN,
-    "get_name": IN,
-    "get_slot": IN,
-    "get_slot_names": IN,
-    "minimize": IN,
-    "variables": IN,
-}
+OPTIMIZER: Final = has("""
+    GATE_GRAPH GATE_NONE GATE_OP __init__ apply_gradients compute_gradients get_name get_slot get_slot_names
+    minimize variables
+""")
 
-CLUSTER_COORDINATOR: Final = {
-    "__init__": IN,
-    "create_per_worker_dataset": IN,
-    "done": IN,
-    "fetch": IN,
-    "join": IN,
-    "schedule": IN,
-    "strategy": IN,
-}
+CLUSTER_COORDINATOR: Final = has("__init__ create_per_worker_dataset done fetch join schedule strategy")
 
 PARTITIONER: Final = {"__call__": IN, "__init__": IN}
 
 VARIABLE: Final = {
-    "__init__": IN,
-    "aggregation": IN,
-    "assign": IN,
-    "assign_add": IN,
-    "assign_sub": IN,
-    "batch_scatter_update": IN,
-    "constraint": IN,
-    "device": IN,
-    "dtype": IN,
-    "gather_nd": IN,
+    **has("""
+    __init__ aggregation assign assign_add assign_sub batch_scatter_update constraint device dtype gather_nd
+    name read_value scatter_add scatter_div scatter_max scatter_min scatter_mul scatter_sub scatter_update shape
+    sparse_read synchronization trainable value
+"""),
     "graph": GRAPH,
     "initial_value": GRAPH,
     "initializer": GRAPH,
-    "name": IN,
     "op": GRAPH,
-    "read_value": IN,
     "ref": not_applicable("PyTorch tensors are hashable"),
-    "scatter_add": IN,
-    "scatter_div": IN,
-    "scatter_max": IN,
-    "scatter_min": IN,
-    "scatter_mul": IN,
-    "scatter_sub": IN,
-    "scatter_update": IN,
     "set_shape": GRAPH,
-    "shape": IN,
-    "sparse_read": IN,
-    "synchronization": IN,
-    "trainable": IN,
-    "value": IN,
 }
 
 REPLICA_CONTEXT: Final = {
+    **has("""
+    __init__ all_gather all_reduce devices merge_call num_replicas_in_sync replica_id_in_sync_group strategy
+"""),
     "__enter__": not_applicable("strategy.run enters it"),
     "__exit__": not_applicable("strategy.run leaves it"),
-    "__init__": IN,
-    "all_gather": IN,
-    "all_reduce": IN,
-    "devices": IN,
-    "merge_call": IN,
-    "num_replicas_in_sync": IN,
-    "replica_id_in_sync_group": IN,
-    "strategy": IN,
 }
 
 EXTENDED: Final = {
+    **has("""
+    batch_reduce_to colocate_vars_with experimental_require_static_shapes parameter_devices reduce_to update
+    value_container variable_created_in_scope worker_devices
+"""),
     "__init__": SUBCLASSING,
-    "batch_reduce_to": IN,
-    "colocate_vars_with": IN,
-    "experimental_require_static_shapes": IN,
-    "parameter_devices": IN,
-    "reduce_to": IN,
-    "update": IN,
-    "value_container": IN,
-    "variable_created_in_scope": IN,
-    "worker_devices": IN,
 }
 
 SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
@@ -184,29 +121,16 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.data.experimental.AutoShardPolicy": IN,
     "tf.distribute.CrossDeviceOps": CROSS_DEVICE_OPS,
     "tf.distribute.DistributedDataset": {"__iter__": IN, "element_spec": IN, "reduce": IN},
-    "tf.distribute.DistributedIterator": {
-        "__iter__": IN,
-        "__next__": IN,
-        "element_spec": IN,
-        "get_next": IN,
-        "get_next_as_optional": IN,
-    },
+    "tf.distribute.DistributedIterator": has("__iter__ __next__ element_spec get_next get_next_as_optional"),
     "tf.distribute.DistributedValues": IN,
     "tf.distribute.HierarchicalCopyAllReduce": CROSS_DEVICE_OPS,
-    "tf.distribute.InputContext": {
-        "__init__": IN,
-        "get_per_replica_batch_size": IN,
-        "input_pipeline_id": IN,
-        "num_input_pipelines": IN,
-        "num_replicas_in_sync": IN,
-    },
-    "tf.distribute.InputOptions": {
-        "__init__": IN,
-        "experimental_fetch_to_device": IN,
-        "experimental_per_replica_buffer_size": IN,
-        "experimental_place_dataset_on_device": IN,
-        "experimental_replication_mode": IN,
-    },
+    "tf.distribute.InputContext": has("""
+        __init__ get_per_replica_batch_size input_pipeline_id num_input_pipelines num_replicas_in_sync
+    """),
+    "tf.distribute.InputOptions": has("""
+        __init__ experimental_fetch_to_device experimental_per_replica_buffer_size
+        experimental_place_dataset_on_device experimental_replication_mode
+    """),
     "tf.distribute.InputReplicationMode": IN,
     "tf.distribute.MirroredStrategy": STRATEGY,
     "tf.distribute.MultiWorkerMirroredStrategy": STRATEGY,
@@ -216,20 +140,11 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.ReduceOp": IN,
     "tf.distribute.ReductionToOneDevice": CROSS_DEVICE_OPS,
     "tf.distribute.ReplicaContext": REPLICA_CONTEXT,
-    "tf.distribute.RunOptions": {
-        "__init__": IN,
-        "experimental_bucketizing_dynamic_shape": IN,
-        "experimental_enable_dynamic_batch_size": IN,
-        "experimental_xla_options": IN,
-    },
-    "tf.distribute.Server": {
-        "__init__": IN,
-        "create_local_server": IN,
-        "join": IN,
-        "server_def": IN,
-        "start": IN,
-        "target": IN,
-    },
+    "tf.distribute.RunOptions": has("""
+        __init__ experimental_bucketizing_dynamic_shape experimental_enable_dynamic_batch_size
+        experimental_xla_options
+    """),
+    "tf.distribute.Server": has("__init__ create_local_server join server_def start target"),
     "tf.distribute.Strategy": {**STRATEGY, "__init__": SUBCLASSING},
     "tf.distribute.StrategyExtended": EXTENDED,
     "tf.distribute.TPUStrategy": {
@@ -246,14 +161,9 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.cluster_resolver.SlurmClusterResolver": {**RESOLVER, "__init__": IN, "get_task_info": IN},
     "tf.distribute.cluster_resolver.TFConfigClusterResolver": {**RESOLVER, "__init__": IN, "rpc_layer": IN},
     "tf.distribute.cluster_resolver.TPUClusterResolver": {
+        **has("__enter__ __exit__ __init__ connect get_job_name get_master"),
         **RESOLVER,
-        "__enter__": IN,
-        "__exit__": IN,
-        "__init__": IN,
-        "connect": IN,
         "get_coordination_service_leader": REMOTE_TPU,
-        "get_job_name": IN,
-        "get_master": IN,
         "get_tpu_system_metadata": REMOTE_TPU,
         "set_tpu_topology": REMOTE_TPU,
         "tpu_hardware_feature": REMOTE_TPU,
@@ -270,13 +180,9 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.distribute.experimental.CommunicationOptions": {"__init__": IN},
     "tf.distribute.experimental.MultiWorkerMirroredStrategy": STRATEGY,
     "tf.distribute.experimental.ParameterServerStrategy": STRATEGY,
-    "tf.distribute.experimental.PreemptionCheckpointHandler": {
-        "__init__": IN,
-        "run": IN,
-        "save_checkpoint_if_preempted": IN,
-        "total_run_calls": IN,
-        "watch_preemption_scope": IN,
-    },
+    "tf.distribute.experimental.PreemptionCheckpointHandler": has("""
+        __init__ run save_checkpoint_if_preempted total_run_calls watch_preemption_scope
+    """),
     "tf.distribute.experimental.PreemptionWatcher": {
         "__init__": IN,
         "block_until_worker_exit": IN,
@@ -307,28 +213,14 @@ SYMBOLS: Final[dict[str, str | dict[str, str]]] = {
     "tf.nn.compute_average_loss": IN,
     "tf.nn.scale_regularization_loss": IN,
     "tf.train.Checkpoint": dict.fromkeys(("read", "restore", "save", "save_counter", "sync", "write"), IN),
-    "tf.train.CheckpointManager": {
-        "checkpoint": IN,
-        "checkpoint_interval": IN,
-        "checkpoints": IN,
-        "directory": IN,
-        "latest_checkpoint": IN,
-        "restore_or_initialize": IN,
-        "save": IN,
-        "sync": IN,
-    },
+    "tf.train.CheckpointManager": has("""
+        checkpoint checkpoint_interval checkpoints directory latest_checkpoint restore_or_initialize save sync
+    """),
     "tf.train.ClusterSpec": {
-        "__bool__": IN,
-        "__eq__": IN,
-        "__init__": IN,
-        "__ne__": IN,
+        **has("""
+        __bool__ __eq__ __init__ __ne__ as_dict job_tasks jobs num_tasks task_address task_indices
+    """),
         "as_cluster_def": PROTO,
-        "as_dict": IN,
-        "job_tasks": IN,
-        "jobs": IN,
-        "num_tasks": IN,
-        "task_address": IN,
-        "task_indices": IN,
     },
 }
 
@@ -374,22 +266,13 @@ SYMBOLS |= {
     "tf.compat.v1.gradients": IN,
     "tf.compat.v1.min_max_variable_partitioner": IN,
     "tf.compat.v1.variable_axis_size_partitioner": IN,
-    "tf.config.LogicalDeviceConfiguration": {
-        "__init__": IN,
-        "experimental_device_ordinal": IN,
-        "experimental_priority": IN,
-        "memory_limit": IN,
-    },
+    "tf.config.LogicalDeviceConfiguration": has("""
+        __init__ experimental_device_ordinal experimental_priority memory_limit
+    """),
     "tf.config.experimental_connect_to_cluster": IN,
     "tf.config.list_logical_devices": IN,
     "tf.config.set_logical_device_configuration": IN,
-    "tf.data.experimental.DistributeOptions": {
-        "__eq__": IN,
-        "__init__": IN,
-        "__ne__": IN,
-        "auto_shard_policy": IN,
-        "num_devices": IN,
-    },
+    "tf.data.experimental.DistributeOptions": has("__eq__ __init__ __ne__ auto_shard_policy num_devices"),
     "tf.train.CheckpointOptions": {
         "enable_async": IN,
         "experimental_enable_async_checkpoint": IN,

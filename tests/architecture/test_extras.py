@@ -19,14 +19,17 @@ from source_tree import ROOT
 EXTRAS = {
     "accelerate": "from tfstyle_dist.integrations.accelerate import StrategyAccelerator",
     "cpu": "import llvmlite, tfstyle_dist_kernels.cpu.cpu_llvm",
+    "docs": "import material, mkdocs, mkdocstrings_handlers.python",
     "gce": "import googleapiclient.discovery; from tfstyle_dist.cluster_resolver import GCEClusterResolver",
     "keras": "from tfstyle_dist.integrations import keras",
     "kubernetes": "import kubernetes.client; from tfstyle_dist.cluster_resolver import KubernetesClusterResolver",
+    "lightning": "from tfstyle_dist.integrations.fabric import TfdFabricStrategy",
     "plot": "from tfstyle_dist.monitoring import figure; assert figure.missing() is None; figure.new_figure(1, 1)",
-    "ps": "from tfstyle_dist.parameter_server import pickling, zmq_link; zmq_link.load(); pickling.dumps([1])",
+    "ps": "import cloudpickle; from tfstyle_dist.parameter_server.protocol import zeromq_sockets as z; z.load()",
+    "ray": "from tfstyle_dist.integrations.ray import TfdConfig, parameter_server_cluster",
     "tensorboard": "import torch.utils.tensorboard",
 }
-NOT_PROMISED = {"all", "dev", "examples", "test"}
+NOT_PROMISED = {"all", "dev", "examples", "foreign", "test"}
 TOO_LARGE = {"gpu", "tpu"}
 SECONDS = 600
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,3 +188,14 @@ def test_editable_install_imports(source: Path, tmp_path: Path, from_root: bool)
     install(python, "--editable", source)
     places = run(python, "-c", PROGRAM, cwd=source if from_root else tmp_path).split()
     assert all(Path(place).is_relative_to(source) for place in places), places
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_bench_runs_the_benchmarks() -> None:
+    """All but those that need TensorFlow or a GPU, and nothing that writes into the documentation."""
+    said = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    run = set(re.findall(r"benchmarks/(\w+)\.py", said))
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert there - run == {name for name in there if name.endswith("_tf")} | {"aggregation_gpu", "draw_speed"}
+    assert run <= there
+    assert "sync_step" in run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.torch_internals import DataPatch, Patch
+from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.testing.runner import run_script
 
 HELPERS = {
     "annotations",
     "functools",
     "re",
+    "suppress",
+    "timedelta",
     "threading",
     "torch",
     "warn_once",
@@ -241,6 +244,21 @@ def test_a_workers_part_and_the_store_of_the_default_group() -> None:
         dist.destroy_process_group()
 
 
+def test_a_group_of_some_processes_and_its_limit() -> None:
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=71))
+    try:
+        assert torch_internals.limit_of_group(dist.group.WORLD) == timedelta(seconds=71)
+        made = torch_internals.group_among("some/name", [0], "gloo", timedelta(seconds=17))
+        assert made.group_name == "some/name"
+        assert torch_internals.limit_of_group(made) == timedelta(seconds=17)
+        assert c10d._process_group_name.__module__ == c10d.__name__
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_a_module_holds() -> None:
     module = nn.BatchNorm1d(2)
     assert torch_internals.parameters_of(module)["weight"] is module.weight
@@ -340,44 +358,6 @@ def test_every_form_of_backward_and_grad_calls_the_engine_through_one_function()
     assert calls == [(False, True), (True, True), (False, True), (False, True), (False, False)]
     (x * 2).sum().backward()
     assert len(calls) == 5
-
-
-def test_a_patch_under_the_patch_of_another_library_only_passes_on() -> None:
-    class Library:
-        @staticmethod
-        def function(value: int) -> int:
-            return value
-
-    own = Library.function
-    patch = Patch(Library, "function", lambda original, value: original(value) + 1)
-    patch.install()
-    patch.install()
-    ours = Library.function
-    Library.function = lambda value: 10 * ours(value)  # type: ignore[assignment,method-assign]
-    assert Library.function(1) == 20
-    patch.uninstall()
-    assert Library.function(1) == 20
-    patch.uninstall()
-    assert Library.function(1) == 10
-    assert own(1) == 1
-
-
-def test_reading_data_is_noticed_in_every_thread() -> None:
-    seen: list[int] = []
-    patch = DataPatch(lambda parameter: seen.append(parameter.numel()))
-    parameter = nn.Parameter(torch.ones(3))
-    patch.install()
-    try:
-        parameter.data.add_(1)
-        parameter.data = torch.zeros(4)
-        thread = threading.Thread(target=lambda: parameter.data)
-        thread.start()
-        thread.join(20)
-    finally:
-        patch.uninstall()
-    assert seen == [3, 4]
-    assert "data" not in nn.Parameter.__dict__
-    assert parameter.data.tolist() == [0, 0, 0, 0]
 
 
 def test_sparse_tensors_are_taken_apart_and_put_together() -> None:

@@ -29,13 +29,19 @@ def run_job() -> Iterator[Job]:
         assert cluster.stdout.readline() == "ready\n"
 
         def run(
-            workers: int, *arguments: Any, limit: float = 150, script: str = "elastic_train.py", **environment: str
+            workers: int,
+            *arguments: Any,
+            limit: float = 150,
+            script: str = "elastic_train.py",
+            restarts: dict[int, int] | None = None,
+            **environment: str,
         ) -> list[dict[str, Any]]:
             job = {
                 "workers": workers,
                 "arguments": list(map(str, arguments)),
                 "limit": limit,
                 "script": script,
+                "restarts": restarts or {},
                 "environment": environment,
             }
             assert cluster.stdin is not None

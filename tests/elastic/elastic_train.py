@@ -1,23 +1,28 @@
 """A worker of the elastic tests: trains a small model, is killed where the test says so, and prints a digest.
 
-Usage: elastic_train.py MODEL STEPS [FAULT ...] with FAULT = worker:step:place, or worker:step:stop-SECONDS.
+Usage: elastic_train.py MODEL STEPS [FAULT ...] with FAULT = worker:step:place[:life], or worker:step:stop-SECONDS. With
+REJOIN=N the lowest worker waits before step N and those after it until those that were killed want to join again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
 
 import tfstyle_dist as tfd
+from tfstyle_dist.checkpoint import files
 
 PLACES = ("start", "forward", "backward", "step", "end")
+SAMPLES = 39
 
 
 class Joint(torch.nn.Module):
@@ -58,7 +63,7 @@ def make_model(kind: str) -> torch.nn.Module:
 def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if kind == "joint":
         return torch.optim.SGD(model.parameters(), lr=0.05)
-    if kind == "mlp":
+    if os.environ.get("OPTIMIZER", "SGD" if kind == "mlp" else "Adam") == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -80,38 +85,72 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def flip_a_bit(tensor: torch.Tensor, bit: int = 21) -> None:
+    """In memory, behind everybody's back."""
+    place = ctypes.c_uint8.from_address(tensor.data_ptr() + bit // 8)
+    place.value ^= 1 << bit % 8
+
+
+def wait_for_the_lost(strategy: Any, step: int) -> None:
+    """The lowest worker waits until a worker that is missing wants to join, and has met all."""
+    membership = strategy._elastic_steps.job.membership
+    member, end = membership._member, time.monotonic() + 60
+    if not strategy.is_chief or step < int(os.environ.get("REJOIN", "1000")):
+        return
+    while (
+        len(member.epoch.members) < int(os.environ.get("WORKERS", "4"))
+        and not member._welcome()
+        and time.monotonic() < end
+    ):
+        time.sleep(0.01)
+
+
 def main() -> None:
     kind, steps = sys.argv[1], int(sys.argv[2])
-    kills = {(int(w), int(s)): place for w, s, place in (text.split(":") for text in sys.argv[3:])}
+    life = int(os.environ.get("LIFE", "0"))
+    faults = [[*text.split(":"), "0"][:4] for text in sys.argv[3:]]
+    kills = {(int(w), int(s)): place for w, s, place, when in faults if int(when) == life}
     rank = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
-    torch.manual_seed(7 + rank)  # the lowest worker's values and seed count
-    elastic = tfd.experimental.Elastic(replicas=4, min_workers=1, suspect_after=float(os.environ.get("SUSPECT", "30")))
+    if "THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["THREADS"].split(",")[rank]))
+    elastic = tfd.experimental.Elastic(
+        replicas=4,
+        suspect_after=float(os.environ.get("SUSPECT", "30")),
+        check_every=int(os.environ["CHECK"]) if "CHECK" in os.environ else None,
+    )
     strategy = tfd.MultiWorkerMirroredStrategy(elastic=elastic)
+    torch.manual_seed(7 + rank)  # the lowest worker's values and seed count
     with strategy.scope():
         model = make_model(kind)
         optimizer = make_optimizer(kind, model)
         seen = tfd.Variable(
-            torch.zeros(6), synchronization=tfd.VariableSynchronization.ON_READ, aggregation=tfd.VariableAggregation.SUM
+            torch.zeros(SAMPLES),
+            synchronization=tfd.VariableSynchronization.ON_READ,
+            aggregation=tfd.VariableAggregation.SUM,
         )
         together = tfd.Variable(torch.zeros(()), aggregation=tfd.VariableAggregation.SUM)
+        number = tfd.Variable(torch.zeros((), dtype=torch.int64))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
-        torch.randn(39, 64, generator=generator), torch.randint(0, 3, (39,), generator=generator)
+        torch.randn(SAMPLES, 64, generator=generator),
+        torch.randint(0, 3, (SAMPLES,), generator=generator),
+        torch.arange(SAMPLES),
     )
     dataset = strategy.experimental_distribute_dataset(data, global_batch_size=12, shuffle=True)
-    state: dict[str, Any] = {"step": 0}
 
     def die(place: str) -> None:
-        wanted = kills.get((rank, state["step"]), "")
-        if wanted == place:
+        wanted = kills.get((rank, int(number)), "")
+        if wanted == place == "flip":
+            flip_a_bit(next(model.parameters()))
+        elif wanted == place:
             os.kill(os.getpid(), signal.SIGKILL)
         if wanted.startswith("stop-") and place == "forward":
-            del kills[rank, state["step"]]
+            del kills[rank, int(number)]
             subprocess.Popen(["sh", "-c", f"sleep {wanted[5:]}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def train(x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         die("start")
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(shaped(kind, x)), y)
@@ -119,33 +158,61 @@ def main() -> None:
         loss.backward()
         die("backward")
         optimizer.step()
-        seen.assign_add(torch.bincount(y, minlength=6).float())
+        seen.assign_add(torch.bincount(index, minlength=SAMPLES).float())
         together.assign_add(y.float().sum())
         die("step")
         return loss
 
-    losses = []
-    while state["step"] < steps:
-        for x, y in dataset:
-            per_replica = strategy.run(train, args=(x, y))
+    losses, held = [], ()
+    manager, iterator = None, iter(dataset)
+    if "CHECKPOINTS" in os.environ:
+        publish = files.publish
+        files.publish = lambda *args: die("save") or publish(*args)
+        checkpoint = tfd.train.Checkpoint(
+            model=model, optimizer=optimizer, schedule=schedule, seen=seen, together=together, number=number,
+            iterator=iterator,
+        )  # fmt: skip
+        manager = tfd.train.CheckpointManager(checkpoint, os.environ["CHECKPOINTS"], max_to_keep=2)
+        manager.restore_or_initialize()
+    joined = tfd.experimental.join(strategy, train, schedule)
+    first = int(number)
+    while int(number) < steps:
+        for batch in iterator:
+            wait_for_the_lost(strategy, int(number))
+            die("flip")
+            if "ASK" in os.environ and strategy.should_stop(False):
+                break
+            per_replica = strategy.run(train, args=batch)
+            held = strategy._elastic_steps.job.held  # not at the end: those that are done leave, and others take over
             losses.append(float(strategy.reduce("MEAN", per_replica, axis=None)))
             die("end")
             schedule.step()
-            state["step"] += 1
-            if state["step"] == steps:
+            number.assign_add(1)
+            if manager is not None and int(number) % 3 == 0:
+                manager.save()
+            if int(number) == steps:
                 break
+        else:
+            iterator = iter(dataset)
+            if manager is not None:
+                manager.checkpoint.iterator = iterator
     buffers = hashlib.sha256()
     strategy.sync_buffers()
     for buffer in model.buffers():
         buffers.update(buffer.numpy().tobytes())
     result = {
         "rank": rank,
+        "life": life,
+        "joined": joined,
+        "saved": [] if manager is None else list(map(os.path.basename, manager.checkpoints)),
+        "first": first,
         "weights": digest(model, optimizer),
         "losses": losses,
         "buffers": buffers.hexdigest(),
         "seen": [*seen.read_value().tolist(), float(together), getattr(model, "calls", 0)],
+        "threads": torch.get_num_threads(),
         "retried": strategy._elastic_steps.job.retried,
-        "held": strategy._elastic_steps.job.held,
+        "held": held,
     }
     print("result " + json.dumps(result), flush=True)
     strategy.close()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import tfstyle_dist as tfd
 from tfstyle_dist.elastic.membership import MembershipChanged
-from tfstyle_dist.elastic.options import held_by, holder_of
+from tfstyle_dist.elastic.options import held_by
+from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
+from tfstyle_dist.elastic.positions import Positions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,6 +82,41 @@ def test_random_numbers_are_those_of_step_and_replica(strategy: Any) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_seed_that_is_set_after_the_strategy_was_made_counts() -> None:
+    """In the order of a dataset and in the numbers of replicas; the generator begins with chance in each process."""
+    found = []
+    for chance in (11, 12):
+        torch.manual_seed(chance)
+        with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=4)) as strategy:
+            torch.manual_seed(3)
+            dataset = strategy.experimental_distribute_dataset(
+                TensorDataset(torch.arange(64)), global_batch_size=64, shuffle=True
+            )
+            order = [tensor for (batch,) in dataset for tensor in batch.values]
+            found.append(torch.cat([*order, *strategy.run(lambda: torch.rand(9)).values]))
+    assert torch.equal(*found)
+
+
+def test_a_worker_that_comes_back_gets_the_order_of_a_dataset_that_nobody_has_begun(strategy: Any) -> None:
+    def made() -> Any:
+        return strategy.experimental_distribute_dataset(
+            TensorDataset(torch.arange(64)), global_batch_size=64, shuffle=True
+        )
+
+    theirs, mine = made(), made()
+    assert not torch.equal(_order(theirs), _order(mine))
+    there, here = Positions(), Positions()
+    there.add(theirs)
+    here.add(mine)
+    here.load(there.state())
+    assert torch.equal(_order(theirs), _order(mine))
+
+
+def _order(dataset: Any) -> torch.Tensor:
+    dataset.continue_after(-1)
+    return torch.cat([tensor for (batch,) in dataset for tensor in batch.values])
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 def test_a_step_that_is_done_again_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt of a step is thrown away after its update, as if a worker had been lost before the vote."""
@@ -129,7 +167,7 @@ def _three_steps(kind: str, monkeypatch: pytest.MonkeyPatch | None) -> tuple[lis
 
 def _lose_once(strategy: Any, monkeypatch: pytest.MonkeyPatch, everything: tuple[Any, ...]) -> None:
     job, membership = strategy._elastic_steps.job, strategy.worker.membership
-    before, commit, refresh = _image(*everything), membership.commit, job._refresh
+    before, commit, refresh = _image(*everything), membership.commit, job.refresh
 
     def lost(packet: Any) -> Any:
         assert not _same(_image(*everything), before)
@@ -141,7 +179,7 @@ def _lose_once(strategy: Any, monkeypatch: pytest.MonkeyPatch, everything: tuple
         assert _same(_image(*everything), before)
 
     monkeypatch.setattr(membership, "commit", lost)
-    monkeypatch.setattr(job, "_refresh", refreshed)
+    monkeypatch.setattr(job, "refresh", refreshed)
 
 
 def _image(model: Any, optimizer: Any, schedule: Any, counted: Any, total: Any, own: torch.Generator) -> list[Any]:
@@ -155,6 +193,103 @@ def _image(model: Any, optimizer: Any, schedule: Any, counted: Any, total: Any, 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _losing_once(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt of the next step meets a change of the members."""
+    membership = strategy._elastic_steps.job.membership
+    gather, changes = membership.gather, [MembershipChanged("another worker died")]
+
+    def changing(kind: str, packet: Any) -> Any:
+        if changes and kind == "all_reduce":
+            raise changes.pop()
+        return gather(kind, packet)
+
+    monkeypatch.setattr(membership, "gather", changing)
+
+
+def test_what_is_written_between_steps_stays(strategy: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric and running statistics begin anew; the next step is done again, then a checkpoint is written."""
+    with strategy.scope():
+        total = tfd.Variable(
+            0.0,
+            synchronization=tfd.VariableSynchronization.ON_READ,
+            aggregation=tfd.VariableAggregation.SUM,
+        )
+        normed = torch.nn.BatchNorm1d(2)
+    x = torch.randn(4, 2) + 5
+
+    def step() -> None:
+        normed(x)
+        total.assign_add(1.0)
+        tfd.get_replica_context().all_reduce("SUM", torch.ones(()))
+
+    def begin_anew() -> None:
+        total.assign(0.0)
+        normed.reset_running_stats()
+
+    strategy.run(step)
+    fresh = normed.running_mean.clone()
+    strategy.run(step)
+    begin_anew()
+    _losing_once(strategy, monkeypatch)
+    strategy.run(step)
+    assert strategy._elastic_steps.job.retried == 1
+    assert float(total) == 4.0
+    assert torch.equal(normed.running_mean, fresh)
+    begin_anew()
+    checkpoint = tfd.train.Checkpoint(model=normed, total=total)
+    path = checkpoint.save(str(tmp_path / "c"))
+    assert (float(total), int(normed.num_batches_tracked)) == (0.0, 0)
+    strategy.run(step)
+    checkpoint.restore(path)
+    assert (float(total), int(normed.num_batches_tracked)) == (0.0, 0)
+
+
+def test_types_of_numbers_that_cannot_be_sent_are_refused(strategy: Any) -> None:
+    model, optimizer = _model(strategy)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step() -> Any:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        return torch.ones(2, dtype=torch.uint16)
+
+    with pytest.raises(TypeError, match=r"torch.uint16 cannot be sent.*Convert it"):
+        strategy.run(step)
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+
+
+def test_views_that_are_not_written_out_are_sent() -> None:
+    z = torch.tensor([1 + 2j])
+    packet = Packet({}, [z.conj(), z.conj().imag])
+    whole = b"".join(map(bytes, encode(packet)))
+    header, body = lengths(whole[: PREFIX.size])
+    start = PREFIX.size + header
+    came = decode(whole[PREFIX.size : start], bytearray(whole[start : start + body])).tensors
+    assert [complex(came[0]), float(came[1])] == [1 - 2j, -2.0]
+
+
+def test_a_worker_that_came_back_and_takes_no_step_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
+    job = strategy._elastic_steps.job
+    monkeypatch.setattr(type(job), "is_new", True)
+    with pytest.raises(tfd.errors.InvalidArgumentError, match=r"before its first strategy.run.*\(input: seed\)"):
+        strategy.experimental_distribute_dataset(TensorDataset(torch.arange(4)), global_batch_size=4, shuffle=True)
+    assert strategy.should_stop(True) is False
+    with pytest.raises(tfd.errors.InvalidArgumentError, match="came to the end without a step"):
+        strategy.close()
+
+
+def test_datasets_are_made_before_join(strategy: Any) -> None:
+    dataset = strategy.experimental_distribute_dataset(TensorDataset(torch.arange(4)), global_batch_size=4)
+    positions = Positions()
+    positions.add(dataset)
+    positions.load(positions.state())
+    with pytest.raises(tfd.errors.InvalidArgumentError, match="Make all datasets before join"):
+        positions.add(dataset)
+    positions.run_ended()
+    positions.add(dataset)
 
 
 def test_an_error_puts_everything_back_and_ends_the_job_here(strategy: Any) -> None:
@@ -171,6 +306,24 @@ def test_an_error_puts_everything_back_and_ends_the_job_here(strategy: Any) -> N
     assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
 
 
+def test_the_report_counts_steps(strategy: Any) -> None:
+    for _ in range(3):
+        strategy.run(lambda: torch.rand(1))
+    report = strategy.report(quiet=True)
+    assert (report.elastic.committed, report.elastic.retried) == (3, 0)
+    assert report.elastic.members == (0,)
+    assert "3 steps committed here, 0 begun again; workers [0] hold the replicas, this one [0, 1, 2, 3]" in str(report)
+
+
+def test_join_comes_before_the_first_step_and_does_nothing_at_the_first_start(strategy: Any) -> None:
+    assert tfd.experimental.join(strategy) is False
+    strategy.run(lambda: None)
+    with pytest.raises(RuntimeError, match=r"right before the loop"):
+        tfd.experimental.join(strategy)
+    with tfd.MirroredStrategy(["cpu:0"]) as other:
+        assert tfd.experimental.join(other) is False
+
+
 def test_should_stop_is_agreed(strategy: Any) -> None:
     assert strategy.should_stop(True) is True
     assert strategy.should_stop(False) is False
@@ -182,7 +335,6 @@ def test_who_holds_which_replica() -> None:
         held = [held_by(m, members, 4) for m in members]
         assert [r for part in held for r in part] == [0, 1, 2, 3]
         assert max(map(len, held)) - min(map(len, held)) <= 1
-        assert all(holder_of(r, members, 4) == m for m, part in zip(members, held, strict=True) for r in part)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

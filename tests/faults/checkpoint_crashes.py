@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.checkpoint import dcp, files, manager
 from tfstyle_dist.train import Checkpoint, CheckpointManager
-from tfstyle_dist.train.checkpoint import dcp, files, manager
 
 NOBODY = 65534
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tfstyle_dist.core.env import LAUNCHER_VARIABLES
+from tfstyle_dist.core.launch_env import LAUNCHER_VARIABLES
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.testing import processes
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.checkpoint import dcp
 from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.testing.runner import run_script
 from tfstyle_dist.train import Checkpoint, CheckpointManager, latest_checkpoint
-from tfstyle_dist.train.checkpoint import dcp
 
 PROGRAM = Path(__file__).parent / "checkpoint_crashes.py"
 

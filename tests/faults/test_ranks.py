@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -160,42 +158,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int) -> None:
         torch.testing.assert_close(model.weight.detach(), before - 0.1)
 
 
-# ---- the process group -------------------------------------------------------------------------------------
-
-
-def join(rank: int, size: int, name: str) -> None:
-    import torch.distributed as dist
-
-    path = os.environ["TFSTYLE_RENDEZVOUS_FILE"] + name
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=10)
-    )
-
-
-@ranks_of_two
-def test_a_group_of_the_program_is_adopted_and_kept(rank: int) -> None:
-    import torch.distributed as dist
-
-    join(rank, 2, "-own")
-    with td.MirroredStrategy() as strategy:
-        assert strategy.num_replicas_in_sync == 2
-        assert strategy.run(all_reduce) == 2.0
-    assert dist.is_initialized()
-    dist.barrier()
-
-
-@ranks_of_two
-def test_a_group_of_another_size_is_refused(rank: int) -> None:
-    join(0, 1, f"-alone-{rank}")
-    with pytest.raises(ValueError, match=r"initialised with 1 worker\(s\), but WORLD_SIZE=2"):
-        td.MirroredStrategy()
-
-
-@pytest.mark.distributed(workers=2, timeout=50, deadline=10, env={"WORLD_SIZE": None, "RANK": None})
-def test_a_group_without_a_launcher_is_adopted(rank: int) -> None:
-    join(rank, 2, "-by-hand")
-    with td.MirroredStrategy() as strategy:
-        assert strategy.run(all_reduce) == 2.0
+# ---- several strategies --------------------------------------------------------------------------------------
 
 
 @ranks_of_two

@@ -15,7 +15,7 @@ import pytest
 from containers import CONTAINER, needs_containers
 
 from tfstyle_dist.comm.peers.peer import this_peer
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import launch_env, network
 from tfstyle_dist.shm.namespaces import pid_namespace
 
 pytestmark = [pytest.mark.timeout(120), needs_containers]
@@ -29,7 +29,7 @@ def ranks() -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
 
     def start(what: str, seconds: int) -> list[subprocess.Popen[str]]:
         (port,) = network.free_ports(1)
-        kept = {k: v for k, v in os.environ.items() if k not in (*env.LAUNCHER_VARIABLES, "TF_CONFIG")}
+        kept = {k: v for k, v in os.environ.items() if k not in (*launch_env.LAUNCHER_VARIABLES, "TF_CONFIG")}
         kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TFSTYLE_TIMEOUT_SECONDS": str(seconds)}
         for rank in range(2):
             made.append(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tfstyle_dist.core.env import LAUNCHER_VARIABLES
+from tfstyle_dist.core.launch_env import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -187,3 +188,97 @@ def test_modules_of_torch_jit_are_refused(strategy: Any) -> None:
         model = torch.jit.script(nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"Use torch.compile, or start one process for each replica"):
         strategy.run(lambda: model(torch.ones(1, 2)))
+
+
+@FORMS
+def test_a_step_that_raises_on_every_replica_leaves_what_it_leaves_on_one_device(
+    strategy: Any, process_model: str
+) -> None:
+    model, optimizer = linear(strategy)
+    model.calls = 0
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        model.calls += 1
+        optimizer.step()
+        raise ValueError("after the step")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="after the step"):
+            strategy.run(step)
+    assert model.calls == 2
+    assert {tuple(v[0]) for v in values(strategy, lambda: model.weight)} == {(-2.0, -2.0)}
+
+
+def test_attributes_of_a_parameter_are_there_on_every_replica(strategy: Any) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+        model.weight.scale = 3.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def scaled() -> torch.Tensor:
+        optimizer.zero_grad()
+        return torch.tensor(model.weight.scale * getattr(model.weight, "more", 1.0))
+
+    assert values(strategy, scaled) == [3.0, 3.0]
+    model.weight.more = 2.0
+    assert values(strategy, scaled) == [6.0, 6.0]
+
+
+def test_a_write_to_a_tensor_in_a_slot_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Shared:
+        __slots__ = ("values",)
+
+    shared = Shared()
+    shared.values = torch.zeros(7)
+    strategy.run(lambda: shared.values.add_(1.0).sum())
+    assert "shape (7,)" in caplog.text
+
+
+def test_a_step_that_names_the_default_generator_draws_the_replicas_numbers(strategy: Any) -> None:
+    chosen = torch.default_generator
+    expected = [torch.rand(6, generator=torch.Generator().manual_seed(5 + r)).tolist() for r in range(2)]
+    strategy.seed_replicas(5)
+    drawn = [values(strategy, lambda: torch.rand(2, generator=chosen)) for _ in range(3)]
+    assert [[number for step in drawn for number in step[r]] for r in range(2)] == expected
+
+
+class _Asked(dict[str, Any]):
+    """As lazy mappings of libraries: what it gives is made, or imported, when it is asked."""
+
+    def __len__(self) -> int:
+        raise AssertionError("asked for its length")
+
+    def values(self) -> Any:
+        raise AssertionError("asked for its values")
+
+
+class _LoadsItself(types.ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+
+def test_looking_for_what_a_step_uses_calls_no_code_of_it(strategy: Any) -> None:
+    model, optimizer = linear(strategy)
+    table, module = _Asked(model=model), _LoadsItself("lazy")
+    holder = types.SimpleNamespace(table=_Asked(), module=module, model=model)
+
+    def step(ask: bool = False) -> float:
+        if ask:
+            table.values(), module.anything, holder.table.values()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return dict.__getitem__(table, "model").weight.sum().item()
+
+    assert strategy.experimental_local_results(strategy.run(step)) == (-2.0, -2.0)
+
+
+@pytest.mark.parametrize("folder", ["home/user/.local/lib/python3/site-packages", "usr/lib/python3/dist-packages"])
+def test_what_a_library_names_is_its_own_wherever_it_is_installed(strategy: Any, folder: str) -> None:
+    """Its globals are shared, as docs/replicas.md says; else torch's own would be taken for the program's."""
+    source = "def draw():\n    return generator.get_state().sum() * 0 + torch.rand((), generator=generator)"
+    space: dict[str, Any] = {"torch": torch, "generator": torch.Generator().manual_seed(1)}
+    exec(compile(source, f"/{folder}/library.py", "exec"), space)
+    one, other = values(strategy, space["draw"])
+    assert one != other, "the second replica draws the next number of the one generator"

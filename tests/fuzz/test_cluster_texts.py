@@ -22,7 +22,7 @@ from tfstyle_dist.cluster_resolver import (
 )
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
 from tfstyle_dist.cluster_resolver.slurm import expand_hostlist, expand_tasks_per_node
-from tfstyle_dist.core import env
+from tfstyle_dist.core import env, launch_env
 from tfstyle_dist.core.logging import get_logger
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,8 +166,8 @@ READERS: dict[str, Callable[[], Any]] = {
     "WORLD_SIZE": lambda: environment_of_a_rank(),
     "LOCAL_RANK": lambda: environment_of_a_rank(),
     "LOCAL_WORLD_SIZE": lambda: environment_of_a_rank(),
-    "MASTER_PORT": lambda: in_a_rank(env.master_address, MASTER_ADDR="h"),
-    "SLURM_JOB_ID": env.slurm_job_id,
+    "MASTER_PORT": lambda: in_a_rank(launch_env.master_address, MASTER_ADDR="h"),
+    "SLURM_JOB_ID": launch_env.slurm_job_id,
     "TPU_WORKER_ID": TPUClusterResolver,
     "TPU_WORKER_HOSTNAMES": lambda: TPUClusterResolver().cluster_spec(),
     "TPU_CHIPS_PER_HOST_BOUNDS": lambda: TPUClusterResolver().num_accelerators(),
@@ -186,7 +186,7 @@ def in_a_rank(read: Callable[[], Any], **variables: str) -> Any:
 
 
 def environment_of_a_rank() -> Any:
-    found = in_a_rank(env.launch, RANK="0", WORLD_SIZE="1")
+    found = in_a_rank(launch_env.launch, RANK="0", WORLD_SIZE="1")
     assert 0 <= found.rank < found.world_size
     assert 0 <= found.local_rank < found.local_world_size <= found.world_size
     return found

@@ -15,6 +15,8 @@ import torch
 from hypothesis import example, given, strategies as st
 from inputs import DEEP, altered, bounded, json_texts, nearly, values
 
+from tfstyle_dist.checkpoint import codec, files
+from tfstyle_dist.checkpoint.reader import CheckpointReader
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
 from tfstyle_dist.monitoring import saved
 from tfstyle_dist.parameter_server.persistence.record_files import RecordFile, read_records, read_what_is_whole
@@ -24,8 +26,6 @@ from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, pack_operations
 from tfstyle_dist.parameter_server.server.calls import ServerState
 from tfstyle_dist.train import Checkpoint, CheckpointManager, get_checkpoint_state
-from tfstyle_dist.train.checkpoint import codec, files
-from tfstyle_dist.train.checkpoint.listing import CheckpointReader
 
 pytestmark = pytest.mark.timeout(120)
 KEYS = {"public": "a" * 40, "secret": "b" * 40}

@@ -63,13 +63,16 @@ def ranks(name: str, count: int, *arguments: str) -> Section:
 def sections() -> list[Section]:
     """What is run, in the order of importance."""
     interpreted = {"TRITON_INTERPRET": "1"}
-    made = [cases("replicas of one process (G1 to G15)", "tests/gpu/cases_replicas.py", limit=150)]
+    made = [cases("replicas of one process (G1 to G15)", "tests/gpu/cases_replicas.py", limit=120)]
+    made.append(cases("steps of such replicas, saving, central storage", "tests/gpu/cases_steps.py", limit=120))
     made.append(ranks("2 ranks over RING: plain, checkpointed, reentrant", 2, "train", "RING"))
     made.append(ranks("2 ranks over RING: reductions of device and CPU values", 2, "values", "RING"))
+    made.append(ranks("2 ranks over RING: loops of users", 2, "everyday", "RING"))
     made.append(ranks("a library's group of one rank: every collective", 1, "library", "-"))
     if not REAL or torch.cuda.device_count() > 1:
         made.append(ranks("2 ranks over the library: plain, checkpointed, reentrant", 2, "train", "AUTO"))
         made.append(ranks("2 ranks over the library: reductions", 2, "values", "AUTO"))
+        made.append(ranks("2 ranks over the library: loops of users", 2, "everyday", "AUTO"))
     if REAL:
         made.append(cases("kernels: bits, 2^31 elements", "tests/gpu/test_triton_on_cuda.py", limit=150, marker="gpu"))
         made.append(cases("prefetched batches", "tests/gpu/test_input_on_cuda.py", limit=60, marker="gpu"))

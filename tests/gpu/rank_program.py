@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,102 @@ def values(implementation: str) -> None:
         "mean of halves": lambda: strategy.reduce("MEAN", half, axis=None),
         "all_reduce": lambda: strategy.run(lambda: context().all_reduce("SUM", x)),
         "all_reduce of a CPU value": lambda: strategy.run(lambda: context().all_reduce("SUM", torch.ones(2))),
+        "all_reduce of both": lambda: torch.cat(
+            [t.reshape(-1) for t in strategy.run(lambda: context().all_reduce("SUM", [x, torch.ones(2), x]))]
+        ),
         "all_gather": lambda: strategy.run(lambda: context().all_gather(x, 0)),
         "all_gather of uneven CPU values": lambda: strategy.run(lambda: context().all_gather(torch.ones(1 + RANK), 0)),
         "gather": lambda: strategy.gather(x, 0),
     }
+    for count in (4, 2_000_000):  # few elements are gathered, many halved
+        cases[f"a tree over {count} elements"] = lambda count=count: in_a_tree(strategy, count)
     for name, case in cases.items():
         say(name=name, value=case().float().cpu().reshape(-1).tolist())
+    # One rank has it on its device, the other on the CPU: a library would wait for ever.
+    apart = half.float().cpu() if RANK else half.float()
+    for name in ("reduce", "gather"):
+        try:
+            value = strategy.reduce("SUM", apart, None) if name == "reduce" else strategy.gather(apart, 0)
+            value = value.cpu().tolist()
+        except td.errors.CollectiveMismatchError as error:
+            value = ["refused" if KIND in str(error) else str(error)]
+        say(name=f"{name} of values in different places", value=value)
     strategy.close()
+
+
+def in_a_tree(strategy: td.Strategy, count: int) -> torch.Tensor:
+    values = torch.full((count,), 1.0 + RANK, device=DEVICE)
+    strategy.worker.group.all_reduce(values, "a tree", td.AggregationMethod.TREE)
+    assert bool((values == 3.0).all())
+    return values[:2]
+
+
+def everyday(implementation: str) -> None:
+    """Loops as users write them: uneven last batches, SyncBatchNorm, a counter, a checkpoint."""
+    strategy = strategy_of(implementation)
+    with tempfile.TemporaryDirectory() as own:
+        folder = strategy.worker.group.gather_objects(own, "folder")[0]
+        # The last batch has 3 examples, or 1, of which the second rank has none.
+        for name, rows, norm in (("SyncBatchNorm", 11, True), ("an empty share", 9, False)):
+            loop(strategy, name, rows, norm, f"{folder}/{rows}")
+        strategy.worker.group.gather_objects(None, "read")
+    strategy.close()
+
+
+def loop(strategy: td.MirroredStrategy, name: str, rows: int, norm: bool, path: str) -> None:
+    """Says how far one training is from that of one device, and from itself where it goes on from a checkpoint."""
+
+    def build(middle: Any) -> torch.nn.Module:
+        ends = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        return torch.nn.Sequential(ends[0], middle(4) if norm else torch.nn.Tanh(), ends[1]).double()
+
+    def update(net: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(net(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def state(net: torch.nn.Module) -> torch.Tensor:
+        return torch.cat([value.detach().reshape(-1).double().cpu() for value in net.state_dict().values()])
+
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1)).double()
+    batches = [(part, part.sum(1, keepdim=True)) for part in (x[:8], x[8:])]
+    on_read, add = td.VariableSynchronization.ON_READ, td.VariableAggregation.SUM
+    torch.manual_seed(RANK)
+    with strategy.scope():
+        model, seen = build(torch.nn.SyncBatchNorm), td.Variable(0.0, synchronization=on_read, aggregation=add)
+    plain = build(torch.nn.BatchNorm1d)
+    plain.load_state_dict({key: value.detach().cpu() for key, value in model.state_dict().items()})
+    ours, theirs = (torch.optim.Adam(net.parameters(), 0.05, eps=1e-3) for net in (model, plain))
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        seen.assign_add(torch.tensor(float(len(batch[0])), device=DEVICE))
+        return update(model, ours, batch)
+
+    def epoch() -> torch.Tensor:
+        losses = [
+            strategy.reduce("MEAN", strategy.run(step, args=batch), axis=None)
+            for batch in strategy.experimental_distribute_dataset(batches)
+        ]
+        assert not torch.stack(losses).isnan().any()
+        return state(model)
+
+    after = epoch()
+    for batch in batches:
+        update(plain, theirs, batch)
+    checkpoint = td.train.Checkpoint(model=model, optimizer=ours, seen=seen)
+    saved = checkpoint.save(path)
+    second, both = epoch(), float(seen.read_value())
+    checkpoint.restore(saved).assert_consumed()
+    again = epoch()
+    say(
+        name=name,
+        weights=again.tolist(),
+        off=float((after - state(plain)).abs().max()),
+        restored=torch.equal(second, again),
+        seen=[both, float(seen.read_value())],
+    )
 
 
 def library(_: str) -> None:
@@ -116,7 +206,11 @@ def lost(how: str) -> None:
     try:
         strategy.run(step)
     except (td.errors.PeerLostError, td.errors.DeadlineExceededError) as error:
-        say(error=type(error).__name__, says="Worker 1 is missing" in str(error))
+        under_way = list(getattr(torch.distributed.group.WORLD, "under_way", []))  # in the pretend library
+        waits = [not work.is_completed() for work in under_way]
+        strategy.close()
+        ended = [work.is_completed() for work in under_way]
+        say(error=type(error).__name__, says="Worker 1 is missing" in str(error), waits=any(waits), ended=all(ended))
         os._exit(0)
 
 
@@ -127,4 +221,4 @@ if __name__ == "__main__":
         from pretend_accelerator.collectives import register
 
         register()
-    {"train": train, "values": values, "library": library, "lost": lost}[sys.argv[1]](sys.argv[2])
+    {"train": train, "values": values, "everyday": everyday, "library": library, "lost": lost}[sys.argv[1]](sys.argv[2])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 from lockstep import make, parts_of, run_workers
@@ -19,6 +20,7 @@ WORKERS, REPLICAS = st.integers(1, 3), st.integers(1, 5)
 LENGTHS, BATCHES = st.integers(0, 23), st.integers(1, 9)
 EXAMPLES = settings(max_examples=60, deadline=None)
 
+pytestmark = pytest.mark.cpu_only("its workers are threads of one process with replicas on the CPU")
 Steps = list[list[list[list[Any]]]]
 """By worker, by step, by local replica: the samples."""
 

@@ -17,6 +17,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError, NotFoundError
 from tfstyle_dist.input import AutoShardPolicy, FileDataset, read_tar
 from tfstyle_dist.input.inline import MOST_BYTES, InlineCollate
 from tfstyle_dist.input.loader import TensorRows
+from tfstyle_dist.input.sampler import ShuffledOrder
 
 TEN = TensorDataset(torch.arange(10.0))
 
@@ -302,3 +303,12 @@ def test_one_worker_has_nothing_to_divide(two: td.Strategy, policy: AutoShardPol
         batches = two.experimental_distribute_dataset(dataset, auto_shard_policy=policy, **options)
         (last,) = list(batches)[-1]
         assert [part.tolist() for part in last.values] == [[8.0, 9.0], []], "cut by the full batch's size, as recorded"
+
+
+def test_what_is_read_does_not_go_to_the_default_device() -> None:
+    """On a device of no memory nothing could be read; on a GPU a CPU generator would be refused."""
+    with torch.device("meta"):
+        order = ShuffledOrder(8, seed=1).indices(0)
+        assert sorted(order.tolist()) == list(range(8))
+        (rows,) = TensorRows((torch.arange(8.0, device="cpu"),)).__getitems__(order[:2].tolist())
+    assert rows.tolist() == [float(i) for i in order[:2]]

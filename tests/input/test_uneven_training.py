@@ -26,6 +26,13 @@ def model(norm: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 1))
 
 
+def here() -> Any:
+    """Where the calling replica is."""
+    context = td.get_replica_context()
+    assert context is not None
+    return context.strategy.worker.torch_device(context.local_replica_id)
+
+
 def train(strategy: td.Strategy, size: int, style: str, epochs: int = 3) -> list[torch.Tensor]:
     loader = DataLoader(data(size), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     batches = strategy.experimental_distribute_dataset(loader)
@@ -91,7 +98,7 @@ def test_batch_norm_statistics_are_the_mean_of_the_replicas() -> None:
             TensorDataset(*(t[:12] for t in rows.tensors)), global_batch_size=6
         ):
             strategy.run(lambda part: [net(part), None][1], args=(x,))
-        strategy.run(lambda part: [net(part), None][1], args=(torch.empty(0, 4),))
+        strategy.run(lambda: [net(torch.empty(0, 4, device=here())), None][1])
         strategy.sync_buffers()
         found: Any = net[1].running_var  # type: ignore[index]
         torch.testing.assert_close(found.detach().clone(), expected)
@@ -106,6 +113,6 @@ def test_an_empty_share_weighs_nothing() -> None:
         means = strategy.run(lambda x: [x.mean(), len(x)], args=(batch,))
         assert float(td.experimental.exact_mean(*means, strategy=strategy)) == 4.0
         assert float(strategy.reduce("MEAN", batch, axis=0).sum()) == 8.0
-        strategy.run(lambda: [norm(torch.empty(0, 2, 3, 3)), None][1])
+        strategy.run(lambda: [norm(torch.empty(0, 2, 3, 3, device=here())), None][1])
         strategy.sync_buffers()
         assert torch.equal(norm.running_mean, before)  # type: ignore[arg-type]

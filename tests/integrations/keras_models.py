@@ -6,15 +6,27 @@ from typing import Any
 
 import keras
 import numpy as np
+import on_devices
 import pytest
 from sklearn.datasets import load_digits
 
-import tfstyle_dist.integrations.keras  # noqa: F401  # keras.Model knows strategies from here on
+import tfstyle_dist as tfd
+import tfstyle_dist.integrations.keras  # keras.Model knows strategies from here on
 
 QUIET = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 """Keras turns torch tensors into NumPy arrays in a way that NumPy 2 warns of."""
 
+SHUFFLES = not on_devices.NAMES
+"""What ``fit`` is told where a test asks for nothing: Keras alone draws its order on the device, not as on the CPU."""
+
 Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def central_ranks() -> tfd.Strategy:
+    """Central storage between processes."""
+    if on_devices.NAMES:
+        pytest.skip("about the CPU: central storage between processes computes there")
+    return tfd.experimental.CentralStorageStrategy(["cpu:0"])
 
 
 def digits() -> tuple[Arrays, Arrays]:

@@ -145,6 +145,11 @@ def test_wrong_arguments_are_refused() -> None:
         StrategyAccelerator(cpu=True, auto_shard_policy=tfd.AutoShardPolicy.FILE)
     with pytest.raises(TypeError, match="nonsense"):
         StrategyAccelerator(nonsense=1)
+    with (
+        tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as elastic,
+        pytest.raises(ValueError, match=r"the workers of an elastic job change.*strategy\.run"),
+    ):
+        StrategyAccelerator(cpu=True, strategy=elastic)
 
 
 def test_the_strategy_in_force_is_taken() -> None:

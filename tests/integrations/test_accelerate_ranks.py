@@ -112,6 +112,21 @@ def test_without_a_strategy_it_makes_one_over_the_ranks() -> None:
     assert_same(train(accelerator, make_model()), steps=1)
 
 
+@pytest.mark.parametrize("local", ["1", "2"])
+def test_the_group_counts_where_variables_of_the_launcher_are_wrong(
+    process_group: Any, rank: int, local: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in accelerate's ``debug_launcher``: every process of its group has RANK=0."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    accelerator = StrategyAccelerator(cpu=True)
+    group = accelerator.strategy.worker.group
+    assert (group.rank, group.size) == (accelerator.process_index, accelerator.num_processes) == (rank, 2)
+    accelerator.strategy.close()
+
+
 def test_bfloat16_is_summed_in_float32_and_rounded_once(rank: int) -> None:
     with mirrored("TREE") as strategy:
         accelerator = StrategyAccelerator(strategy=strategy)
@@ -189,6 +204,62 @@ def test_uneven_inputs_are_joined(rank: int) -> None:
                 gradients.append(accelerator.unwrap_model(model).weight.grad.item())
         assert gradients == [[1.5, 1.5], [1.5]][rank]  # 1 and 2, then 3 and nothing, both over two ranks
         assert not accelerator.multi_device
+
+
+class Weighed(nn.Module):
+    """Behind the loss stands a learned factor: NaN times it has a gradient of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = make_model(), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.inner(inputs), targets) * self.factor
+
+
+def weights_after(loader: Any, model: nn.Module, optimizer: Any, backward: Any) -> None:
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        backward(model(inputs, targets))
+        optimizer.step()
+
+
+def after_one_device(count: int) -> dict[str, torch.Tensor]:
+    model = Weighed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights_after(DataLoader(data(count), batch_size=8), model, optimizer, torch.Tensor.backward)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(("count", "joined", "owned"), [(13, False, False), (13, False, True), (11, True, False)])
+def test_an_uneven_end_of_a_policy_trains_as_one_device(count: int, joined: bool, owned: bool) -> None:
+    """The last batch has 4 and 1 examples, or 3 and none."""
+    with mirrored() as strategy:
+        accelerator = StrategyAccelerator(strategy=strategy, auto_shard_policy=tfd.AutoShardPolicy.DATA)
+        with strategy.scope() if owned else contextlib.nullcontext():
+            model = Weighed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(count), batch_size=8))
+        with accelerator.join_uneven_inputs([model]) if joined else contextlib.nullcontext():
+            weights_after(loader, model, optimizer, accelerator.backward)
+        found = dict(accelerator.unwrap_model(model).state_dict())
+    torch.testing.assert_close(found, after_one_device(count), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("count", [13, 9])
+def test_a_distributed_dataset_trains_as_one_device(count: int, owned: bool) -> None:
+    """Its last batch has 3 and 2 examples, or one and none."""
+    with mirrored() as strategy:
+        accelerator = StrategyAccelerator(strategy=strategy)
+        with strategy.scope() if owned else contextlib.nullcontext():
+            model = Weighed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        dataset = strategy.experimental_distribute_dataset(DataLoader(data(count), batch_size=8))
+        weights_after(dataset, model, optimizer, accelerator.backward)
+        found = dict(accelerator.unwrap_model(model).state_dict())
+    torch.testing.assert_close(found, after_one_device(count), rtol=1e-5, atol=1e-6)
 
 
 def test_reduce_and_gather_for_metrics(rank: int) -> None:

@@ -30,7 +30,7 @@ def made(strategy: tfd.Strategy, *layers: Any, **compiled: Any) -> keras.Model:
 def everywhere(strategy: tfd.Strategy, numbers: Any) -> np.ndarray:
     """A row of numbers of each worker."""
     mine = torch.as_tensor(np.ravel(np.asarray(numbers, dtype=np.float64)))[None]
-    return strategy.gather(strategy.run(lambda: mine), axis=0).numpy()
+    return strategy.gather(strategy.run(lambda: mine), axis=0).cpu().numpy()
 
 
 class Log(keras.callbacks.Callback):

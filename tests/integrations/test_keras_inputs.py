@@ -8,9 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import on_devices
 import pytest
 import torch
-from keras_models import QUIET, dense, digits, weights_of
+from keras_models import QUIET, SHUFFLES, dense, digits, weights_of
 
 import tfstyle_dist as tfd
 from tfstyle_dist.integrations.keras import strategy_of
@@ -68,11 +69,15 @@ INPUTS = {
 @TWO
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_input_as_on_one_device(strategy: tfd.Strategy, kind: str) -> None:
+    if on_devices.NAMES and "threads" in kind:
+        pytest.skip("Keras' threads begin an epoch where reading stopped; on devices one batch more is read ahead")
+
     def train(scope: Any) -> tuple[dict[str, list[float]], np.ndarray]:
         keras.utils.set_random_seed(2)
         with scope:
             model = dense()
-        return model.fit(**INPUTS[kind](), epochs=2, verbose=0).history, weights_of(model)
+        given: dict[str, Any] = {"shuffle": SHUFFLES, **INPUTS[kind]()}
+        return model.fit(**given, epochs=2, verbose=0).history, weights_of(model)
 
     history, weights = train(contextlib.nullcontext())
     theirs, their_weights = train(strategy.scope())

@@ -105,7 +105,8 @@ def test_a_model_may_be_built_by_its_first_call_in_run() -> None:
 
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             n = strategy.num_replicas_in_sync
-            x, y = x.chunk(n)[replica()], y.chunk(n)[replica()]
+            here = torch.empty(0).device
+            x, y = x.chunk(n)[replica()].to(here), y.chunk(n)[replica()].to(here)
             loss = (model(x) - y).pow(2).sum() / 64
             model.zero_grad()
             loss.backward()

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras_models import QUIET
+from keras_models import QUIET, central_ranks
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
@@ -17,7 +17,7 @@ from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
 pytestmark = QUIET
 Central = tfd.experimental.CentralStorageStrategy
 CENTRAL = NamedStrategy("central_2", lambda: Central(["cpu:0", "cpu:1"]))
-CENTRAL_WORKERS = NamedStrategy("central_2_workers", lambda: Central(["cpu:0"]), 2)
+CENTRAL_WORKERS = NamedStrategy("central_2_workers", central_ranks, 2)
 MULTI_WORKER = NamedStrategy("multi_worker_2", lambda: tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"]), 2)
 EVERY = strategy_combinations(
     "one_device", "mirrored_1", "mirrored_2", "mirrored_3", CENTRAL, "mirrored_2_workers",

@@ -7,16 +7,15 @@ from typing import Any
 
 import keras
 import numpy as np
-import on_devices
 import pytest
-from keras_models import QUIET, dense, digits, weights_of
+from keras_models import QUIET, SHUFFLES, central_ranks, dense, digits, weights_of
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
 
 pytestmark = QUIET
 CENTRAL = NamedStrategy("central_2", lambda: tfd.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]))
-CENTRAL_RANKS = NamedStrategy("central_2_workers", lambda: tfd.experimental.CentralStorageStrategy(["cpu:0"]), 2)
+CENTRAL_RANKS = NamedStrategy("central_2_workers", central_ranks, 2)
 MULTI_WORKER = NamedStrategy("multi_worker_2", lambda: tfd.MultiWorkerMirroredStrategy(devices=["cpu:0"]), 2)
 TRAIN, TEST = digits()
 
@@ -24,8 +23,7 @@ TRAIN, TEST = digits()
 def results(scope: Any, model_of: Any = dense, **options: Any) -> dict[str, Any]:
     """History, evaluation, predictions and weights of one training."""
     keras.utils.set_random_seed(3)
-    if on_devices.NAMES:
-        options["shuffle"] = False  # Keras alone draws the order on the device, another one than on the CPU
+    options = {"shuffle": SHUFFLES, **options}
     with scope:
         model = model_of()
     fitted = model.fit(*TRAIN, batch_size=100, epochs=2, validation_data=TEST, verbose=0, **options)
@@ -79,6 +77,27 @@ def test_a_model_without_input_shape_and_other_optimizers(strategy: tfd.Strategy
 
 
 @strategy_combinations("mirrored_2", "mirrored_2_workers")
+def test_a_model_that_was_made_on_the_cpu_trains_on_the_devices(strategy: tfd.Strategy) -> None:
+    """``KERAS_TORCH_DEVICE=cpu``, or built before the scope: its parameters are moved, and are the same objects."""
+
+    def model_of() -> keras.Model:
+        with keras.device("cpu"):
+            made.append(dense())
+        kept.append(made[-1].trainable_variables[0].value)
+        return made[-1]
+
+    made: list[keras.Model] = []
+    kept: list[Any] = []
+    with keras.device("cpu"):
+        alone = results(contextlib.nullcontext(), model_of)
+    together = results(strategy.scope(), model_of)
+    np.testing.assert_allclose(together["history"]["loss"], alone["history"]["loss"], atol=1e-4)
+    np.testing.assert_allclose(together["weights"], alone["weights"], atol=1e-4)
+    assert made[-1].trainable_variables[0].value is kept[-1]
+    assert kept[-1].device.type == strategy.worker.torch_device(0).type
+
+
+@strategy_combinations("mirrored_2", "mirrored_2_workers")
 def test_metrics_are_exact_over_uneven_shares(strategy: tfd.Strategy) -> None:
     """357 examples in batches of 71: two shares of 36 and 35, and a last batch of 2."""
     with strategy.scope():
@@ -103,7 +122,8 @@ def test_a_replica_without_examples_changes_nothing(strategy: tfd.Strategy) -> N
         keras.utils.set_random_seed(5)
         with scope:
             model = dense()
-        return model.fit(x, y, batch_size=5, epochs=2, verbose=0).history["loss"], weights_of(model)
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=SHUFFLES, verbose=0).history
+        return history["loss"], weights_of(model)
 
     losses, weights = train(contextlib.nullcontext())
     their_losses, their_weights = train(strategy.scope())

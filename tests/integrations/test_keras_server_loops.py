@@ -5,25 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from keras_tasks import ENVIRONMENT, TASKS
 
 from tfstyle_dist.testing.runner import run_script
 
-PROGRAM = """
-import os, sys
-
-os.environ["KERAS_BACKEND"] = "torch"
-import torch
-import tfstyle_dist as tfd
-
-torch.set_num_threads(1)
-resolver = tfd.cluster_resolver.TFConfigClusterResolver()
-if resolver.task_type in ("worker", "ps"):
-    tfd.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
-    sys.exit()
-
-import keras
-import numpy as np
-import tfstyle_dist.integrations.keras
+PROGRAM = (
+    TASKS
+    + """import tfstyle_dist.integrations.keras
 
 
 class Scaled(keras.layers.Layer):
@@ -125,6 +113,7 @@ before = kernel.numpy().copy()
 keras.optimizers.SGD(1.0).apply([torch.ones(4, 8)], [kernel])
 print("on the chief:", np.allclose(kernel.numpy(), before - 1))
 """
+)
 
 REFUSALS = """
 def refused(what, function):
@@ -161,7 +150,7 @@ def test_a_loop_of_ones_own_on_servers(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(PROGRAM + REFUSALS, encoding="utf-8")
     argv = ["-m", "tfstyle_dist.launch", "--chief", "--workers", "2", "--ps", "1", str(script)]
-    result = run_script(argv, timeout=300, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    result = run_script(argv, timeout=300, cwd=tmp_path, env=ENVIRONMENT)
     output = result.stdout
     assert result.returncode == 0, f"{output}\n{result.stderr}"
     for line in (

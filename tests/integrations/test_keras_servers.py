@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from keras_tasks import ENVIRONMENT, TASKS
 
 from tfstyle_dist.testing.runner import run_script
 
@@ -22,21 +23,9 @@ with strategy_async.scope():
     model_async.compile(optimizer='adam', loss='sparse_categorical_crossentropy')
 """
 
-BEGIN = """
-import os, sys, warnings
-
-os.environ["KERAS_BACKEND"] = "torch"
-import torch
-import tfstyle_dist as tfd
-
-torch.set_num_threads(1)
-resolver = tfd.cluster_resolver.TFConfigClusterResolver()
-if resolver.task_type in ("worker", "ps"):
-    tfd.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
-    sys.exit()
-
-import keras
-import numpy as np
+BEGIN = (
+    TASKS
+    + """import warnings
 import tfstyle_dist.integrations.keras as tfk
 from sklearn.datasets import load_digits
 
@@ -52,6 +41,7 @@ def build_model():
     layers = keras.layers
     return keras.Sequential([keras.Input((64,)), layers.Dense(64, "relu"), layers.Dense(10, "softmax")])
 """
+)
 
 TRAIN = """
 def accuracy(model):
@@ -134,7 +124,7 @@ def test_sync_and_async_side_by_side(tmp_path: Path) -> None:
     script = tmp_path / "compare.py"
     script.write_text(BEGIN + COMPARISON + TRAIN + MORE, encoding="utf-8")
     argv = ["-m", "tfstyle_dist.launch", "--chief", "--workers", "2", "--ps", "1", str(script)]
-    result = run_script(argv, timeout=150, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    result = run_script(argv, timeout=150, cwd=tmp_path, env=ENVIRONMENT)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     output = result.stdout
     ((sync, unsynchronised),) = re.findall(r"sync (\S+), async (\S+)", output)

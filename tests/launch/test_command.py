@@ -12,8 +12,11 @@ import tfstyle_dist
 from tfstyle_dist import cli
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.monitoring import ReplicaTimes, Report, saved
+from tfstyle_dist.testing import foreign
 
-COMMANDS = ("launch", "doctor", "compare", "keys", "report")
+ROOT = Path(__file__).parents[2]
+
+COMMANDS = ("launch", "doctor", "compare", "keys", "foreign", "report")
 
 
 def status(*arguments: str) -> int:
@@ -33,9 +36,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_have_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_have_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert status(command, "--help") == 0
-    assert capsys.readouterr().out.startswith("usage: ")
+    assert capfd.readouterr().out.startswith("usage: ")
 
 
 @pytest.mark.parametrize("arguments", [(), ("luanch",)])
@@ -51,6 +54,22 @@ def test_the_rest_of_the_line_belongs_to_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tfstyle_dist.cli", "launch", "--workers", "1", str(program)]
     done = subprocess.run([*command, "--steps", "3", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
+
+
+def test_foreign_measures_from_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The tree of the package, else that of the working folder; neither is there where a wheel was installed alone."""
+    assert foreign.program() == ROOT / foreign.PROGRAM
+    monkeypatch.setattr(foreign, "TREE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert status("foreign", "--list") == 2
+    assert "Unpack the sdist of the same version, and run the command in its folder" in capfd.readouterr().err
+    written = tmp_path / foreign.PROGRAM
+    written.parent.mkdir(parents=True)
+    written.write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(3)")
+    assert status("foreign", "--list", "--case", "hook") == 3
+    assert capfd.readouterr().out == "__main__ ['--list', '--case', 'hook']\n"
 
 
 def a_report() -> Report:

@@ -237,7 +237,7 @@ if index == 1:
 time.sleep(1)
 print("came to the end")
 """
-    code, out, err = launch(source, "--workers", "3", "--elastic").end()
+    code, out, err = launch(source, "--workers", "3", "--elastic", "--max-restarts", "0").end()
     assert code == 0
     assert "[worker 2] came to the end" in out
     assert re.search(r"\[launch\] worker 0 \(pid \d+\) ended with 137; the others go on without it", err)
@@ -249,9 +249,79 @@ def test_an_elastic_job_that_lost_all_workers_has_failed(launch: Any) -> None:
 time.sleep(0.5 * index)
 raise KeyError(f"worker {index}")
 """
-    code, _, err = launch(source, "--workers", "2", "--elastic").end()
+    code, _, err = launch(source, "--workers", "2", "--elastic", "--max-restarts", "0").end()
     assert code == 1
     assert "[launch] worker 0 (pid" in err
+
+
+def test_lost_workers_of_an_elastic_job_are_started_again(launch: Any, tmp_path: Path) -> None:
+    source = f"""
+lives = os.path.join({str(tmp_path)!r}, f"lives-{{index}}")
+with open(lives, "a") as file:
+    file.write("x")
+life = os.path.getsize(lives)
+print(f"life {{life}}")
+if index == 0 and life < 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if index == 1:
+    while not os.path.exists(os.path.join({str(tmp_path)!r}, "end")):
+        time.sleep(0.01)
+open(os.path.join({str(tmp_path)!r}, "end"), "w").close()
+"""
+    code, out, err = launch(source, "--workers", "2", "--elastic").end()
+    assert code == 0
+    assert re.findall(r"\[worker 0\] life (\d)", out) == ["1", "2", "3"]
+    assert re.findall(r"worker 0 \(pid \d+\) ended with 137; it is started again in ([\d.]+) s", err) == ["0.2", "0.4"]
+    assert out.count("[worker 1] life") == 1
+
+
+def test_a_worker_that_is_being_started_again_is_told_that_the_others_have_come_to_the_end(
+    launch: Any, tmp_path: Path
+) -> None:
+    source = f"""
+from tfstyle_dist.core import launch_env
+lives = os.path.join({str(tmp_path)!r}, f"lives-{{index}}")
+with open(lives, "a") as file:
+    file.write("x")
+if index == 0 and os.path.getsize(lives) == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if index == 0:
+    print(f"before: {{launch_env.job_has_ended()}}")
+    open(os.path.join({str(tmp_path)!r}, "looked"), "w").close()
+    while not launch_env.job_has_ended():
+        time.sleep(0.01)
+    print("told")
+while not os.path.exists(os.path.join({str(tmp_path)!r}, "looked")):
+    time.sleep(0.01)
+"""
+    code, out, _ = launch(source, "--workers", "2", "--elastic").end()
+    assert code == 0
+    assert "[worker 0] before: False" in out
+    assert "[worker 0] told" in out
+
+
+def test_restarts_have_an_end(launch: Any, tmp_path: Path) -> None:
+    source = f"""
+from pathlib import Path
+lives = Path({str(tmp_path / "lives")!r})
+if index == 0:
+    with lives.open("a") as file:
+        file.write("x")
+    raise KeyError("lost")
+while not lives.exists() or lives.stat().st_size < 3:
+    time.sleep(0.1)
+time.sleep(2)
+"""
+    code, _, err = launch(source, "--workers", "2", "--elastic", "--max-restarts", "2").end()
+    assert code == 0
+    assert err.count("it is started again in") == 2
+    assert err.count("the others go on without it") == 1
+
+
+def test_restarts_are_for_elastic_jobs(launch: Any) -> None:
+    code, _, err = launch("", "--max-restarts", "2").end()
+    assert code == 2
+    assert "--max-restarts is for elastic jobs" in err
 
 
 def test_stubborn_tasks_and_their_children_are_killed(launch: Any) -> None:

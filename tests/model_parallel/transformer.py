@@ -51,7 +51,7 @@ def batches(count: int, size: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
-        words = torch.randint(WORDS, (size, 6), generator=generator)
+        words = torch.randint(WORDS, (size, 6), generator=generator, device="cpu")
         found.append((words[:, :-1], words[:, 1:]))
     return found
 

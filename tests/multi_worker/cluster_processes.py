@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import launch_env, network
 
-LAUNCHER_VARIABLES = (*env.LAUNCHER_VARIABLES, "TF_CONFIG")
+LAUNCHER_VARIABLES = (*launch_env.LAUNCHER_VARIABLES, "TF_CONFIG")
 
 
 def clean_environment(**changes: str) -> dict[str, str]:

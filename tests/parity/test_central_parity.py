@@ -8,7 +8,7 @@ from models import CASES
 from training import check_parity
 
 import tfstyle_dist as td
-from tfstyle_dist.variables import store
+from tfstyle_dist.runtime.worker import Worker
 
 HEAVY = ("gpt2", "lstm")
 QUICK = [n for n in CASES if n not in HEAVY]
@@ -43,7 +43,7 @@ def test_replicas_that_compute_with_copies(
     name: str, optimizer: str, reduction: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where values have to be copied for each step and gradients come back."""
-    monkeypatch.setattr(store, "is_elsewhere", lambda device, home: True)
+    monkeypatch.setattr(Worker, "computes_elsewhere", lambda worker, home: True)
     with td.experimental.CentralStorageStrategy(devices) as strategy:
         sizes = EVEN if len(devices) == 2 else (12,)
         check_parity(strategy, name, optimizer, torch.float64, sizes, reduction, twice=False)

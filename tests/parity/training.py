@@ -70,8 +70,9 @@ def one_device(name: str, optimizer: str, dtype: torch.dtype, tf_style: bool) ->
 
 
 def share(batch: Batch, sizes: Sequence[int], replica: int) -> Batch:
-    """The part of a global batch that is one replica's."""
-    return tuple(part.split(list(sizes))[replica] for part in batch)
+    """The part of a global batch that is one replica's, on the calling replica's device."""
+    here = torch.empty(0).device
+    return tuple(part.split(list(sizes))[replica].to(here) for part in batch)
 
 
 def distributed(

@@ -101,8 +101,7 @@ def _module() -> ModuleType:
     module.manual_seed_all = lambda seed: [ops.seed(index, seed) for index in range(count)]
     module.get_rng_state = lambda device=None: ops.get_state(_index(device))
     module.set_rng_state = lambda state, device=None: ops.set_state(_index(device), state)
-    module.get_rng_state_all = lambda: [ops.get_state(index) for index in range(count)]
-    module.Stream = lambda device=None: torch.Stream(device=torch.device("pretend", _index(device)))
+    module.Stream = lambda device=None, priority=0: torch.Stream(device=torch.device("pretend", _index(device)))
     module.Event = lambda: torch.Event(device="pretend")
     module.stream = lambda stream: stream
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))

@@ -364,11 +364,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  if (to.sizes() != from.sizes()) at::native::resize_(to, from.sizes(), std::nullopt);
-  return copy_from(from, to, false);
-}
-
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   if (self.sizes() == sizes) return self;
@@ -383,6 +378,20 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   }
   return self;
 }
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) resize(to, c10::fromIntArrayRefSlow(from.sizes()), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+// A loss that is reduced gets its output in the size before the reduction: its kernel is to resize it, without a word.
+struct Quiet final : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("An output with one or more elements was resized") == std::string::npos)
+      outer->process(warning);
+  }
+  c10::WarningHandler* outer = c10::WarningUtils::get_warning_handler();
+};
 
 // What all other operators do: check, run on the CPU over copies, copy back.
 void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -434,6 +443,8 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<at::Generator> used;
   for (const auto& [place, own] : lent) used.push_back((*stack)[first + place].toGenerator());
   c10::DeviceGuard guard(device.value_or(c10::Device(kType, current_device)));
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard handler(&quiet);
   const bool before = in_operator;
   in_operator = name != "aten::_local_scalar_dense" && name != "aten::equal" && name != "aten::nonzero";
   try {

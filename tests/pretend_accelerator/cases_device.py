@@ -114,3 +114,27 @@ def test_layers_equal_those_of_the_cpu(net: str) -> None:
     (layer(x.to(DEVICE)) ** 2).sum().backward()
     found = [p.grad.cpu() for p in layer.parameters()] + [b.cpu() for b in layer.buffers()]
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy"])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (0, 1)])
+def test_losses_that_are_reduced_say_nothing_of_the_size_before(loss: str, shape: tuple[int, ...]) -> None:
+    """Warnings are errors here: the kernel of such a loss resizes the output that it is given."""
+    found = {}
+    for where in ("cpu", DEVICE):
+        x, y = torch.full(shape, 0.25, device=where, requires_grad=True), torch.full(shape, 0.75, device=where)
+        value = getattr(torch.nn.functional, loss)(x, y)
+        value.backward()
+        found[where] = value.detach().cpu(), x.grad.cpu()
+        assert value.shape == ()
+    torch.testing.assert_close(found[DEVICE], found["cpu"], equal_nan=True)
+
+
+def test_an_output_that_is_given_gets_its_size() -> None:
+    for start in (0, 1, 2, 9):
+        out = torch.full((start,), 7.0, device=DEVICE)
+        torch.add(torch.arange(2.0, device=DEVICE), 1, out=out)
+        assert out.cpu().tolist() == [1.0, 2.0]
+    row = torch.zeros(2, 3, device=DEVICE)
+    torch.add(torch.ones(2, device=DEVICE), 1, out=row[:, 1])
+    assert row.cpu().tolist() == [[0.0, 2.0, 0.0]] * 2

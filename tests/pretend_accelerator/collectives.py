@@ -19,10 +19,11 @@ NAME = "pccl"
 WATCHDOG_EXIT = 99
 
 
-class _Work:
+class _Work(dist.Work):
     """A collective under way; ``wait`` has no limit."""
 
     def __init__(self, run: Any, limit: float) -> None:
+        super().__init__()
         self._done = threading.Event()
         self.error: BaseException | None = None
         self._watch = threading.Timer(limit, self._end_process)
@@ -35,6 +36,7 @@ class _Work:
             run()
         except BaseException as error:
             self.error = error
+            sys.stderr.write(f"pccl: {type(error).__name__}: {error}\n")
             return  # as a kernel that waits for a peer for ever
         self._done.set()
         self._watch.cancel()
@@ -67,20 +69,28 @@ class PretendCollectives(dist.ProcessGroup):
         self._limit = timeout.total_seconds()
         self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
         self._device = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timedelta(days=1))
-        self._under_way: list[_Work] = []
+        self.under_way: list[_Work] = []
         self.calls: list[str] = []
 
     def getBackendName(self) -> str:
         return NAME
 
+    def setGroupName(self, name: str) -> None:
+        self._name = name  # torch keeps it with the backends of a group, of which this one has none
+
+    def getGroupName(self) -> str:
+        return self._name
+
     def abort(self) -> None:
         """Ends what is under way."""
-        for work in self._under_way:
+        for work in self.under_way:
             work.cancel()
 
-    def _go(self, what: str, tensors: list[torch.Tensor], plain: Any, staged: Any) -> Any:
-        """``plain(group)`` for CPU tensors; else ``staged(group, hosts)`` over copies, written back."""
+    def _go(self, what: str, tensors: list[torch.Tensor], plain: Any, staged: Any, written: int | None = None) -> Any:
+        """``plain(group)`` for CPU tensors; else ``staged(group, hosts)`` over copies, the first ones written back."""
         kinds = {tensor.device.type for tensor in tensors}
+        if kinds == {"meta"}:  # only the sizes exist; torch's own groups do nothing either
+            return _Work(lambda: None, self._limit)
         if kinds == {"cpu"} and "cpu:gloo" in dist.distributed_c10d._world.pg_backend_config[self]:
             return plain(self._cpu)
         if kinds != {"pretend"}:
@@ -91,11 +101,11 @@ class PretendCollectives(dist.ProcessGroup):
         def run() -> None:
             staged(self._device, hosts).wait()
             with torch.no_grad():
-                for tensor, host in zip(tensors, hosts, strict=True):
+                for tensor, host in [*zip(tensors, hosts, strict=True)][:written]:
                     tensor.copy_(host)
 
         work = _Work(run, self._limit)
-        self._under_way = [w for w in self._under_way if not w.is_completed()] + [work]
+        self.under_way = [w for w in self.under_way if not w.is_completed()] + [work]
         return work
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
@@ -106,13 +116,30 @@ class PretendCollectives(dist.ProcessGroup):
         return self._go("broadcast", tensors, lambda g: g.broadcast(tensors, opts), lambda g, h: g.broadcast(h, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.distributed_c10d.AllgatherOptions()
         return self._go(
             "allgather",
             [*outputs[0], *inputs],
             lambda g: g.allgather(outputs, inputs, opts),
             lambda g, h: g.allgather([h[:-1]], h[-1:], opts),
+            written=len(outputs[0]),
         )
+
+    def _allgather_base(self, out: Any, given: Any, opts: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([out], [given], opts)
+
+    all_gather_single = _allgather_base  # its name since torch 2.13
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        def staged(group: Any, hosts: list[torch.Tensor]) -> Any:
+            for out, given in zip(hosts[: len(inputs)], hosts[len(inputs) :], strict=True):
+                parts = list(out.view(self.size(), -1).unbind())
+                work = group.allgather([parts], [given.reshape(-1)], dist.distributed_c10d.AllgatherOptions())
+                work.wait()
+            return work
+
+        tensors = [*outputs, *inputs]
+        return self._go("allgather", tensors, lambda g: staged(g, tensors), staged, written=len(outputs))
 
     def alltoall_base(self, out: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
@@ -121,22 +148,42 @@ class PretendCollectives(dist.ProcessGroup):
             [out, given],
             lambda g: g.alltoall_base(out, given, out_sizes, in_sizes, opts),
             lambda g, h: g.alltoall_base(h[0], h[1], out_sizes, in_sizes, opts),
+            written=1,
         )
 
     def _reduce_scatter_base(self, out: Any, given: Any, opts: Any = None) -> Any:
-        def staged(group: Any, hosts: list[torch.Tensor]) -> Any:
-            work = group.allreduce([hosts[1]], dist.AllreduceOptions())
-            work.wait()
-            part = hosts[1].numel() // self.size()
-            hosts[0].copy_(hosts[1].reshape(-1)[self.rank() * part : (self.rank() + 1) * part].view_as(hosts[0]))
-            return work
-
-        return self._go("reduce_scatter", [out, given], lambda g: staged(g, [out, given]), staged)
+        return self.reduce_scatter_tensor_coalesced([out], [given], opts)
 
     reduce_scatter_single = _reduce_scatter_base  # its name since torch 2.13
 
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        how = dist.AllreduceOptions()
+        mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG  # which Gloo has not
+        how.reduceOp = dist.ReduceOp.SUM if opts is None or mean else opts.reduceOp
+
+        def staged(group: Any, hosts: list[torch.Tensor]) -> Any:
+            for out, given in zip(hosts[: len(inputs)], hosts[len(inputs) :], strict=True):
+                total = given.clone()
+                work = group.allreduce([total], how)
+                work.wait()
+                part = total.reshape(self.size(), -1)[self.rank()].view_as(out)
+                out.copy_(part / self.size() if mean else part)
+            return work
+
+        tensors = [*outputs, *inputs]
+        return self._go("reduce_scatter", tensors, lambda g: staged(g, tensors), staged, written=len(outputs))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        return self._go(
+            "scatter",
+            [*outputs, *(inputs[0] if inputs else [])],
+            lambda g: g.scatter(outputs, inputs, opts),
+            lambda g, h: g.scatter(h[:1], [h[1:]] if inputs else [], opts),
+            written=1,
+        )
+
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        return self._go("send", tensors, lambda g: g.send(tensors, to, tag), lambda g, h: g.send(h, to, tag))
+        return self._go("send", tensors, lambda g: g.send(tensors, to, tag), lambda g, h: g.send(h, to, tag), 0)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         return self._go("recv", tensors, lambda g: g.recv(tensors, source, tag), lambda g, h: g.recv(h, source, tag))

@@ -40,7 +40,9 @@ def run_pytest(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [HERE / "cases_device.py", ON_DEVICES / "cases_replicas.py"], ids=lambda path: path.stem
+    "cases",
+    [HERE / "cases_device.py", ON_DEVICES / "cases_replicas.py", ON_DEVICES / "cases_steps.py"],
+    ids=lambda path: path.stem,
 )
 def test_cases(cases: Path) -> None:
     run_pytest(["-o", "python_files=cases_*.py", str(cases)], PRETEND)
@@ -59,11 +61,57 @@ def test_suites(layout: str) -> None:
     )
 
 
+# What a run of all tests does of the other suites; docs/gpus.md says when all of each was run.
+MORE = {
+    "input": ["test_layouts.py", "test_sources.py", "test_uneven_training.py"],
+    "checkpoint": ["test_checkpoint_contents.py"],
+    "train": ["test_optimizers.py"],
+    "parity": ["test_parity.py", "test_central_parity.py"],
+}
+PARITY = "not test_central_parity and not test_parity or adam and fp64 and (mlp or cnn or tied) and not sum"
+
+
 @pytest.mark.slow
-def test_keras() -> None:
-    """``fit``, metrics and regularizers of Keras, with a replica on each of two devices."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_suites(layout: str) -> None:
+    """Batches of every layout, checkpoints, optimizers, and models that train as on one device."""
+    files = [f"tests/{folder}/{file}" for folder, names in MORE.items() for file in names]
+    run_pytest(["-m", "not distributed and not slow", "-k", PARITY, *files], {on_devices.VARIABLE: LAYOUTS[layout]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "names"), [("two devices", ("parity", "loops", "metrics")), ("one device", ("parity",))]
+)
+def test_keras(layout: str, names: tuple[str, ...]) -> None:
+    """``fit``, metrics, regularizers, loops of one's own."""
+    files = [f"tests/integrations/test_keras_{name}.py" for name in names]
     run_pytest(
-        ["-m", "not distributed", "-k", "mirrored_2]", "tests/integrations/test_keras_parity.py"],
+        ["-m", "not distributed", "-k", "mirrored_2] or test_keras_loops", *files],
+        {on_devices.VARIABLE: LAYOUTS[layout]},
+    )
+
+
+@pytest.mark.slow
+def test_ranks_of_the_suites() -> None:
+    """Tests of two ranks with a device each, over a library that behaves like NCCL."""
+    files = [
+        "gradients/test_weights_by_examples.py",
+        "strategies/test_everyday.py",
+        "checkpoint/test_checkpoint_ranks.py",
+    ]
+    run_pytest(
+        ["-m", "distributed", *(f"tests/{file}" for file in files)], {on_devices.VARIABLE: LAYOUTS["two devices"]}
+    )
+
+
+@pytest.mark.slow
+def test_models_in_parts_and_keras_on_ranks() -> None:
+    """Replicas of two parts each, on four devices; ``fit`` on two ranks as on one device."""
+    names = "even or single_tensors or budget or mirrored_2_workers] and (digits or exact)"
+    files = ["model_parallel/test_partition.py", "integrations/test_keras_parity.py"]
+    run_pytest(
+        ["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)],
         {on_devices.VARIABLE: LAYOUTS["two devices"]},
     )
 
@@ -97,12 +145,31 @@ def test_values_of_the_cpu_and_of_devices_are_reduced(implementation: str) -> No
         "mean of halves": [1.5] * 2,
         "all_reduce": [3.0] * 4,
         "all_reduce of a CPU value": [2.0] * 2,
+        "all_reduce of both": [3.0] * 4 + [2.0] * 2 + [3.0] * 4,
         "all_gather": [1.0] * 4 + [2.0] * 4,
         "all_gather of uneven CPU values": [1.0] * 3,
         "gather": [1.0] * 4 + [2.0] * 4,
+        "a tree over 4 elements": [3.0] * 2,
+        "a tree over 2000000 elements": [3.0] * 2,
+        "reduce of values in different places": ["refused"] if implementation == "AUTO" else [3.0] * 2,
+        "gather of values in different places": ["refused"] if implementation == "AUTO" else [1.0, 1.0, 2.0, 2.0],
     }
     for rank in (0, 1):
         assert {s["name"]: s["value"] for s in said if s["rank"] == rank} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+def test_loops_of_users_train_as_one_device(implementation: str) -> None:
+    """Shares that differ weigh by their examples, SyncBatchNorm sees all of them, a checkpoint goes on bit for bit."""
+    said = ranks("everyday", implementation)
+    for name, rows in (("SyncBatchNorm", 11), ("an empty share", 9)):
+        first, second = sorted((s for s in said if s["name"] == name), key=lambda s: s["rank"])
+        assert first["weights"] == second["weights"]
+        for one in (first, second):
+            assert one["off"] < 1e-10
+            assert one["restored"]
+            assert one["seen"] == [2.0 * rows] * 2
 
 
 @pytest.mark.slow
@@ -111,6 +178,8 @@ def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) 
     (said,) = ranks("lost", how)
     assert said["error"] in ("PeerLostError", "DeadlineExceededError")
     assert said["says"]
+    assert said["waits"], "the library had something under way"
+    assert said["ended"], "closing the strategy ends it: its watchdog would end the process"
 
 
 def test_a_library_of_one_rank() -> None:

@@ -105,7 +105,7 @@ def test_ctrl_c_at_any_moment_leaves_replicas_that_can_go_on(executor: ReplicaEx
 
 
 def test_a_replica_that_never_stops_is_left_after_ctrl_c_also_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tfstyle_dist.runtime.turns._INTERRUPT_GRACE", 0.2)
+    monkeypatch.setattr("tfstyle_dist.runtime.turn._INTERRUPT_GRACE", 0.2)
     executor = ReplicaExecutor([ReplicaDevice("cpu", 0), ReplicaDevice("cpu", 1)], None)
     over = threading.Event()
 

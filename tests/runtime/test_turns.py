@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, ReplicaAborted
-from tfstyle_dist.runtime.turns import InlineRun, NoContent, TurnRun
+from tfstyle_dist.runtime.replica_run import InlineRun, NoContent
+from tfstyle_dist.runtime.turns import TurnRun
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -100,7 +100,7 @@ def test_a_segment_is_for_this_user_alone_and_leaves_nothing(rank: int, monkeypa
         segment.shared[rank] = 7
         group.numbers(0, "written")
         assert segment.private[:3].tolist() == [7, 7, 0]
-        assert {p for p in Path("/dev/shm").iterdir() if "tfstyle" in p.name} <= before
+        assert {p for p in Path("/dev/shm").iterdir() if p.name.startswith("tfstyle-")} <= before
 
 
 @pytest.mark.distributed(workers=2, timeout=60, deadline=15)

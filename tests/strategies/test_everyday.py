@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.values import PerReplica
-from tfstyle_dist.variables.store import find_record
+from tfstyle_dist.variables.known_tensors import find_record
 
 TWO = ["cpu:0", "cpu:1"]
 
@@ -90,6 +91,7 @@ def test_default_mirrored_strategy_leaves_torch_alone() -> None:
 
 
 def test_hooks_go_with_the_last_strategy() -> None:
+    gc.collect()  # of strategies that other tests have forgotten
     step = torch.optim.lr_scheduler.LRScheduler.step
     before = installed_hooks()
     first, second = td.MirroredStrategy(TWO), td.MirroredStrategy(TWO)
@@ -112,15 +114,13 @@ def test_a_forgotten_strategy_takes_its_hooks_and_threads_along() -> None:
     gone = weakref.ref(strategy)
     own = set(threading.enumerate()) - threads
     del strategy
-    gc.collect()
-    assert gone() is None
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)  # a thread holds what it ran last for a moment
     assert installed_hooks() == before
     for thread in own:
         thread.join(20)
         assert not thread.is_alive()
 
 
-@pytest.mark.cpu_only("on the pretend device a dropped strategy stays alive; why is not known yet")
 @pytest.mark.parametrize("devices", [TWO, None], ids=["in-process", "one-replica"])
 def test_nothing_survives(devices: list[str] | None) -> None:
     strategy = td.MirroredStrategy(devices)
@@ -153,9 +153,8 @@ def test_nothing_survives(devices: list[str] | None) -> None:
     references = [weakref.ref(thing) for thing in watched]
     watched.clear()
     model = optimizer = variable = strategy = step = parameter = record = None  # type: ignore[assignment]
-    gc.collect()
-    alive = [type(reference()).__name__ for reference in references if reference() is not None]
-    assert alive == []
+    # On a busy machine the thread of a replica may hold what it ran last longer than close() waits for it.
+    wait_until(lambda: gc.collect() >= 0 and not [r for r in references if r() is not None])
 
 
 def test_a_dropped_model_is_freed_while_its_strategy_lives(two: Any) -> None:
@@ -189,6 +188,7 @@ def test_chief_prints_once(two: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "loss=0.5\n"
 
 
+@pytest.mark.cpu_only("it names devices of the CPU in what it expects")
 @pytest.mark.distributed(workers=2)
 def test_chief_of_ranks(rank: int) -> None:
     with td.MirroredStrategy() as strategy:

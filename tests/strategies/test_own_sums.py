@@ -123,6 +123,30 @@ def test_the_ops_of_the_package_leave_the_sums_to_it() -> None:
         assert ops.own_sum is None
 
 
+def trained_bits(ops: td.CrossDeviceOps | None) -> list[float]:
+    with td.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"], cross_device_ops=ops) as strategy:
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+        def step() -> torch.Tensor:
+            model(torch.full((2, 3), 0.1 + replica().replica_id_in_sync_group)).square().sum().backward()
+            return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+        first: torch.Tensor = strategy.experimental_local_results(strategy.run(step))[0]
+        return first.tolist()
+
+
+def test_the_all_reduce_ops_are_what_they_say() -> None:
+    """``NcclAllReduce`` chooses nothing, ``HierarchicalCopyAllReduce`` a tree; packs change no bit."""
+    tree = td.ReductionToOneDevice(aggregation_method=td.AggregationMethod.TREE)
+    plain, by_tree = trained_bits(None), trained_bits(tree)
+    assert plain != by_tree
+    for packs in (0, 1, 3):
+        assert trained_bits(td.NcclAllReduce(num_packs=packs)) == plain
+        assert trained_bits(td.HierarchicalCopyAllReduce(num_packs=packs)) == by_tree
+
+
 @pytest.mark.parametrize("wrong", [None, 3.0, torch.ones(7)])
 def test_a_sum_of_another_shape_is_refused(wrong: Any) -> None:
     ops = td.ReductionToOneDevice(accumulation_fn=lambda values: wrong)

@@ -23,7 +23,9 @@ for _block in BLOCKS:  # defines test_all_reduce and so on here, where pytest fi
     exec(compile(_block.source, str(_block.place), "exec"), globals())
 
 
-@pytest.mark.parametrize("name", ["test_all_reduce", "test_weights_stay_equal", "test_a_dead_peer_is_named"])
+@pytest.mark.parametrize(
+    "name", ["test_all_reduce", "test_everybody_is_there", "test_weights_stay_equal", "test_a_dead_peer_is_named"]
+)
 def test_the_page_has_these_tests(name: str) -> None:
     marks = globals()[name].pytestmark
     assert any(mark.name in (plugin_options.MARKER, "parametrize") for mark in marks)

@@ -38,9 +38,9 @@ def test_leaks_fail_the_test_that_leaves_them(inner: InnerPytest) -> None:
 
         @pytest.mark.distributed(workers=1)
         def test_shared_memory(request):
-            path = f"/dev/shm/tfstyle-{uuid.uuid4().hex}"
-            open(path, "w").close()
-            request.config.add_cleanup(lambda: os.remove(path))
+            path = f"/dev/shm/tfstyleleak-{uuid.uuid4().hex}"
+            file = open(path, "w")  # stays open: tests beside this one see whose it is
+            request.config.add_cleanup(lambda: (file.close(), os.remove(path)))
 
         def test_clean(monkeypatch, tmp_path):
             monkeypatch.setenv("PUT_BACK", "1")
@@ -59,7 +59,7 @@ def test_leaks_fail_the_test_that_leaves_them(inner: InnerPytest) -> None:
             "  environment variable LEFT_VARIABLE (was None, is '1')",
             "  thread 'left-thread'",
             "  child process *",
-            "  file /dev/shm/tfstyle-*",
+            "  file /dev/shm/tfstyleleak-*",
         ]
     )
 

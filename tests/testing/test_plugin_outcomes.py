@@ -46,6 +46,31 @@ def test_marker_selects_how_often_the_body_runs(inner: InnerPytest) -> None:
     assert len(notes) == 4
 
 
+def test_a_wait_in_vain_names_the_option(inner: InnerPytest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own text, such as "wait timeout after 1000ms", says nothing of it."""
+    monkeypatch.setenv("COLUMNS", "400")
+    result = inner.run(
+        source="""
+        import time
+
+        import pytest
+
+        @pytest.mark.distributed(workers=2, deadline=1)
+        def test_late(rank, request):
+            if rank == 0:
+                request.getfixturevalue("process_group")
+
+        @pytest.mark.distributed(workers=1)
+        def test_other():
+            raise KeyError("no wait")
+        """,
+    )
+    result.assert_outcomes(failed=2)
+    about = [line for line in result.outlines if "distributed_deadline" in line]
+    assert len(about) == 1
+    assert "deadline= of @pytest.mark.distributed" in about[0]
+
+
 def test_failures_of_all_ranks_are_shown_in_their_order(inner: InnerPytest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = inner.run(

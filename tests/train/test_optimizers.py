@@ -113,7 +113,7 @@ def test_rule(name: str) -> None:
     for step in range(1, STEPS + 1):
         optimizer.apply_gradients([(torch.tensor(grad_of(step)), variable)])
         expected = rule(expected, grad_of(step), state, step)
-        np.testing.assert_allclose(variable.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(variable.detach().cpu().numpy(), expected, rtol=1e-12, atol=1e-14)
     if name == "ftrl_regularised":
         assert (expected == 0).any(), "the threshold l1 was never met"
 
@@ -130,8 +130,8 @@ def test_rule_on_sparse_rows(name: str) -> None:
         optimizer.apply_gradients([(sparse(grad, rows), variable)])
         for row in range(len(START)) if name == "adam" else rows:
             expected[row] = rule(expected[row], grad[row], states[row], step)
-        np.testing.assert_allclose(variable.detach().numpy(), expected, rtol=1e-12, atol=1e-14)
-    np.testing.assert_array_equal(variable.detach().numpy()[1], START[1])
+        np.testing.assert_allclose(variable.detach().cpu().numpy(), expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(variable.detach().cpu().numpy()[1], START[1])
 
 
 @each_rule

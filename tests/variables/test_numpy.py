@@ -1,6 +1,8 @@
-"""``Variable.numpy()`` as in TensorFlow, where a variable is not part of a graph."""
+"""Values of variables as numpy arrays and Python numbers, as in TensorFlow, where a variable is not part of a graph."""
 
 from __future__ import annotations
+
+import warnings
 
 import numpy as np
 import torch
@@ -22,4 +24,25 @@ def test_numpy_of_a_trainable_variable_is_its_value() -> None:
 
     for array in strategy.experimental_local_results(strategy.run(step)):
         np.testing.assert_array_equal(array, [3.0, 4.0])
+    strategy.close()
+
+
+def test_a_trainable_variable_is_a_number_without_a_warning() -> None:
+    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        v = tfd.Variable(2.0, aggregation=tfd.VariableAggregation.SUM)
+
+    def step() -> torch.Tensor:
+        return torch.tensor([float(v), int(v), complex(v).real])
+
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert (float(v), int(v), complex(v)) == (2.0, 2, 2 + 0j)
+            for found in strategy.experimental_local_results(strategy.run(step)):
+                assert found.tolist() == [2.0, 2.0, 2.0]
+    finally:
+        torch.set_warn_always(before)
     strategy.close()

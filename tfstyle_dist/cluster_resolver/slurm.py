@@ -7,7 +7,7 @@ import sys
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
 from tfstyle_dist.cluster_resolver.cluster_spec import MOST_TASKS, ClusterSpec
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 
 _PIECE = r"[^\[\],\s]+|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
 _HOST_LIST = re.compile(rf"(?:{_PIECE})+(?:,(?:{_PIECE})+)*")
@@ -131,7 +131,7 @@ class SlurmClusterResolver(ClusterResolver):
             gpus_per_node = super().num_accelerators().get("GPU", 0)
         if gpus_per_task is None:
             gpus_per_task = gpus_per_node // max(most, 1)
-        self._gpus_per_node, self._gpus_per_task = gpus_per_node, gpus_per_task
+        self._gpus_per_task = gpus_per_task
         if most * gpus_per_task > gpus_per_node:
             raise RuntimeError(
                 f"Requested more GPUs per node than available: {most} tasks with {gpus_per_task} GPU(s) each, but a "
@@ -161,7 +161,7 @@ class SlurmClusterResolver(ClusterResolver):
                 start = place * self._gpus_per_task
                 gpus.append(",".join(str(gpu) for gpu in range(start, start + self._gpus_per_task)))
         if self._auto_set_gpu and self._gpus_per_task:
-            env.set_visible_gpus(gpus[self._rank])
+            launch_env.set_visible_gpus(gpus[self._rank])
         cluster, first = {}, 0
         for job, count in sorted(self._jobs.items()):
             cluster[job] = addresses[first : first + count]
@@ -202,7 +202,7 @@ def _tasks_per_node(given: int | dict[str, int] | None) -> dict[str, int]:
 
 
 def _slurm(name: str) -> str:
-    value = env.slurm(name)
+    value = launch_env.slurm(name)
     if value is None:
         raise RuntimeError(
             f"SLURM_{name} not found in environment. Not running inside a SLURM step? Start the script with srun."

@@ -7,7 +7,7 @@ from typing import Any
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver, format_master_url
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
-from tfstyle_dist.core import env, json_text
+from tfstyle_dist.core import json_text, launch_env
 
 KEYS = ("cluster", "task", "rpc_layer", "session_master")
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -20,7 +20,7 @@ def load_tf_config() -> dict[str, Any]:
         json.JSONDecodeError: it is not JSON.
         TypeError: it is null, a number, true or false, or an object that was made into a string twice.
     """
-    text = env.tf_config()
+    text = launch_env.tf_config()
     if text is None:
         return {}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 
 
 class TorchrunClusterResolver(ClusterResolver):
@@ -25,7 +25,7 @@ class TorchrunClusterResolver(ClusterResolver):
     """
 
     def __init__(self, rpc_layer: str | None = None) -> None:
-        launch = env.launch()
+        launch = launch_env.launch()
         if launch is None:
             raise RuntimeError("RANK and WORLD_SIZE are not set: start the script with torchrun.")
         self._task_type, self._task_id, self._rpc_layer = "worker", launch.rank, rpc_layer
@@ -33,7 +33,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """One worker for each rank."""
-        address = env.master_address()
+        address = launch_env.master_address()
         first = f"{address[0]}:{address[1]}" if address else "rank-0"
         return ClusterSpec({"worker": [first, *(f"rank-{rank}" for rank in range(1, self._size))]})
 

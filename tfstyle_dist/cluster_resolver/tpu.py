@@ -8,7 +8,7 @@ from typing import Any
 
 from tfstyle_dist.cluster_resolver.base import ClusterResolver
 from tfstyle_dist.cluster_resolver.cluster_spec import ClusterSpec
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 
 _PORT = 8470
 
@@ -57,11 +57,11 @@ class TPUClusterResolver(ClusterResolver):
                 "leave tpu out."
             )
         self._job_name, self._task_type = job_name, job_name
-        self._task_id = env.tpu_worker_id()
+        self._task_id = launch_env.tpu_worker_id()
 
     def cluster_spec(self) -> ClusterSpec:
         """One task for each host of the slice."""
-        return ClusterSpec({self._job_name: [f"{host}:{_PORT}" for host in env.tpu_hosts()]})
+        return ClusterSpec({self._job_name: [f"{host}:{_PORT}" for host in launch_env.tpu_hosts()]})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task; ``""`` for this process, which needs no connection."""
@@ -81,7 +81,7 @@ class TPUClusterResolver(ClusterResolver):
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
         """``{"TPU": chips of one host}``, from ``TPU_CHIPS_PER_HOST_BOUNDS``; ``{}`` where it is not set."""
-        bounds = env.tpu_chips_per_host()
+        bounds = launch_env.tpu_chips_per_host()
         return {"TPU": math.prod(bounds)} if bounds else {}
 
     @staticmethod

@@ -46,7 +46,6 @@ class DataAxis(WorkerGroup):
         self.leads = self.model.rank == 0
 
     def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
-        """See ``WorkerGroup``."""
         for group in (self.world, self.model, self.data):
             group.use_summation(sum_into, find_sum)
 
@@ -55,43 +54,36 @@ class DataAxis(WorkerGroup):
     def all_reduce_async(
         self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
     ) -> Pending:
-        """See ``WorkerGroup``."""
         return self.data.all_reduce_async(buffer, name, agreed, method)
 
     def all_reduce(self, buffer: torch.Tensor, name: str, method: int = AggregationMethod.DEFAULT) -> None:
-        """See ``WorkerGroup``."""
         self.data.all_reduce(buffer, name, method)
 
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
-        """See ``WorkerGroup``."""
         self.data.all_reduce_flat(values, name, method)
 
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """See ``WorkerGroup``."""
         return self.data.shares_memory(dtype, device)
 
+    def carrier_of(self, device: torch.device) -> str:
+        return self.data.carrier_of(device)
+
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
-        """See ``WorkerGroup``."""
         return self.data.explain(numel, dtype, method)
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
-        """See ``WorkerGroup``."""
         return self.data.all_gather(buffer, name)
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """See ``WorkerGroup``."""
         return self.data.reduce_scatter(buffer, name)
 
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """See ``WorkerGroup``."""
         self.data.send(buffer, to, name)
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """See ``WorkerGroup``."""
         self.data.recv(buffer, source, name)
 
     def agree(self, signature: str, name: str) -> None:
-        """See ``WorkerGroup``."""
         self.data.agree(signature, name)
 
     def broadcast_part(self, buffer: torch.Tensor, source: int, name: str) -> None:
@@ -113,16 +105,13 @@ class DataAxis(WorkerGroup):
     # ---- life -------------------------------------------------------------------------------------------------
 
     def report_failure(self, reason: str) -> None:
-        """See ``WorkerGroup``."""
         for group in (self.world, self.model, self.data):
             group.report_failure(reason)
 
     def errored(self) -> Exception | None:
-        """See ``WorkerGroup``."""
         return self.data.errored() or self.model.errored() or self.world.errored()
 
     def members(self) -> Sequence[str]:
-        """See ``WorkerGroup``."""
         return self.data.members() if self.size > 1 else ["this process"]
 
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
@@ -130,11 +119,9 @@ class DataAxis(WorkerGroup):
         return self.data.split(ranks)
 
     def abort(self) -> None:
-        """See ``WorkerGroup``."""
         for group in (self.data, self.model, self.world):
             group.abort()
 
     def close(self) -> None:
-        """See ``WorkerGroup``."""
         for group in (self.data, self.model, self.world):
             group.close()

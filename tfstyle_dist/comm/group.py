@@ -55,9 +55,11 @@ class WorkerGroup(abc.ABC):
         timeout: limit of each wait, ``None`` for none.
         leads: whether this worker is the one of its replica that prints and writes files.
         traces: whether operations are compiled with the program around them, which must be the same on all workers.
+        one_writes: whether every worker holds all of the state, and one writes checkpoints for all.
     """
 
     traces: bool = False
+    one_writes: bool = False
     leads: bool = True
     rank: int = 0
     size: int = 1
@@ -94,9 +96,16 @@ class WorkerGroup(abc.ABC):
         """Whether sums of such values go through memory that all workers share: nothing is gained by sending early."""
         return False
 
+    def carrier_of(self, device: torch.device) -> str:
+        """What moves values of a device: the kind of accelerator whose library does, or ``"cpu"``.
+
+        Workers that gave one value to different libraries would wait for each other for ever.
+        """
+        return "cpu"
+
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
         """Replaces values on the CPU, wherever they live, by their sum over all workers."""
-        buffer = torch.empty(values.numel, dtype=values.dtype)
+        buffer = torch.empty(values.numel, dtype=values.dtype, device="cpu")
         values.read(0, values.numel, buffer)
         self.all_reduce(buffer, name, method)
         values.write(0, values.numel, [buffer], _copy)
@@ -117,7 +126,7 @@ class WorkerGroup(abc.ABC):
 
     def numbers(self, number: int, name: str) -> list[int]:
         """One number of each worker in rank order, 0 to 2**62; ``name`` must be the same on all."""
-        return [int(n) for n in self.all_gather(torch.tensor([number]), name)]
+        return [int(n) for n in self.all_gather(torch.tensor([number], device="cpu"), name)]
 
     @abc.abstractmethod
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:

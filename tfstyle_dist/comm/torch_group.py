@@ -84,7 +84,7 @@ class TorchGroup(WorkerGroup):
         if self._memory is not None and self._memory.for_all:
             self._comparison.memory = self._memory
         self._sums = WorkerSums(self._transport, self._memory, self._comparison, self.topology)
-        _open_groups.add(self)
+        _open_groups[self] = None
 
     @property
     def process_group(self) -> Any:
@@ -94,31 +94,29 @@ class TorchGroup(WorkerGroup):
     # ---- sums -------------------------------------------------------------------------------------------------
 
     def use_summation(self, sum_into: SumInto, find_sum: FindSum = nothing_compiled) -> None:
-        """See ``WorkerGroup``."""
         self._sums.use_summation(sum_into, find_sum)
 
     def all_reduce_async(
         self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT
     ) -> Pending:
-        """See ``WorkerGroup``."""
         if self._transport.carries(buffer):
             return self._sums.start(buffer, name, agreed, method)
         host = buffer.cpu()
         return _CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
 
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """See ``WorkerGroup``."""
         return self._sums.shares_memory(dtype, device.type)
 
+    def carrier_of(self, device: torch.device) -> str:
+        return device.type if device.type == self._transport.accelerator else "cpu"
+
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
-        """See ``WorkerGroup``."""
         if self._sums.shares_memory(values.dtype, "cpu"):
             self._sums.sum_in_memory(values, name, method)
         else:
             super().all_reduce_flat(values, name, method)
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
-        """See ``WorkerGroup``."""
         return self._sums.explain(numel, dtype, self._transport.accelerator or "cpu", method)
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
@@ -138,80 +136,65 @@ class TorchGroup(WorkerGroup):
     # ---- other operations -------------------------------------------------------------------------------------
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
-        """See ``WorkerGroup``."""
-        self._comparison.before(name, buffer)
-        if self._transport.carries(buffer):
-            return self._transport.gather(buffer, name)
-        return [part.to(buffer.device) for part in self._transport.gather(buffer.cpu(), name)]
+        host = buffer if self._transport.carries(buffer) else buffer.cpu()
+        self._comparison.before(name, host)
+        return [part.to(buffer.device) for part in self._transport.gather(host, name)]
 
     def numbers(self, number: int, name: str) -> list[int]:
-        """See ``WorkerGroup``."""
         return self._comparison.exchange(name, name, number)
 
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """See ``WorkerGroup``."""
-        self._comparison.before(name, buffer)
         host = buffer if self._transport.carries(buffer) else buffer.cpu()
+        self._comparison.before(name, host)
         self._transport.broadcast(host, source, name)
         if host is not buffer:
             buffer.copy_(host)
 
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """See ``WorkerGroup``."""
         self._transport.send(buffer if self._transport.carries(buffer) else buffer.cpu(), to, name)
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """See ``WorkerGroup``."""
         host = buffer if self._transport.carries(buffer) else torch.empty_like(buffer, device="cpu")
         self._transport.recv(host, source, name)
         if host is not buffer:
             buffer.copy_(host)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """See ``WorkerGroup``."""
         return self._comparison.gather_objects(value, name)
 
     def agree(self, signature: str, name: str) -> None:
-        """See ``WorkerGroup``."""
         self._comparison.agree(signature, name)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def report_failure(self, reason: str) -> None:
-        """See ``WorkerGroup``."""
         self._operations.report_failure(reason)
 
     def errored(self) -> Exception | None:
-        """See ``WorkerGroup``."""
         return self._operations.error
 
     def members(self) -> Sequence[str]:
-        """See ``WorkerGroup``."""
         return [f"worker {p.rank}: pid {p.pid} on {p.host}, {p.state()}" for p in self._operations.peers]
 
     def neighbours(self) -> Sequence[int]:
-        """See ``WorkerGroup``."""
         return self.topology.neighbours(self.rank)
 
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
-        """See ``WorkerGroup``."""
         mine, backend, destroy = self._transport.subgroup(ranks)
         part = TorchGroup(mine, self.timeout, self._operations.store, backend, destroy)
         part.use_summation(self._sums.sum_into, self._sums.find_sum)
         return part
 
     def abort(self) -> None:
-        """See ``WorkerGroup``."""
         idle = self._transport.idle
         self._operations.abort()
         if not idle:
             self._transport.abort()
 
     def close(self) -> None:
-        """See ``WorkerGroup``."""
         if not self._closed:
             self._closed = True
-            _open_groups.discard(self)
+            _open_groups.pop(self, None)
             self._leave_memory()
             idle = self._transport.idle
             self.abort()
@@ -244,7 +227,7 @@ def _next_group_number() -> int:
 
 
 # Held until they are closed, so that a program may drop its strategy and end.
-_open_groups: set[TorchGroup] = set()
+_open_groups: dict[TorchGroup, None] = {}
 
 
 def _nothing() -> None:
@@ -253,6 +236,6 @@ def _nothing() -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """Closes what a program left open."""
-    for group in list(_open_groups):
+    """Closes what a program left open, the newest first: the end of torch's default group ends all made beside it."""
+    for group in reversed(list(_open_groups)):
         group.close_at_exit()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tfstyle_dist.comm.collectives.halving import Messages
 from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
 from tfstyle_dist.comm.group import Pending
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tracing import region
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
@@ -29,7 +30,24 @@ def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
     """
     if timeout is None:
         return _UNLIMITED
-    return timeout if backend == "gloo" else 2 * timeout + _WATCHDOG_GRACE
+    return 2 * timeout + _WATCHDOG_GRACE if "," in backend else timeout
+
+
+_made_among: dict[tuple[int, ...], int] = {}  # how many groups this process has made of the same members
+
+
+def group_among(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> Any:
+    """A new torch group of some processes of the default group; these alone call this.
+
+    Args:
+        ranks: the members, in the numbers of the default group, in ascending order.
+        backend: what it is made with.
+        timeout: ours.
+    """
+    members = tuple(ranks)
+    _made_among[members] = _made_among.get(members, 0) + 1
+    name = f"tfstyle/{'_'.join(map(str, members))}/{_made_among[members]}"
+    return torch_internals.group_among(name, ranks, backend, torch_limit(timeout, backend))
 
 
 class _Transfer:
@@ -160,8 +178,14 @@ class TorchTransport:
 
     def subgroup(self, ranks: Sequence[Sequence[int]]) -> tuple[Any, str, Callable[[], None]]:
         """The torch group of those of ``ranks`` that hold this worker, its backend, and what ends it; collective."""
-        limit = torch_limit(self.operations.timeout, self._backend)
-        mine, _ = dist.new_subgroups_by_enumeration([list(r) for r in ranks], timeout=limit, backend=self._backend)
+        limit, members = self.operations.timeout, dist.get_process_group_ranks(self.process_group)
+        if len(members) == dist.get_world_size():
+            mine, _ = dist.new_subgroups_by_enumeration(
+                [list(r) for r in ranks], timeout=torch_limit(limit, self._backend), backend=self._backend
+            )
+        else:  # the others of the default group know nothing of this
+            part = next(sorted(members[r] for r in part) for part in ranks if self.rank in part)
+            mine = group_among(part, self._backend, limit)
         return mine, self._backend, lambda: dist.destroy_process_group(mine)
 
     def abort(self) -> None:

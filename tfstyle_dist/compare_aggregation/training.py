@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfstyle_dist.compare_aggregation.workload import Batch, Workload
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.nn import compute_average_loss
 from tfstyle_dist.strategies.base import Strategy
@@ -75,7 +75,7 @@ def strategies_at_hand(replicas: int) -> dict[str, Strategy]:
     """
     if replicas < 2:
         raise ValueError(f"--replicas {replicas}: give at least 2, as one replica has nothing to sum")
-    launch = env.launch()
+    launch = launch_env.launch()
     if launch is not None and launch.world_size > 1:
         return {f"MirroredStrategy, {launch.world_size} workers": MirroredStrategy()}
     cpus = [f"cpu:{index}" for index in range(replicas)]

@@ -14,7 +14,7 @@ from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.variables.store import find_record
+from tfstyle_dist.variables.known_tensors import find_record
 
 _travellers: list[tuple[type, Callable[[Any, Outgoing], tuple[Callable[[Incoming, Any], Any], Any]]]] = []
 

@@ -165,6 +165,12 @@ def accelerator(kind: str) -> Any:
         raise ValueError(f"torch has no module for devices of kind {kind!r}. {_HOW}") from error
 
 
+def accelerators() -> tuple[str, ...]:
+    """The kinds of accelerators that this process may have: those that are well known, and that of a user's backend."""
+    own = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys([*ACCELERATORS, *([own.type] if own is not None and is_accelerator(own.type) else [])]))
+
+
 @functools.cache
 def any_accelerator() -> bool:
     """Whether torch can compute on anything but the CPU in this process."""
@@ -177,6 +183,16 @@ def count_devices(kind: str) -> int:
         return 0
     module = getattr(torch, kind, None)
     return int(module.device_count()) if module is not None and module.is_available() else 0
+
+
+def random_states(kind: str) -> list[torch.Tensor]:
+    """The states of the random number generators of a kind's devices; none where the process has not used it yet."""
+    count = count_devices(kind)
+    if not count:
+        return []
+    module = accelerator(kind)
+    used = getattr(module, "is_initialized", lambda: True)  # not every backend has it
+    return [module.get_rng_state(number) for number in range(count)] if used() else []
 
 
 def made_current(device: torch.device | ReplicaDevice) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Every name of torch that is private or undocumented, in one place, and the functions of torch that are wrapped.
+"""Every name of torch that is private or undocumented, in one place.
 
 Each name is looked up when the package loads torch; of a module that ``import torch`` does not load, when it is first
 used. A torch without it raises ``ImportError`` that names its version. All names were seen in torch 2.9.1, 2.13.0 and
@@ -7,16 +7,17 @@ used. A torch without it raises ``ImportError`` that names its version. All name
 
 from __future__ import annotations
 
-import functools
 import re
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.process_hooks import Patch
 
 OLDEST = (2, 9)
 """The oldest torch that the tests are run with."""
@@ -207,82 +208,40 @@ def default_store() -> Any:
     return _required("c10d._get_default_store", "let workers tell each other what they wait for", c10d)()
 
 
+def limit_of_group(process_group: Any) -> timedelta | None:
+    """The shortest limit of a wait with which a process group was made; ``None`` where its backends do not say."""
+    limits = []
+    for device in _required("group._device_types", "adopt a process group", process_group):
+        with suppress(RuntimeError, AttributeError):  # a backend that was written in Python need not have options
+            limits.append(process_group._get_backend(device).options._timeout)
+    return min(limits, default=None)
+
+
+def group_among(name: str, ranks: Sequence[int], backend: str, limit: timedelta) -> Any:
+    """A new process group of some processes of the default group, which they alone make; they all call this.
+
+    torch names such a group by its ranks and the number of groups that the process knows. Both differ between processes
+    that belong to other groups as well, and come again after a group was destroyed: the processes would then wait at
+    different places of the store, or find the addresses of the group before.
+
+    Args:
+        name: that no group of these processes has had.
+        ranks: the members, in the numbers of the default group, in ascending order.
+        backend: as for ``torch.distributed.new_group``.
+        limit: of each wait.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    _required("c10d._process_group_name", "make groups of some processes", c10d)
+    naming = Patch(c10d, "_process_group_name", lambda original, *args, **kwargs: name)
+    naming.install()
+    try:
+        return c10d.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+    finally:
+        naming.uninstall()
+
+
 warn_if_untested(torch.__version__)
-
-
-class Patch:
-    """A function of torch that is wrapped as long as somebody needs it.
-
-    What another library has wrapped around it meanwhile stays: the wrapper then only passes calls on.
-
-    Args:
-        owner: the module or class that has the function.
-        name: of the function.
-        wrapper: called with the original function, then the call's arguments.
-    """
-
-    def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        self._owner, self._name, self._wrapper = owner, name, wrapper
-        self._lock = threading.Lock()
-        self._users = 0
-        self._original: Any = None
-        self._installed: Any = None
-
-    def install(self) -> None:
-        """One more needs it."""
-        with self._lock:
-            self._users += 1
-            if self._installed is None:
-                self._original = getattr(self._owner, self._name)
-                self._installed = self._made(self._original)
-                setattr(self._owner, self._name, self._installed)
-
-    def uninstall(self) -> None:
-        """One fewer needs it; after the last one torch has its own function again."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._owner.__dict__.get(self._name) is self._installed:
-                setattr(self._owner, self._name, self._original)
-                self._installed = None
-
-    def _made(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._users == 0:
-                return original(*args, **kwargs)
-            return self._wrapper(original, *args, **kwargs)
-
-        return wrapped
-
-
-class DataPatch(Patch):
-    """Tells who asks a parameter for its ``.data``: what is written to that leaves no mark on the parameter.
-
-    Args:
-        noticed: called with the parameter.
-    """
-
-    def __init__(self, noticed: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(torch.nn.Parameter, "data", noticed)
-
-    def _made(self, original: Any) -> Any:
-        def read(parameter: torch.Tensor) -> Any:
-            if self._users:
-                self._wrapper(parameter)
-            return original.__get__(parameter)
-
-        def write(parameter: torch.Tensor, value: torch.Tensor) -> None:
-            original.__set__(parameter, value)
-
-        return property(read, write, doc=original.__doc__)
-
-    def uninstall(self) -> None:
-        """One fewer needs it; after the last one torch has its own attribute again."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and torch.nn.Parameter.__dict__.get("data") is self._installed:
-                del torch.nn.Parameter.data
-                self._installed = None
 
 
 def sparse_parts(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The all-reduce ops of TensorFlow; on one host all of them are one sum and copies of it."""
+"""The all-reduce ops of TensorFlow; here they differ in the order of addition alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class _PackedAllReduce(CrossDeviceOps):
 class NcclAllReduce(_PackedAllReduce):
     """The all-reduce that strategies use between GPUs anyway (``tf.distribute.NcclAllReduce``).
 
-    Between processes NCCL sums. Between GPUs of one process each sums a slice of every bucket, and the slices are
-    copied: NCCL is not called there. On the CPU it sums like every other op.
+    It changes nothing: its sums are those of a strategy that is given no op, bit for bit. Between processes that have
+    GPUs NCCL makes them, unless ``CommunicationOptions(implementation=...)`` says something else. Between GPUs of one
+    process NCCL is not called: each sums a slice of every bucket, and the slices are copied. On the CPU it sums like
+    every other op.
 
     Args:
-        num_packs: into how many packs gradients are split; 0 packs nothing.
+        num_packs: checked as in TensorFlow, without effect: ``CommunicationOptions(bytes_per_pack=...)`` says how much
+            of the gradients travels at once.
 
     Raises:
         ValueError: ``num_packs`` is negative.
@@ -31,10 +34,14 @@ class NcclAllReduce(_PackedAllReduce):
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
-    """All-reduce by a tree over the devices of one host (``tf.distribute.HierarchicalCopyAllReduce``).
+    """Adds in the order of a tree over the replicas (``tf.distribute.HierarchicalCopyAllReduce``).
+
+    That is ``ReductionToOneDevice(aggregation_method=AggregationMethod.TREE)``. What travels between the devices takes
+    the same way as without it.
 
     Args:
-        num_packs: into how many packs gradients are split; 0 packs nothing.
+        num_packs: checked as in TensorFlow, without effect: ``CommunicationOptions(bytes_per_pack=...)`` says how much
+            of the gradients travels at once.
 
     Raises:
         ValueError: ``num_packs`` is negative.

@@ -41,12 +41,10 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @property
     def own_sum(self) -> OwnSum | None:
-        """See ``CrossDeviceOps``."""
         overridden = type(self).sum_values is not ReductionToOneDevice.sum_values
         return self._checked_sum if overridden or self.accumulation_fn is not None else None
 
     def sum_values(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See ``CrossDeviceOps``."""
         if self.reduce_to_device is not None:
             values = [v.to(self.reduce_to_device.torch_device) for v in values]
         if self.accumulation_fn is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from tfstyle_dist.cluster_resolver import ClusterResolver, TorchrunClusterResolver, roles
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import env, launch_env, network
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 from tfstyle_dist.strategies.multi_worker_mirrored import resolver_from_environment
 
@@ -83,12 +83,12 @@ def _peer(name: str, host: str, port: int) -> Finding:
 
 
 def _torchrun(resolver: TorchrunClusterResolver) -> Iterator[Finding]:
-    launch, address = env.launch(), env.master_address()
-    if env.rendezvous_file() is not None:
-        yield ok("peers", f"the workers meet in the file {env.rendezvous_file()}")
+    launch, address = launch_env.launch(), launch_env.master_address()
+    if launch_env.rendezvous_file() is not None:
+        yield ok("peers", f"the workers meet in the file {launch_env.rendezvous_file()}")
     elif address is None or launch is None:
         yield problem("peers", "RANK is set, but not MASTER_ADDR and MASTER_PORT", "start the script with torchrun")
-    elif launch.rank > 0 or env.launcher_has_store():
+    elif launch.rank > 0 or launch_env.launcher_has_store():
         yield _peer("worker 0", *address)
     elif owner := network.port_owner(address[1]):
         yield problem("ports", f"MASTER_PORT={address[1]} is in use by {owner}", "choose another MASTER_PORT")

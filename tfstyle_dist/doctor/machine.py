@@ -14,7 +14,7 @@ import torch
 
 from tfstyle_dist.comm.host_memory.shared_sums import create_segment, segment_bytes
 from tfstyle_dist.comm.rendezvous.bootstrap import available_backends
-from tfstyle_dist.core import env, network, torch_internals
+from tfstyle_dist.core import env, launch_env, network, torch_internals
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 
 _FEW_FILES = 1024
@@ -49,7 +49,7 @@ def devices() -> Iterator[Finding]:
     yield ok("devices", f"{cores} CPU core(s) for this process, {torch.get_num_threads()} thread(s) for torch's math")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(gpus)]
-    present = env.visible_gpus()
+    present = launch_env.visible_gpus()
     if gpus:
         yield ok("devices", f"{gpus} GPU(s): {', '.join(names)}")
     elif present:

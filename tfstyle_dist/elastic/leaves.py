@@ -15,6 +15,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.values import Division, Share
 
 _SAME_EVERYWHERE = (torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, enum.Enum, type)
@@ -40,6 +41,7 @@ def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[t
                 described.append(["s", list(value.shape), value.is_coalesced()])
                 tensors += torch_internals.sparse_parts(value)
             elif value.layout is torch.strided and not value.is_nested:
+                check_can_be_sent(value)
                 described.append(["t"])
                 tensors.append(value)
             else:

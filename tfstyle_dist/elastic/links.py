@@ -1,13 +1,12 @@
 """Connections between the workers of an elastic job: one for each two, and one thread that serves them all.
 
-Of each two workers the one with the larger number dials, again and again until the job begins. A connection that
-closes, or on which nothing was heard for too long, is gone for good; a new one needs a new process at the other end.
+Of each two workers the one with the larger number dials, again and again while there is no connection. A connection
+that closes, or on which nothing was heard for too long, is gone for good; a new one needs a new process at one end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import selectors
@@ -17,18 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfstyle_dist.core.errors import DataLossError, UnavailableError
+from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.core.network import port_owner
+from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
+from tfstyle_dist.elastic.dialling import Dialler
+from tfstyle_dist.elastic.lookup import Address, Lookup
 from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.shm.namespaces import boot_id, pid_namespace
+from tfstyle_dist.elastic.presence import is_gone, listen, place
 
-_DIAL_AGAIN = 0.05
-_DIAL_AGAIN_LATER = 0.5
+_LONGEST_PAUSE = 0.025
 _CHUNK = 1 << 20
-
-Address = tuple[str, int]
 
 
 class Links:
@@ -48,7 +46,7 @@ class Links:
     All three are called by the thread, one at a time.
 
     Attributes:
-        dials: whether workers there is no connection to are looked for.
+        life: tells this process from others that have had its number.
     """
 
     def __init__(
@@ -65,24 +63,23 @@ class Links:
         self._me, self._addresses, self._job = me, list(addresses), job
         self._beat_every, self._suspect_after = beat_every, suspect_after
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
-        life = secrets.token_hex(8)
-        self._hello = {"is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": _place(), "life": life}
+        self.life = secrets.token_hex(8)
+        self._hello = {"is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": self.life}
         self._lock = threading.Lock()
         self._up: dict[int, Connection] = {}
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
-        self._dialled: dict[int, float] = {}
-        self._dialling: dict[int, Connection] = {}
-        self._started = self._looked = time.monotonic()
-        self.dials = True
-        self._orders: list[Callable[[], None]] = []
-        self._closing = False
+        self._lookups = [Lookup(address) for address in self._addresses]
+        self._dialler = Dialler(self._lookups, suspect_after)
+        self._past: dict[int, str] = {}  # the last process there was a connection to
+        self._looked = time.monotonic()
+        self._orders, self._closing = list[Callable[[], None]](), False
         self._selector = selectors.DefaultSelector()
-        self._listener = self._listen()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._bell, ring = socket.socketpair()
-        self._ring = ring
+        self._listener = listen(me, self._addresses[me])
+        self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        for each in (self._listener, self._bell):
+            self._selector.register(each, selectors.EVENT_READ)
+        forks.close_in_children(self)
         self._thread = threading.Thread(target=self._serve, name=f"tfstyle-elastic-{me}", daemon=True)
 
     def start(self) -> None:
@@ -101,8 +98,9 @@ class Links:
                 self._wake()
 
     def drop(self, other: int) -> None:
-        """Closes a connection; the other end is told that it is meant so."""
-        self._order(lambda: self._drop(other))
+        """Closes the connection that there is now; the other end is told that it is meant so."""
+        connection = self._up.get(other)
+        self._order(lambda: self._drop(connection))
 
     def known(self) -> list[int]:
         """The workers there is a connection to."""
@@ -121,6 +119,10 @@ class Links:
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+    def sockets(self) -> list[Any]:
+        """All that are open, those of attempts to connect too."""
+        return [self._ring, *(key.fileobj for key in (self._selector.get_map() or {}).values())]
 
     def _order(self, order: Callable[[], None]) -> None:
         with self._lock:
@@ -155,7 +157,7 @@ class Links:
             self._ring.close()
 
     def _pause(self) -> float:
-        return 0.01 if self._unsure else min(self._beat_every, _DIAL_AGAIN) / 2
+        return 0.01 if self._unsure else min(self._beat_every / 2, _LONGEST_PAUSE)
 
     def _handle(self, thing: Any, connection: Connection | None, events: int) -> None:
         if thing is self._listener:
@@ -167,8 +169,7 @@ class Links:
             with contextlib.suppress(OSError):
                 self._bell.recv(4096)
             return
-        assert connection is not None
-        if connection.closed:
+        if connection is None or connection.closed:
             return
         try:
             if events & selectors.EVENT_WRITE:
@@ -183,7 +184,9 @@ class Links:
                         return
             self._watch(connection)
         except (OSError, EOFError, DataLossError) as error:
-            self._gone(connection, error)
+            if isinstance(error, DataLossError):
+                get_logger().error("the connection to worker %s is given up: %s", connection.rank, error)
+            self._gone(connection)
 
     def _on_received(self, connection: Connection, packet: Packet) -> None:
         kind = packet.header.get("is")
@@ -199,26 +202,27 @@ class Links:
     def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
         rank = hello.get("rank")
         if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._addresses):
-            get_logger().warning(
-                "refused a connection of worker %s of another job (%s; this one is %s)",
-                rank,
-                hello.get("job"),
-                self._job,
-            )
+            get_logger().warning("refused worker %s of job %s; this one is %s", rank, hello.get("job"), self._job)
             self._forget(connection)
             return
         before = self._up.get(rank)
         if before is not None and before.peer.get("life") == hello.get("life"):
             self._forget(connection)  # the same process once more
             return
+        if before is None and self._past.get(rank) == hello.get("life"):
+            connection.send(Packet({"is": "drop"}))  # it was lost for good
+            self._forget(connection)
+            return
+        self._past[rank] = str(hello.get("life"))
         connection.peer = hello
-        self._dialling.pop(rank, None)
+        self._dialler.end(connection)
         if connection.accepted:
             connection.rank = rank
             connection.send(Packet(dict(self._hello)))
-        if before is not None:  # a new process: of the old one nothing was heard yet
-            self._gone(before, EOFError("a new process has its number"))
-        self._unsure.pop(rank, None)
+        if before is not None:  # a new process has its number: of the old one nothing was heard yet
+            self._gone(before)
+        if self._unsure.pop(rank, None) is not None:  # the new one listens where it did
+            self._on_down(rank, True, False)
         with self._lock:
             self._up[rank] = connection
         self._on_up(rank)
@@ -231,48 +235,31 @@ class Links:
             self._stood_still(now)
         self._looked = now
         for connection in list(self._up.values()):
-            if now - connection.heard > self._suspect_after:
-                get_logger().warning(
-                    "worker %s was silent for %.1f s: given up", connection.rank, now - connection.heard
-                )
-                self._drop(connection.rank)
+            if (silent := now - connection.heard) > self._suspect_after:
+                get_logger().warning("worker %s was silent for %.1f s: given up", connection.rank, silent)
+                self._drop(connection)
                 continue
             if now - connection.said > self._beat_every and not connection.has_more():
                 connection.send(Packet({"is": "beat"}))
             if connection.has_more():
                 self._watch(connection)
-        for rank in range(self._me if self.dials else 0):
-            if rank in self._dialling and now - self._dialled[rank] > self._suspect_after:
-                self._forget(self._dialling.pop(rank))
-            free = rank not in self._up and rank not in self._dialling
-            if free and now - self._dialled.get(rank, 0.0) > self._patience(now):
-                self._dialled[rank] = now
-                self._dial(rank)
+        for rank in set(range(self._me)) - set(self._up):
+            if (late := self._dialler.overdue(rank, now)) is not None:
+                self._forget(late)
+            if (dialled := self._dialler.dial(rank, now)) is not None:
+                self._register(dialled)
         for rank, connection in list(self._unsure.items()):
-            if self._is_dead(rank, connection):
+            dead = self._is_dead(rank, connection)
+            if dead or now - connection.heard > 10 * self._suspect_after:
                 del self._unsure[rank]
+            if dead:
                 self._on_down(rank, True, False)
-            elif now - connection.heard > 10 * self._suspect_after:
-                del self._unsure[rank]
 
     def _stood_still(self, now: float) -> None:
         """This process was stopped for so long that the others have given it up; whoever is gone now did."""
         get_logger().warning("worker %d stood still for %.1f s", self._me, now - self._looked)
         for connection in self._up.values():
             connection.heard, connection.doubtful_until = now, now + self._suspect_after
-
-    def _patience(self, now: float) -> float:
-        return _DIAL_AGAIN if now - self._started < 10 else _DIAL_AGAIN_LATER
-
-    def _dial(self, rank: int) -> None:
-        with contextlib.suppress(OSError):
-            host, port = self._addresses[rank]
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            dialled = socket.socket(family, kind, protocol)
-            dialled.setblocking(False)
-            dialled.connect_ex(address)
-            self._dialling[rank] = Connection(dialled, rank)
-            self._register(self._dialling[rank])
 
     def _register(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
@@ -283,22 +270,19 @@ class Links:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.modify(connection.socket, events, connection)
 
-    def _drop(self, rank: int | None) -> None:
-        connection = self._up.get(-1 if rank is None else rank)
-        if connection is None:
-            return
-        connection.send(Packet({"is": "drop"}))
-        connection.meant = True
-        self._gone(connection, None)
+    def _drop(self, connection: Connection | None) -> None:
+        if connection is not None and not connection.closed:
+            connection.send(Packet({"is": "drop"}))
+            connection.meant = True
+            self._gone(connection)
 
     def _forget(self, connection: Connection) -> None:
-        if connection.rank is not None and self._dialling.get(connection.rank) is connection:
-            del self._dialling[connection.rank]
+        self._dialler.end(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.close()
 
-    def _gone(self, connection: Connection, error: Exception | None) -> None:
+    def _gone(self, connection: Connection) -> None:
         self._forget(connection)
         rank = connection.rank
         if rank is None or self._up.get(rank) is not connection:
@@ -313,38 +297,4 @@ class Links:
         self._on_down(rank, dead, connection.dropped and not connection.left)
 
     def _is_dead(self, rank: int, connection: Connection) -> bool:
-        """Whether the process at the other end is surely gone: on this host its number says so."""
-        if connection.peer.get("place") == self._hello["place"]:
-            return not _lives(connection.peer.get("pid"))
-        if connection.meant:
-            return False
-        host, port = self._addresses[rank]
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.settimeout(0.2)
-            return probe.connect_ex((host, port)) == errno.ECONNREFUSED  # its host is there, and nobody listens
-        return False
-
-    def _listen(self) -> socket.socket:
-        host, port = self._addresses[self._me]
-        try:
-            return socket.create_server((host, port), backlog=128)
-        except OSError as error:
-            raise UnavailableError(
-                f"Worker {self._me} cannot listen at its own address {host}:{port}: {error.strerror}"
-                f"{'' if (owner := port_owner(port)) is None else f' (in use by {owner})'}. In an elastic job every "
-                "worker needs its own free port on its own host; change its address in TF_CONFIG on all workers."
-            ) from error
-
-
-def _place() -> str:
-    """Where process numbers mean the same; of this process alone where that cannot be told."""
-    boot, pids = boot_id(), pid_namespace()
-    return f"{boot} {pids}" if boot and pids else f"{socket.gethostname()} {os.getpid()}"
-
-
-def _lives(pid: Any) -> bool:
-    try:
-        with open(f"/proc/{int(pid)}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, ValueError, TypeError):
-        return False
+        return is_gone(connection.peer, str(self._hello["place"]), connection.meant, self._lookups[rank])

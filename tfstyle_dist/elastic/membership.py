@@ -1,24 +1,22 @@
-"""Who is there, what they send each other in a step, and whether a step is committed: the protocol over connections."""
+"""What the members of a job do together in a step: see who is there, exchange, vote."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError, PeerLostError, UnavailableError
-from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.elastic.links import Address, Links
+from tfstyle_dist.elastic import troubles
+from tfstyle_dist.elastic.attendance import Attendance, View, pause, view_of
+from tfstyle_dist.elastic.lookup import Address
 from tfstyle_dist.elastic.options import Elastic
-from tfstyle_dist.elastic.packets import Packet, of_message, to_message
-from tfstyle_dist.elastic.protocol import FROZEN, WORKING, Epoch, Member, Sends
+from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.elastic.protocol import FROZEN, JOINING, Member
 
-_LOOK = 0.2  # seconds between two looks at the clock
+_JOIN_WITHIN = 30.0  # seconds from a newcomer's state to its first call
 
 
 class MembershipChanged(BaseException):
@@ -28,106 +26,31 @@ class MembershipChanged(BaseException):
     """
 
 
-@dataclass(frozen=True)
-class View:
-    """The membership that a step is done with.
+class Membership(Attendance):
+    """One worker's place in an elastic job; arguments and attributes are those of ``Attendance``."""
 
-    Attributes:
-        epoch: the workers.
-        step: how many steps are committed.
-        votes: those of the last committed step, by worker; ``None`` before the first.
-    """
-
-    epoch: Epoch
-    step: int
-    votes: dict[int, Packet] | None
-
-
-class Membership:
-    """One worker's place in an elastic job.
-
-    Args:
-        me: this worker's number.
-        addresses: of all workers that may take part.
-        options: of the job.
-        timeout: limit of each wait for another worker; ``None`` waits for ever.
-        seed: what this worker would begin random numbers with; that of the lowest worker counts.
-
-    Attributes:
-        seed: what the job's random numbers begin with.
-    """
-
-    def __init__(
-        self, me: int, addresses: Sequence[Address], options: Elastic, timeout: timedelta | None, seed: int
-    ) -> None:
-        self.me, self._addresses, self._timeout = me, list(addresses), timeout
-        self._options, self.seed = options, seed
-        self._changed = threading.Condition()
-        self._member: Member | None = None
-        self._came: dict[tuple[tuple[int, int], int, int], dict[int, Packet]] = {}
-        self._before: list[tuple[int, Packet]] = []  # came before the job has begun here
+    def __init__(self, me: int, addresses: Sequence[Address], options: Elastic, timeout: timedelta | None) -> None:
         self._view: View | None = None
         self._sequence = 0
-        self._up: set[int] = {me}
-        self._gone: dict[int, bool] = {}  # before the job has begun here: and whether the process is gone
-        self._dropped_by: set[int] = set()
-        self._ready: set[int] = set()
-        self._refused = ""
-        self._closed = False
-        described = json.dumps([self._addresses, options.replicas, options.min_workers])
-        job = hashlib.sha256(described.encode()).hexdigest()[:16]
-        self._links = Links(
-            me, addresses, job, options.beat_every, options.suspect_after, self._on_up, self._on_packet, self._on_down
-        )
-        self._links.start()  # what it calls uses it
+        super().__init__(me, addresses, options, timeout)
 
-    # ---- beginning --------------------------------------------------------------------------------------------
-
-    def start(self, limit: timedelta | None) -> None:
-        """Waits until all workers are there; the lowest one says go.
-
-        Raises:
-            DeadlineExceededError: some did not come in time; they are named.
-            PeerLostError: the job runs already without this worker.
-        """
-        deadline, everyone = Deadline(limit), set(range(len(self._addresses)))
-        with self._changed:
-            while self._member is None:
-                if self._refused:
-                    raise PeerLostError(self._refused)
-                if self.me == 0 and self._ready == everyone - {0} and self._up == everyone:
-                    self._begin()
-                    for other in everyone - {0}:
-                        self._links.send(other, Packet({"is": "go", "seed": self.seed}))
-                    break
-                if deadline.passed():
-                    absent = sorted(everyone - self._up)
-                    lines = "\n".join(f"  worker {a} at {':'.join(map(str, self._addresses[a]))}" for a in absent)
-                    raise DeadlineExceededError(
-                        f"The workers of the elastic job did not all start within {deadline}: {len(absent)} of "
-                        f"{len(everyone)} absent, waited for by worker {self.me}.\n{lines}\nStart one process for each "
-                        "task, or allow more time with TFSTYLE_START_TIMEOUT_SECONDS."
-                    )
-                self._changed.wait(_pause(deadline))
-
-    def _begin(self) -> None:
-        self._links.dials = False
-        members = tuple(range(len(self._addresses)))
-        self._member = Member(self.me, Epoch(1, 0, members), self._options.min_workers)
-        for other in set(members) - self._up:  # was there, and is gone already
-            self._send(self._member.lose(other, self._gone.get(other, False)))
-        before, self._before = self._before, []
-        for sender, packet in before:
-            self._take(sender, packet)
-        self._changed.notify_all()
+    def join(self, limit: timedelta | None) -> tuple[View, list[Packet]]:
+        """See ``Attendance``."""
+        view, parts = super().join(limit)
+        self._view, self._sequence = view, 0
+        return view, parts
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
-    def view(self) -> View:
+    def view(self, admits: bool = False) -> View:
         """The membership now; waits while the workers are finding out who is there.
+
+        Args:
+            admits: whether a worker that wants to join may come in here.
 
         Raises:
             PeerLostError: this worker cannot go on, because too few are left or the others went on without it.
+            RuntimeError: this worker has come back and has not joined.
         """
         deadline = Deadline(self._timeout)
         if self._closed:
@@ -137,11 +60,16 @@ class Membership:
             )
         with self._changed:
             member = self._running()
+            if member.phase == JOINING or member.blank:
+                raise RuntimeError(troubles.not_joined(self.me, "strategy.run"))
+            if admits:
+                self._send(member.admit())
             while member.phase == FROZEN:
                 if deadline.passed() or self._hopeless(member):
-                    raise PeerLostError(self._cannot_go_on(member, deadline))
-                self._changed.wait(_pause(deadline))
-            self._view, self._sequence = View(member.epoch, member.step, member.committed), 0
+                    limit = self._options.suspect_after
+                    raise PeerLostError(troubles.cannot_go_on(member, self._dropped_by, limit, deadline))
+                self._changed.wait(pause(deadline))
+            self._view, self._sequence = view_of(member), 0
             self._forget_old(member)
             return self._view
 
@@ -168,8 +96,7 @@ class Membership:
             self._came.pop(key, None)
         calls = {other: came.header["kind"] for other, came in found.items()}
         if any(call != kind for call in calls.values()):
-            lines = "\n".join(f"  worker {w}: {call}" for w, call in sorted({**calls, self.me: kind}.items()))
-            raise CollectiveMismatchError(f"The workers made different calls in step {view.step}:\n{lines}")
+            raise CollectiveMismatchError(troubles.made_different_calls({**calls, self.me: kind}, view.step))
         parts = {other: Packet(came.header["c"], came.tensors) for other, came in found.items()}
         return {member: packet if member == self.me else parts[member] for member in view.epoch.members}
 
@@ -193,21 +120,28 @@ class Membership:
             assert member.committed is not None
             return member.committed
 
+    def expel(self, workers: Iterable[int]) -> None:
+        """Goes on without these; they are told."""
+        with self._changed:
+            for worker in workers:
+                self._links.drop(worker)
+                self._send(self._running().lose(worker))
+
     def _await(self, view: View, found: Callable[[], Any], what: str) -> dict[int, Packet]:
-        deadline, others = Deadline(self._timeout), set(self._others(view))
+        deadline, others, began = Deadline(self._timeout), set(self._others(view)), time.monotonic()
         with self._changed:
             while True:
                 came = found() or {}
                 if others <= set(came):
                     return dict(came)
                 self._raise_if_changed(view)
+                late = sorted(others - set(came))
+                if set(late) <= set(view.joined) and time.monotonic() - began > _JOIN_WITHIN:
+                    self.expel(late)
+                    continue
                 if deadline.passed():
-                    late = sorted(others - set(came))
-                    raise DeadlineExceededError(
-                        f"Worker {late} is alive and did not come to {what} within {deadline}; worker {self.me} "
-                        "waited. All workers must make the same calls. Look at its output."
-                    )
-                self._changed.wait(_pause(deadline))
+                    raise DeadlineExceededError(troubles.is_late(self.me, late, what, deadline))
+                self._changed.wait(pause(deadline))
 
     def _raise_if_changed(self, view: View) -> None:
         member = self._running()
@@ -225,105 +159,11 @@ class Membership:
         now = (member.epoch.key, member.step)
         self._came = {key: came for key, came in self._came.items() if (key[0], key[1]) >= now}
 
-    # ---- what cannot go on ------------------------------------------------------------------------------------
-
-    def _running(self) -> Member:
-        assert self._member is not None, "start() comes first"
-        return self._member
-
     def _hopeless(self, member: Member) -> bool:
         """Whether nobody is left to wait for, and nothing that could become known would change that."""
         alone = all(m == self.me or m in member.lost for m in member.epoch.members)
         unsure = [m for m in member.lost if m in member.epoch.members and m not in member.dead]
-        return bool(member.waiting) and alone and self._dropped_by.issuperset(unsure)
-
-    def _cannot_go_on(self, member: Member, deadline: Deadline) -> str:
-        others = [m for m in member.epoch.members if m != self.me]
-        lost = [m for m in others if m in member.lost]
-        if self._dropped_by & set(lost):
-            return (
-                f"Worker {self.me} was given up by worker {sorted(self._dropped_by)} after step {member.step}: it gave "
-                f"no sign of life for {self._options.suspect_after:g} s (Elastic(suspect_after=)), and they went on "
-                "without it. It cannot take part any more."
-            )
-        return (
-            f"Worker {self.me} cannot go on after step {member.step}: worker {lost} is lost, of the members "
-            f"{list(member.epoch.members)}, and {member.waiting or 'the others did not agree on who is left'} "
-            f"(waited up to {deadline}). Start the job again from a checkpoint."
+        left = len(set(member.epoch.members) - member.lost)
+        return bool(member.waiting) and (
+            left < self._options.min_workers or (alone and self._dropped_by.issuperset(unsure))
         )
-
-    # ---- called by the thread of the connections --------------------------------------------------------------
-
-    def _on_up(self, other: int) -> None:
-        with self._changed:
-            self._up.add(other)
-            if self._member is None and self.me and len(self._up) == len(self._addresses):
-                self._links.send(0, Packet({"is": "ready"}))
-            if self._member is not None:
-                self._links.send(other, Packet({"is": "running", "epoch": self._member.epoch.number}))
-                get_logger().warning("worker %d wants to join; it is told that it cannot come back", other)
-            self._changed.notify_all()
-
-    def _on_down(self, other: int, dead: bool, dropped: bool) -> None:
-        with self._changed:
-            self._up.discard(other)
-            self._ready.discard(other)
-            if dropped:
-                self._dropped_by.add(other)
-            # Who gave this worker up has gone on without it, and may have come to the end: being gone then is no reason
-            # to go on here.
-            dead = dead and other not in self._dropped_by
-            self._gone[other] = dead
-            if self._member is not None:
-                self._send(self._member.lose(other, dead))
-            self._changed.notify_all()
-
-    def _on_packet(self, sender: int, packet: Packet) -> None:
-        with self._changed:
-            kind = packet.header.get("is")
-            if self._member is not None:
-                self._take(sender, packet)
-            elif kind == "go" and sender == 0:
-                self.seed = int(packet.header["seed"])
-                self._begin()
-            elif kind == "ready":
-                self._ready.add(sender)
-            elif kind == "running":
-                self._refused = (
-                    f"The elastic job runs already (epoch {packet.header['epoch']}) and has lost this worker "
-                    f"{self.me} before. A worker that comes back is not taken in again yet: it can take part after the "
-                    "whole job was started again from a checkpoint."
-                )
-            else:
-                self._before.append((sender, packet))
-            self._changed.notify_all()
-
-    def _take(self, sender: int, packet: Packet) -> None:
-        member, head = self._running(), packet.header
-        if head.get("is") == "data":
-            if sender not in member.lost:
-                key = (tuple(head["e"]), head["s"], head["q"])
-                self._came.setdefault(key, {})[sender] = packet
-            return
-        message = to_message(packet)
-        if message is not None:
-            self._send(member.receive(sender, message))
-
-    def _send(self, sends: Sends) -> None:
-        member = self._running()
-        for other, message in sends:
-            self._links.send(other, of_message(message))
-        if member.phase == WORKING:
-            for other in self._links.known():
-                if other in member.lost:
-                    self._links.drop(other)
-
-    def close(self) -> None:
-        """Leaves: the others go on without this worker."""
-        self._closed = True
-        self._links.close()
-
-
-def _pause(deadline: Deadline) -> float:
-    pause = deadline.pause()
-    return _LOOK if pause is None else min(pause, _LOOK)

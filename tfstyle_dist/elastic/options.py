@@ -20,10 +20,13 @@ class Elastic:
         suspect_after: seconds of silence after which a worker counts as lost. A process that ends is noticed at
             once, because its connections close; silence is for hosts that vanish and processes that stand still.
         beat_every: seconds between two signs of life.
+        check_every: at the beginning of every so manieth step, all copies of parameters, optimizer state and mirrored
+            Variables are compared; a worker that differs from most is named with the tensor and given up. ``None``
+            compares nothing.
 
     Raises:
         ValueError: a number is out of range.
-        TypeError: ``replicas`` or ``min_workers`` is no whole number.
+        TypeError: ``replicas``, ``min_workers`` or ``check_every`` is no whole number.
 
     Example:
         >>> elastic = experimental.Elastic(replicas=4, min_workers=1)
@@ -35,11 +38,14 @@ class Elastic:
     min_workers: int = 1
     suspect_after: float = 5.0
     beat_every: float = 0.1
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        for name in ("replicas", "min_workers"):
+        for name in ("replicas", "min_workers", "check_every"):
             value = getattr(self, name)
+            if value is None and name == "check_every":
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"Elastic({name}=) must be a whole number, got {value!r}.")
             if value < 1:
@@ -71,8 +77,3 @@ def held_by(member: int, members: Sequence[int], replicas: int) -> tuple[int, ..
     place, each, more = members.index(member), *divmod(replicas, len(members))
     first = place * each + min(place, more)
     return tuple(range(first, first + each + (place < more)))
-
-
-def holder_of(replica: int, members: Sequence[int], replicas: int) -> int:
-    """The worker that holds a replica."""
-    return next(member for member in members if replica in held_by(member, members, replicas))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import DataLossError
-from tfstyle_dist.elastic.protocol import Decision, Epoch, Freeze, Message, Report, Vote
+from tfstyle_dist.core.raw_bytes import bytes_of
+from tfstyle_dist.elastic.messages import Decision, Epoch, Freeze, Message, Met, Outside, Report, Vote
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"tfE1"
@@ -39,12 +40,24 @@ class Packet:
     tensors: Sequence[torch.Tensor] = field(default_factory=list)
 
 
+def check_can_be_sent(tensor: torch.Tensor) -> None:
+    """Refuses the types of numbers that ``decode`` does not know.
+
+    Raises:
+        TypeError: it has such a type.
+    """
+    if tensor.dtype not in _DTYPES.values():
+        raise TypeError(
+            f"A tensor of type {tensor.dtype} cannot be sent to the other workers of an elastic job. Convert it, for "
+            f"example with .float(); these can be sent: {', '.join(_DTYPES)}."
+        )
+
+
 def encode(packet: Packet) -> list[memoryview]:
     """The bytes of a packet; they are those of the tensors, not copies."""
-    flat = [t.detach().contiguous().reshape(-1) for t in packet.tensors]
     what = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in packet.tensors]
     header = json.dumps([packet.header, what], separators=(",", ":")).encode()
-    views = [t.view(torch.uint8).numpy().data for t in flat if t.numel()]
+    views: list[memoryview] = [bytes_of(t).numpy().data for t in packet.tensors if t.numel()]
     prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
     return [memoryview(prefix + header), *views]
 
@@ -99,12 +112,16 @@ def of_message(message: Message) -> Packet:
     if isinstance(message, Vote):
         content: Packet = message.content or Packet({})
         return Packet({"is": "vote", "e": message.epoch, "s": message.step, "c": content.header}, content.tensors)
-    if isinstance(message, Freeze):
-        return Packet({"is": "freeze", "e": message.epoch})
+    if isinstance(message, Met):
+        return Packet({"is": "met", "guest": message.guest, "life": message.life})
+    if isinstance(message, Outside):
+        return Packet({"is": "outside", "e": _of_epoch(message.epoch)})
     votes, tensors = _of_votes(message.votes)
     head = {"e": _of_epoch(message.epoch), "s": message.step, "votes": votes}
+    if isinstance(message, Freeze):
+        return Packet({"is": "freeze", **head}, tensors)
     if isinstance(message, Report):
-        return Packet({"is": "report", "lost": sorted(message.lost), **head}, tensors)
+        return Packet({"is": "report", "lost": sorted(message.lost), "blank": message.blank, **head}, tensors)
     return Packet({"is": "decision", "joined": message.joined, **head}, tensors)
 
 
@@ -114,23 +131,27 @@ def to_message(packet: Packet) -> Message | None:
     kind = head.get("is")
     if kind == "vote":
         return Vote(tuple(head["e"]), head["s"], Packet(head["c"], packet.tensors))
-    if kind == "freeze":
-        return Freeze(tuple(head["e"]))
-    if kind not in ("report", "decision"):
+    if kind == "met":
+        return Met(head["guest"], head["life"])
+    if kind == "outside":
+        return Outside(_to_epoch(head["e"]))
+    if kind not in ("freeze", "report", "decision"):
         return None
     epoch, votes = _to_epoch(head["e"]), _to_votes(head["votes"], packet.tensors)
+    if kind == "freeze":
+        return Freeze(epoch, head["s"], votes)
     if kind == "report":
-        return Report(epoch, head["s"], frozenset(head["lost"]), votes)
+        return Report(epoch, head["s"], frozenset(head["lost"]), votes, head["blank"])
     return Decision(epoch, head["s"], votes, tuple(head["joined"]))
 
 
 def _of_epoch(epoch: Epoch) -> list[Any]:
-    return [epoch.number, epoch.leader, epoch.members]
+    return [epoch.number, epoch.leader, epoch.members, epoch.lives]
 
 
 def _to_epoch(value: Any) -> Epoch:
-    number, leader, members = value
-    return Epoch(number, leader, tuple(members))
+    number, leader, members, lives = value
+    return Epoch(number, leader, tuple(members), tuple((member, life) for member, life in lives))
 
 
 def _of_votes(votes: dict[int, Packet | None] | None) -> tuple[Any, list[torch.Tensor]]:

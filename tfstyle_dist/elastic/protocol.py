@@ -6,8 +6,11 @@ to the lowest member that it has not lost what it has committed. That one decide
 who reported, and a step that one of them has committed is committed by all of them, for then all had voted; else all do
 it again. Who decides may be lost too: then the survivors report to the next one.
 
-A loss is final. A member that loses another one closes the connection, so the other loses it too. A group goes on if it
-has more than half of the last members, or if all others are known to be dead.
+A process that wants to join has a connection to every member first. The leader freezes the members at the beginning of
+a step and decides an epoch with the newcomer, which is blank until it has the state from the others, and votes then.
+
+A loss is final: a member that loses another one closes the connection, so the other loses it too, and only a new
+process comes back. A group goes on if it has more than half of the last members, or if all others are known to be dead.
 """
 
 from __future__ import annotations
@@ -16,81 +19,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-WORKING, VOTED, FROZEN = "working", "voted", "frozen"
+from tfstyle_dist.elastic.messages import (
+    NO_EPOCH,
+    Decision,
+    Epoch,
+    Freeze,
+    Message,
+    Met,
+    Outside,
+    Report,
+    Sends,
+    Vote,
+)
+from tfstyle_dist.elastic.quorum import why_not, without_broken_links
 
-
-@dataclass(frozen=True)
-class Epoch:
-    """One membership.
-
-    Attributes:
-        number: larger than that of every epoch before.
-        leader: who decided it; two leaders may draw one number, but nobody follows both.
-        members: the workers, in order.
-    """
-
-    number: int
-    leader: int
-    members: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What messages name the epoch by."""
-        return self.number, self.leader
-
-
-@dataclass(frozen=True)
-class Vote:
-    """The sender has done its part of a step; ``content`` is what the others need of it."""
-
-    epoch: tuple[int, int]
-    step: int
-    content: Any = None
-
-
-@dataclass(frozen=True)
-class Freeze:
-    """Somebody is lost or wants to join: report."""
-
-    epoch: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the sender has committed; after it the sender commits nothing in this epoch.
-
-    Attributes:
-        epoch: the sender's.
-        step: how many steps it has committed.
-        lost: the members that it has lost.
-        votes: those of its last committed step.
-    """
-
-    epoch: Epoch
-    step: int
-    lost: frozenset[int]
-    votes: Any = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The next epoch.
-
-    Attributes:
-        epoch: the next one.
-        step: how many steps are committed.
-        votes: those of the last committed step; ``None`` when all members have them.
-        joined: members that were not there before.
-    """
-
-    epoch: Epoch
-    step: int
-    votes: Any = None
-    joined: tuple[int, ...] = ()
-
-
-Message = Vote | Freeze | Report | Decision
-Sends = list[tuple[int, Message]]
+JOINING, WORKING, VOTED, FROZEN = "joining", "working", "voted", "frozen"
 
 
 @dataclass
@@ -99,42 +42,50 @@ class Member:
 
     Attributes:
         me: this worker's number.
-        epoch: the membership that it knows.
+        epoch: the membership that it knows; ``NO_EPOCH``: it wants to join.
+        min_workers: fewer members do not go on.
         step: how many steps it has committed.
-        phase: ``WORKING``, ``VOTED`` or ``FROZEN``.
+        phase: ``JOINING``, ``WORKING``, ``VOTED`` or ``FROZEN``.
+        blank: whether it has joined and has not got the state yet.
         lost: those it has no connection to any more.
         dead: those of them whose process is known to be gone.
         votes: those that came, by step and member.
         committed: the votes of the last committed step.
         reports: those that came since this worker froze.
         early: votes of epochs whose decision has not come yet.
-        joiners: those that want to become members.
-        joined: those that became members with this epoch.
+        guests: processes that want to join and have a connection to this one: their lives by number.
+        met: who else has a connection to them, by number and life.
+        joined: those that became members with this epoch and need the state.
         told: who was reported to, and which losses.
         waiting: what keeps a frozen leader from deciding, for messages.
+        admits: whether this leader lets workers in: a step begins that can give them the state.
     """
 
     me: int
-    epoch: Epoch
+    epoch: Epoch = NO_EPOCH
     min_workers: int = 1
     step: int = 0
     phase: str = WORKING
+    blank: bool = False
     lost: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     votes: dict[int, dict[int, Any]] = field(default_factory=dict)
     committed: dict[int, Any] | None = None
     reports: dict[int, Report] = field(default_factory=dict)
     early: list[tuple[int, Vote]] = field(default_factory=list)
-    joiners: set[int] = field(default_factory=set)
+    guests: dict[int, str] = field(default_factory=dict)
+    met: dict[tuple[int, str], set[int]] = field(default_factory=dict)
     joined: tuple[int, ...] = ()
     told: tuple[int, frozenset[int]] | None = None
     waiting: str = ""
+    admits: bool = False
 
     # ---- what this worker does --------------------------------------------------------------------------------
 
     def vote(self, content: Any = None) -> Sends:
         """This worker has done its part of the step."""
         assert self.phase == WORKING, self.phase
+        assert not self.blank, "a vote without the state"
         self.phase = VOTED
         message = Vote(self.epoch.key, self.step, content)
         self.votes.setdefault(self.step, {})[self.me] = content
@@ -149,35 +100,56 @@ class Member:
             other: the worker.
             dead: whether its process is known to be gone.
         """
-        self.joiners.discard(other)
+        self.guests.pop(other, None)
+        self.met = {guest: by - {other} for guest, by in self.met.items() if guest[0] != other}
         if dead:
             self.dead.add(other)
         self.lost.add(other)
         self.reports.pop(other, None)
-        if other not in self.epoch.members and self.phase != FROZEN:
+        if self.phase == JOINING or (other not in self.epoch.members and self.phase != FROZEN):
             return []
         return self._freeze()
 
-    def admit(self, other: int) -> Sends:
-        """A worker that is no member wants to become one; only the leader does something about it."""
-        if other in self.epoch.members:
-            return []
-        self.lost.discard(other)
-        self.dead.discard(other)
-        self.joiners.add(other)
-        return self._freeze() if self._leader() == self.me else []
+    def connect(self, other: int) -> None:
+        """There is a connection; while this worker is no member, what it has lost before does not count."""
+        if self.phase == JOINING:
+            self.lost.discard(other)
+            self.dead.discard(other)
+
+    def reach(self, guest: int, life: str) -> Sends:
+        """There is a connection to a process that wants to join."""
+        self.guests[guest] = life
+        return self._tell_met(guest) if self.phase != JOINING else []
+
+    def admit(self) -> Sends:
+        """A step begins: the leader lets those in that all members have met."""
+        self.admits = self.phase == WORKING and self._leader() == self.me and bool(self._welcome())
+        return self._freeze() if self.admits else []
+
+    def fill(self) -> None:
+        """This worker has got the state of its epoch."""
+        self.blank = False
 
     def receive(self, sender: int, message: Message) -> Sends:
         """A message came; what an old epoch or a lost worker sends is refused."""
-        if sender in self.lost:
+        if sender in self.lost and sender not in self.guests and self.phase != JOINING:
             return []
         if isinstance(message, Vote):
             return self._on_vote(sender, message)
-        if isinstance(message, Freeze):
-            return self._freeze() if message.epoch == self.epoch.key else []
+        if isinstance(message, Met):
+            self.met.setdefault((message.guest, message.life), set()).add(sender)
+            return []
+        if isinstance(message, Outside):
+            return self._on_outside(message)
+        if isinstance(message, Decision):
+            return self._install(message) if message.epoch.leader == sender else []
+        sends = self._catch_up(sender, message)
         if isinstance(message, Report):
-            return self._on_report(sender, message)
-        return self._install(message) if message.epoch.leader == sender else []
+            return sends + self._on_report(sender, message)
+        if message.epoch != self.epoch:
+            return sends
+        self.told = None if sender == self._leader() else self.told  # an earlier report came too early for it
+        return sends + self._freeze()
 
     # ---- votes ------------------------------------------------------------------------------------------------
 
@@ -196,28 +168,72 @@ class Member:
 
     def _commit(self, votes: Mapping[int, Any]) -> None:
         self.committed = dict(votes)
+        self.joined = ()
         self.votes.pop(self.step, None)
         self.step += 1
         self.phase = WORKING
 
     def _on_report(self, sender: int, report: Report) -> Sends:
-        if sender not in self.epoch.members:
+        if self.phase == JOINING:
             return []
+        if sender not in self.epoch.members:
+            return [(sender, Outside(self.epoch))] if report.epoch.key < self.epoch.key else []
         if report.epoch.key < self.epoch.key and self.epoch.leader not in report.lost:
             return []  # this epoch's decision is on its way to the sender, who will report anew if it must
         self.reports[sender] = report
         return self._freeze()
 
+    # ---- who comes in -----------------------------------------------------------------------------------------
+
+    def _tell_met(self, guest: int) -> Sends:
+        leader = self._leader()
+        return [] if leader == self.me else [(leader, Met(guest, self.guests[guest]))]
+
+    def _welcome(self) -> list[int]:
+        """The first guest that all other members have met; one at a time, so that guests have met each other too."""
+        others = {m for m in self._alive() if m != self.me}
+        free = [g for g in sorted(self.guests) if g not in self.epoch.members]
+        return [g for g in free if others <= self.met.get((g, self.guests[g]), set())][:1]
+
+    def _on_outside(self, message: Outside) -> Sends:
+        """The epoch that this worker has joined did not come about."""
+        if self.blank and message.epoch.key > self.epoch.key:
+            self.epoch, self.phase, self.blank, self.step = NO_EPOCH, JOINING, False, 0
+            self.votes, self.reports, self.told, self.waiting, self.joined, self.admits = {}, {}, None, "", (), False
+        return []
+
+    def _catch_up(self, sender: int, message: Freeze | Report) -> Sends:
+        """Somebody is a member of an epoch whose decision was lost with its leader on the way to this worker.
+
+        Who has reported to a leader may only follow that one.
+        """
+        epoch = message.epoch
+        if epoch.key <= self.epoch.key or self.me not in epoch.members:
+            return []
+        leads = self.phase == FROZEN and self._leader() == self.me
+        if self.phase == FROZEN and not leads and sender != self._leader():
+            return []
+        asked = [m for m in self._alive() if m != self.me] if leads else []
+        joined = (self.me,) if self.phase == JOINING or self.blank else ()
+        sends = self._install(Decision(epoch, message.step, message.votes, joined))
+        return [(m, Freeze(epoch, self.step, self.committed)) for m in asked if m in epoch.members] + sends
+
     # ---- the next epoch ---------------------------------------------------------------------------------------
 
     def _leader(self) -> int:
-        return min(m for m in self.epoch.members if m not in self.lost)
+        return min(self._alive())
+
+    def _alive(self) -> list[int]:
+        return [m for m in self.epoch.members if m not in self.lost]
 
     def _freeze(self) -> Sends:
         """Commits nothing more, and reports to whoever decides."""
+        if self.phase == JOINING:
+            return []
         first = self.phase != FROZEN
         self.phase = FROZEN
-        report = Report(self.epoch, self.step, frozenset(self.lost & set(self.epoch.members)), self.committed)
+        lost = frozenset(self.lost & set(self.epoch.members))
+        report = Report(self.epoch, self.step, lost, self.committed, self.blank)
         leader = self._leader()
         if leader != self.me:
             told, self.told = self.told, (leader, report.lost)
@@ -225,10 +241,8 @@ class Member:
         self.reports[self.me] = report
         asked = self._alive() if first or self.told is None or self.told[0] != self.me else []
         self.told = self.me, report.lost
-        return [(m, Freeze(self.epoch.key)) for m in asked if m != self.me] + self._decide()
-
-    def _alive(self) -> list[int]:
-        return [m for m in self.epoch.members if m not in self.lost]
+        freeze = Freeze(self.epoch, self.step, self.committed)
+        return [(m, freeze) for m in asked if m != self.me] + self._decide()
 
     def _decide(self) -> Sends:
         """The leader decides as soon as all that it has not lost have reported, and they are enough."""
@@ -236,60 +250,51 @@ class Member:
         if missing := [m for m in alive if m not in self.reports]:
             self.waiting = f"no report from worker {missing} yet"
             return []
-        kept = _without_broken_links(alive, self.reports)
+        kept = without_broken_links(alive, self.reports)
         reports = [self.reports[m] for m in kept]
         newest = max((r.epoch for r in reports), key=lambda e: e.key)
-        if self._too_few(kept, newest):
+        self.waiting = why_not(kept, self.reports, newest, self.dead, self.min_workers)
+        if self.waiting:
             return []
         step = max(r.step for r in reports)
-        votes = next((r.votes for r in reports if r.step == step), None)
+        votes = next((r.votes for r in reports if r.step == step and r.votes is not None), None)
         told = votes if any(r.step < step for r in reports) else None
-        joined = tuple(sorted(j for j in self.joiners if j not in self.lost))
+        welcome = self._welcome() if self.admits else []
+        joined = tuple(sorted({*welcome, *(m for m in kept if self.reports[m].blank)}))
         members = tuple(sorted({*kept, *joined}))
-        decision = Decision(Epoch(newest.number + 1, self.me, members), step, told, joined)
+        lives = (*(life for life in newest.lives if life[0] in kept), *((g, self.guests[g]) for g in welcome))
+        decision = Decision(Epoch(newest.number + 1, self.me, members, lives), step, told, joined)
         return [(m, decision) for m in members if m != self.me] + self._install(decision)
-
-    def _too_few(self, kept: list[int], newest: Epoch) -> bool:
-        gone = [m for m in newest.members if m not in kept]
-        unsure = [m for m in gone if m not in self.dead]
-        self.waiting = ""
-        if 2 * len(kept) <= len(newest.members) and unsure:
-            self.waiting = (
-                f"{len(kept)} of the last {len(newest.members)} workers are no majority, and worker {unsure} may be "
-                "alive and going on without this one"
-            )
-        elif len(kept) < self.min_workers:
-            self.waiting = f"{len(kept)} worker(s) are left, fewer than min_workers={self.min_workers}"
-        return bool(self.waiting)
 
     def _install(self, decision: Decision) -> Sends:
         epoch = decision.epoch
         if epoch.key <= self.epoch.key or self.me not in epoch.members:
             return []
-        if self.me not in decision.joined:
+        if self.me in decision.joined:
+            self.blank = True
+        elif not self.blank:
             assert self.step <= decision.step <= self.step + 1, "a step was committed without this one"
-        if decision.step > self.step:
-            self.committed = decision.votes
-            self.step = decision.step
-        gone = set(self.epoch.members) - set(epoch.members)
-        self.lost |= gone
+        if decision.step > self.step or self.blank:
+            self.committed, self.step = decision.votes, decision.step
+        self.lost |= set(self.epoch.members) - set(epoch.members)
+        self._let_in(epoch)
         self.epoch, self.phase, self.joined = epoch, WORKING, decision.joined
-        self.votes, self.reports, self.told, self.waiting = {}, {}, None, ""
-        self.joiners -= set(epoch.members)
+        self.votes, self.reports, self.told, self.waiting, self.admits = {}, {}, None, "", False
         early, self.early = self.early, []
         sends: Sends = []
-        for sender, vote in early:
-            if vote.epoch >= epoch.key:
-                sends += self._on_vote(sender, vote)
+        for sender, vote in (e for e in early if e[1].epoch >= epoch.key):
+            sends += self._on_vote(sender, vote)
         if self.lost & set(epoch.members):
-            sends += self._freeze()
-        return sends
+            return sends + self._freeze()
+        return sends + [send for guest in self.guests for send in self._tell_met(guest)]
 
-
-def _without_broken_links(alive: list[int], reports: Mapping[int, Report]) -> list[int]:
-    """Of two that have lost each other the later one goes."""
-    kept: list[int] = []
-    for member in alive:
-        if not any(member in reports[k].lost or k in reports[member].lost for k in kept):
-            kept.append(member)
-    return kept
+    def _let_in(self, epoch: Epoch) -> None:
+        """Guests become members; one that has come in the place of a member that is meant waits for the next epoch."""
+        lives = dict(epoch.lives)
+        for member in set(epoch.members) & set(self.guests):
+            if self.guests[member] == lives.get(member):
+                self.guests.pop(member)
+                self.lost.discard(member)
+                self.dead.discard(member)
+            else:
+                self.lost.add(member)

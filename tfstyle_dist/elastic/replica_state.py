@@ -16,16 +16,21 @@ from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.leaves import Reader, describe
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.record import Record, raw
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-_MACHINERY = frozenset(
+MACHINERY = frozenset(
     name for name in torch.nn.Module().__dict__ if name not in ("training", "_buffers", "_non_persistent_buffers_set")
 )
+"""Attributes of modules that are the same on all workers."""
 _SENT = (torch.Tensor, bool, int, float, str, type(None))
 _MOST_LEAVES = 256
+_GONE = object()
+Known = list[tuple[Any, list[torch.Tensor]]]
+"""Values that a replica has of its own: descriptions as ``ReplicaStates.changed`` makes them, and their tensors."""
 Place = tuple[str, int, str]  # of which kind, the number of the object or record, the name of the attribute
 
 
@@ -50,22 +55,31 @@ class ReplicaStates:
     def changed(self, replica: int) -> tuple[list[Any], list[torch.Tensor]]:
         """What the step has changed for a replica of this worker, to be sent; called when all have finished."""
         described, tensors = [], []
+        types = self._types()
         for place, value in self._values(replica):
-            leaves, _ = nest.flatten(value)
-            if _is_same(self._before.get((replica, place), ()), leaves) and leaves:
+            leaves, before = _leaves(value), self._before.get((replica, place))
+            if len(leaves) > _MOST_LEAVES or (before is not None and _is_same(before, leaves)):
                 continue
-            if len(leaves) > _MOST_LEAVES or not all(type(v) in _SENT for v in leaves):
+            if strange := {type(leaf).__name__ for leaf in leaves if type(leaf) not in _SENT}:
+                _warn_not_sent(_type_at(place, types), place[2], strange)
                 continue
             what, sent = describe(leaves)
-            described.append([*place, what, self._type_of(place)])
+            described.append([*place, what, _type_at(place, types)])
             tensors += sent
         return described, tensors
 
-    def _type_of(self, place: Place) -> str:
-        if place[0] not in ("a", "b"):
-            return ""
-        found = next((thing for thing, content in self._contents.objects() if content.number == place[1]), None)
-        return type(found).__name__
+    def now(self, replica: int, known: Known) -> Known:
+        """The same values of a replica as they are now; those that are gone or cannot be sent now are left out."""
+        values, found = dict(self._values(replica)), []
+        for (kind, number, name, _, of), _ in known:
+            leaves = _leaves(values.get((kind, number, name), _GONE))
+            if len(leaves) <= _MOST_LEAVES and all(type(leaf) in _SENT for leaf in leaves):
+                what, tensors = describe(leaves)
+                found.append(([kind, number, name, what, of], [tensor.clone() for tensor in tensors]))
+        return found
+
+    def _types(self) -> dict[int, str]:
+        return {content.number: type(thing).__name__ for thing, content in self._contents.objects()}
 
     def _values(self, replica: int) -> Iterator[tuple[Place, Any]]:
         for thing, content in self._contents.objects():
@@ -76,14 +90,14 @@ class ReplicaStates:
                 if value is not None:
                     yield ("b", content.number, name), value
             for name, value in list(now.items()):
-                if isinstance(thing, torch.nn.Module) and (name in _MACHINERY or name == "_buffers"):
+                if isinstance(thing, torch.nn.Module) and (name in MACHINERY or name == "_buffers"):
                     continue
                 if type(value) in _SENT or type(value) in (list, tuple, dict):
                     yield ("a", content.number, name), value
-        for number, (generator, states) in enumerate(self._contents.generators()):
+        for number, (generator, states) in enumerate(self._contents.generators.living()):
             yield ("g", number, ""), generator.get_state() if replica == self._contents.first else states[replica]
         for record in self._variables():
-            if _is_own(record):
+            if has_own_value(record):
                 with raw():
                     yield ("v", record.number, ""), record.components[replica].detach()
 
@@ -98,9 +112,9 @@ class ReplicaStates:
             reader: of the tensors.
         """
         objects = {content.number: thing for thing, content in self._contents.objects()}
-        records = {record.number: record for record in self._variables()}
+        records, types = {record.number: record for record in self._variables()}, self._types()
         for kind, number, name, what, of in described:
-            here = self._type_of((kind, number, name))
+            here = _type_at((kind, number, name), types)
             if of != here:
                 raise CollectiveMismatchError(
                     f"The workers found different objects in the step: object {number} is {of!r} on one worker and "
@@ -116,7 +130,7 @@ class ReplicaStates:
                 self._put(objects[number], kind, name, values, replica)
 
     def _set_generator(self, number: int, replica: int, state: torch.Tensor) -> None:
-        generator, states = self._contents.generators()[number]
+        generator, states = self._contents.generators.living()[number]
         states[replica] = state.clone()
         if replica == self._contents.first:
             generator.set_state(state)
@@ -125,7 +139,7 @@ class ReplicaStates:
         own = self._contents.attributes(thing, replica)
         if kind == "b":
             buffers = torch_internals.buffers_among(own)
-            buffers[name] = _written(buffers.get(name), leaves[0])
+            buffers[name] = written(buffers.get(name), leaves[0])
             return
         like = own.get(name, thing.__dict__.get(name))
         _, spec = nest.flatten(like)
@@ -137,12 +151,29 @@ class ReplicaStates:
             )
             return
         before, _ = nest.flatten(like)
-        own[name] = nest.unflatten([_written(b, v) for b, v in zip(before, leaves, strict=True)], spec)
+        own[name] = nest.unflatten([written(b, v) for b, v in zip(before, leaves, strict=True)], spec)
+
+
+def _type_at(place: Place, types: dict[int, str]) -> str:
+    """What kind of object it is; empty for what is no object."""
+    return types.get(place[1], "NoneType") if place[0] in ("a", "b") else ""
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return nest.flatten(value)[0] if type(value) in (list, tuple, dict) else (value,)
+
+
+def _warn_not_sent(kind: str, name: str, strange: Iterable[str]) -> None:
+    warn_once(
+        f"elastic attribute {kind}.{name} not sent",
+        f"The attribute {name!r} of {kind} holds {', '.join(sorted(strange))}, and an elastic job sends tensors, "
+        "numbers and text. A replica that moves to another worker begins with that worker's value.",
+    )
 
 
 def _image(value: Any) -> tuple[Any, ...]:
     """The leaves of a value as they are now; a module's own kernels may write to buffers without a version."""
-    leaves, _ = nest.flatten(value)
+    leaves = _leaves(value)
     if len(leaves) > _MOST_LEAVES:
         return ()
     return tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -159,15 +190,11 @@ def _is_same_leaf(before: Any, now: Any) -> bool:
         return False
     if now.layout is not torch.strided:
         return False
-    return torch.equal(_bytes(before), _bytes(now.detach()))
+    return torch.equal(bytes_of(before), bytes_of(now))
 
 
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8) if value.numel() else value.reshape(-1)
-
-
-def _written(before: Any, value: Any) -> Any:
-    """The value, in the tensor that is there if it fits."""
+def written(before: Any, value: Any) -> Any:
+    """A value, in the tensor that is there if it fits."""
     if not isinstance(value, torch.Tensor):
         return value
     if type(before) is torch.Tensor and before.shape == value.shape and before.dtype == value.dtype:
@@ -177,5 +204,6 @@ def _written(before: Any, value: Any) -> Any:
     return value.clone()
 
 
-def _is_own(record: Record) -> bool:
+def has_own_value(record: Record) -> bool:
+    """Whether a variable differs from replica to replica."""
     return record.synchronization is VariableSynchronization.ON_READ or record.aggregation is VariableAggregation.NONE

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
-
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.runtime.random_streams import RandomStreams
 
@@ -16,16 +14,17 @@ class StepStreams(RandomStreams):
 
     Args:
         devices: of all replicas.
-        seed: of the job.
 
     Attributes:
+        root: the seed of the job; ``None`` before the workers have agreed on one.
         step: the step under way.
         held: the replicas of this worker.
     """
 
-    def __init__(self, devices: Sequence[ReplicaDevice], seed: int) -> None:
+    def __init__(self, devices: Sequence[ReplicaDevice]) -> None:
         super().__init__(devices, 0)
-        self._root, self.step = seed, 0
+        self.root: int | None = None
+        self.step = 0
         self.held: Sequence[int] = ()
         self._running = False
 
@@ -40,7 +39,7 @@ class StepStreams(RandomStreams):
                 "seed_replicas(python=True) under Elastic: the numbers of `random` and numpy are not those of a "
                 "replica in an elastic job yet, so a step that is done again draws others. Draw with torch."
             )
-        self._root = seed
+        self.root = seed
 
     def begin_step(self) -> None:
         """The numbers from now on are those of the first replica of this worker."""
@@ -83,10 +82,5 @@ class StepStreams(RandomStreams):
             self._set(replica, own)
 
     def _number(self, what: str) -> int:
-        name = f"{self._root} {self.step} {what}"
+        name = f"{self.root} {self.step} {what}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def process_state() -> torch.Tensor:
-    """The state of the process' own random numbers."""
-    return torch.get_rng_state()

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tfstyle_dist.runtime.clocks import WAIT
-from tfstyle_dist.runtime.turns import Action, Content, TurnRun
+from tfstyle_dist.runtime.replica_run import Action, Content
+from tfstyle_dist.runtime.turns import TurnRun
 
 
 class Exchanger(Protocol):
@@ -80,3 +81,7 @@ class ElasticRun:
             return [results[r] for r in self._held]
 
         return self._run.barrier(self._held.index(replica), kind, payload, joint, phase, anywhere)
+
+    def begin_update(self, replica: int) -> None:
+        """See ``ReplicaRun``."""
+        self._run.begin_update(self._held.index(replica))

@@ -55,7 +55,7 @@ class Undo:
                 self._tensors.append(parameter.grad)
         for _, content in self._contents.objects():
             self._keep_object(content)
-        for generator, states in self._contents.generators():
+        for generator, states in self._contents.generators.living():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
             self._tensors += record.components

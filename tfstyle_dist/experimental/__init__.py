@@ -11,6 +11,7 @@ from tfstyle_dist.experimental import coordinator, partitioners, rpc
 from tfstyle_dist.strategies import ExperimentalTPUStrategy as TPUStrategy, ParameterServerStrategy
 from tfstyle_dist.strategies.averages import exact_mean
 from tfstyle_dist.strategies.central_storage import CentralStorageStrategy
+from tfstyle_dist.strategies.elastic import join
 from tfstyle_dist.strategies.multi_worker_mirrored import (
     ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ValueContext",
     "coordinator",
     "exact_mean",
+    "join",
     "partitioners",
     "rpc",
 ]

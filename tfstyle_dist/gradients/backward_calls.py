@@ -13,6 +13,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import any_accelerator
+from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
@@ -53,5 +54,5 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-engine_calls = torch_internals.Patch(torch.autograd, torch_internals.RUN_BACKWARD, _run)
+engine_calls = Patch(torch.autograd, torch_internals.RUN_BACKWARD, _run)
 """Installed while a strategy that adopts modules lives."""

@@ -6,13 +6,13 @@ import abc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
+from tfstyle_dist.runtime.context import Replica
 
 
 class PassReducer(GradientReducer):
@@ -52,7 +52,7 @@ class PassReducer(GradientReducer):
         return torch_internals.backward_pass_under_way() == self._task or nested_backward()
 
     @contextmanager
-    def keeping_graphs(self, replica: Any) -> Iterator[None]:
+    def keeping_graphs(self, replica: Replica) -> Iterator[None]:
         """Around a pass with ``create_graph=True``: the gradients are reduced after it, and can be differentiated.
 
         Args:

@@ -13,10 +13,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.variables.record import Record
 
 
-def weighed_by_examples(original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> Any:
+def weighed_by_examples(original: Callable[..., Any], replica: Replica, *args: Any, **kwargs: Any) -> Any:
     """One call of autograd's engine by a replica whose share differs in size from others.
 
     Args:
@@ -28,9 +29,10 @@ def weighed_by_examples(original: Callable[..., Any], replica: Any, *args: Any, 
     roots, gradients, *rest = args
     leaves = _leaves(replica)
     weighing = [r.policy is not None and r.policy.weighs for r, _ in leaves]
+    assert replica.share is not None
     weight, some = replica.share.weight, any(weighing)
     if some and not all(weighing):  # this pass may be of one kind alone; what a checkpoint hides is not seen
-        reached = _reached(roots)
+        reached = {id(leaf) for leaf in leaves_of(roots)}
         seen = [weighs for (_, leaf), weighs in zip(leaves, weighing, strict=True) if id(leaf) in reached]
         some = any(seen) or not seen
     if some:
@@ -47,7 +49,7 @@ def weighed_by_examples(original: Callable[..., Any], replica: Any, *args: Any, 
             handle.remove()
 
 
-def _leaves(replica: Any) -> list[tuple[Record, torch.Tensor]]:
+def _leaves(replica: Replica) -> list[tuple[Record, torch.Tensor]]:
     """What backward may give a gradient, in this replica's own form."""
     found = []
     for record in replica.strategy.parameter_store.records():
@@ -60,21 +62,21 @@ def _leaves(replica: Any) -> list[tuple[Record, torch.Tensor]]:
     return found
 
 
-def _reached(roots: Sequence[torch.Tensor | GradientEdge]) -> set[int]:
-    """The leaves that a pass from ``roots`` comes to."""
-    found = {id(root) for root in roots}
+def leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[torch.Tensor]:
+    """The leaves that a pass from ``roots`` comes to; what a reentrant checkpoint hides is not among them."""
+    found = {id(root): root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf and root.requires_grad}
     nodes: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            found[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return found
+    return list(found.values())
 
 
 def _on_leaf(weight: float, weighs: bool, root_weighs: bool) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -90,12 +92,20 @@ def _without_nan(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.is_sparse else torch.where(gradient.isnan(), 0, gradient)
 
 
-def _say(replica: Any) -> None:
-    if replica.replica_id == 0:
-        share, division = replica.share, replica.share.division
+def _say(replica: Replica) -> None:
+    share = replica.share
+    if replica.replica_id == 0 and share is not None and share.division is not None:
+        division, store = share.division, id(replica.strategy.parameter_store)
         warn_once(
-            f"weights by examples {id(replica.strategy.parameter_store)}",
+            f"weights by examples {store}",
             f"A batch of {division.examples} examples is divided unevenly over {division.replicas} replicas (replica 0 "
             f"has {share.examples}): the mean of their gradients is that over the examples, as on one device. For one "
             "in which all weigh the same call strategy.set_gradient_policy(scale='MEAN').",
         )
+        if division.empty:
+            warn_once(
+                f"replicas without examples {store}",
+                f"{division.empty} of {division.replicas} replicas have no example of a batch of {division.examples}: "
+                "a mean that such a replica computes is NaN there. It adds nothing to gradients, strategy.reduce, "
+                "all_reduce and variables; read the loss through one of these, not with float() on the replica.",
+            )

@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
-from tfstyle_dist.runtime.context import Frame, current_frame, pop, push
+from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
 from tfstyle_dist.variables.record import Record
 
 
@@ -22,12 +22,11 @@ class LeadingUpdateRunner(UpdateRunner):
 
     shares_optimizers = True
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: StrategyInForce) -> None:
         super().__init__(strategy)
         self._open: list[_Update] = []
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
-        """See ``UpdateRunner``."""
         super().before_step(optimizer, records, args, kwargs)
         strategy, frame = self._strategy(), current_frame()
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
@@ -49,7 +48,6 @@ class LeadingUpdateRunner(UpdateRunner):
         return around_closure(outside, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
-        """See ``UpdateRunner``."""
         frame = current_frame()
         if isinstance(frame, _Update):
             frame.end()
@@ -58,7 +56,6 @@ class LeadingUpdateRunner(UpdateRunner):
             frame.replica.barrier(kind, None, lambda payloads: payloads, UPDATE)
 
     def restore(self) -> None:
-        """See ``UpdateRunner``."""
         while self._open:
             self._open.pop().drop()
 
@@ -67,15 +64,18 @@ class _Update(Frame):
     """The frame of a replica inside ``optimizer.step()``."""
 
     __slots__ = ("_attributes", "_optimizer", "_records")
+    replica: Replica
 
-    def __init__(self, strategy: Any, replica: Any, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+    def __init__(
+        self, strategy: StrategyInForce, replica: Replica, optimizer: torch.optim.Optimizer, records: list[Record]
+    ) -> None:
         super().__init__(strategy, replica, component=0)
         self._optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
 
     @property
     def _leads(self) -> bool:
-        return bool(self.replica.local_replica_id == 0)
+        return self.replica.local_replica_id == 0
 
     def begin(self) -> None:
         """The objects are those of the update."""

@@ -18,9 +18,10 @@ from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
 from tfstyle_dist.gradients.update_shards import ELEMENTWISE, Part, share_out
+from tfstyle_dist.runtime.context import StrategyInForce
+from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_home import SharedHome
-from tfstyle_dist.variables.store import find_record
 
 # What a worker has to say when all meet before an update.
 _WRITTEN, _MOVED, _LOADED, _NEW_GROUPS = 1, 2, 4, 8
@@ -80,14 +81,13 @@ class SharedUpdateRunner(UpdateRunner):
         home: where they are.
     """
 
-    def __init__(self, strategy: Any, home: SharedHome) -> None:
+    def __init__(self, strategy: StrategyInForce, home: SharedHome) -> None:
         super().__init__(strategy)
         self._group: WorkerGroup = strategy.worker.group
         self._home = home
         self._books: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Book] = weakref.WeakKeyDictionary()
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
-        """See ``UpdateRunner``."""
         super().before_step(optimizer, records, args, kwargs)
         self.restore(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -100,7 +100,6 @@ class SharedUpdateRunner(UpdateRunner):
         return (args[0], inside, *args[2:]), kwargs
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
-        """See ``UpdateRunner``."""
         book = self._books[optimizer]
         fresh = self._take_back(optimizer, book)
         if any(self._group.numbers(int(bool(fresh)), f"end of {type(optimizer).__name__}.step")):

@@ -46,6 +46,8 @@ class DistributedDataset:
         self._spec: Any = None
         facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts()}
         check_same(worker, facts, compared=self.pipeline.same_on_all)
+        if worker.positions is not None:
+            worker.positions.add(self)
         self._announce()
 
     def __iter__(self) -> DistributedIterator:
@@ -57,6 +59,8 @@ class DistributedDataset:
         self.require_outside("iter() of a distributed dataset")
         iterator = DistributedIterator(self, self._next_epoch)
         self._next_epoch += 1
+        if self.worker.positions is not None:
+            self.worker.positions.begins(self, iterator)
         return iterator
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.input.layouts import is_dense
 from tfstyle_dist.input.split import map_leaves
 
@@ -31,8 +32,8 @@ class Inline:
 
     def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         tensor = self._tensor
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _rebuilt, (data, tensor.dtype, tuple(tensor.shape))
+        data: Any = bytes_of(tensor).numpy()
+        return _rebuilt, (data.tobytes(), tensor.dtype, tuple(tensor.shape))
 
 
 def _rebuilt(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -72,6 +72,7 @@ class DistributedIterator:
         self._left: int | None = None
         self._template: Any = None
         self._ended = False
+        self._share: Share | None = None  # of the latest batch, the first local replica's; none if it was not noted
         _alive.add(self)
 
     def __iter__(self) -> DistributedIterator:
@@ -98,6 +99,8 @@ class DistributedIterator:
             self._ended = True
             _alive.discard(self)
             raise StopIteration
+        if self._worker.positions is not None:
+            self._worker.positions.took(self._dataset)
         return group(step.parts)
 
     def get_next(self) -> Any:
@@ -213,10 +216,12 @@ class DistributedIterator:
 
     def _note_shares(self, step: Step) -> None:
         """Equal shares are noted only beside others: a step may get both, or a tensor of an earlier batch again."""
-        division = step.division
+        division, self._share = step.division, None
         if division is None or not division.even or len(_alive) > 1 or any_noted():
-            for replica, part in enumerate(step.parts):
-                note_batch(part, Share(0 if step.sizes is None else step.sizes[replica], division))
+            shares = [Share(size, division) for size in step.sizes or [0] * len(step.parts)]
+            self._share = shares[0]
+            for part, share in zip(step.parts, shares, strict=True):
+                note_batch(part, share)
 
     def _position_to_begin(self) -> Position:
         return (self._made, 0) if self._pipeline.unit == "steps" else self._position
@@ -247,6 +252,11 @@ class DistributedIterator:
         if error is not workers.errored():
             workers.report_failure(f"input: {type(error).__name__}: {error}")
         error.add_note(f"[tfstyle_dist] raised by the input of worker {workers.rank} of {workers.size}")
+
+
+def shares_under_way() -> list[Share]:
+    """The shares of the batches that the program has from iterators that are not at their end."""
+    return [iterator._share for iterator in list(_alive) if iterator._share is not None]
 
 
 def _copied_empty(batch: Any) -> Any:

@@ -38,8 +38,8 @@ class TensorRows:
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         """The share as ``default_collate`` gives it: a list with one tensor for each field."""
-        rows = torch.tensor(indices)
-        return [t.index_select(0, rows) for t in self.tensors]
+        rows = torch.tensor(indices, device="cpu")
+        return [t.index_select(0, rows.to(t.device)) for t in self.tensors]
 
 
 def as_it_is(batch: Any) -> Any:
@@ -90,21 +90,17 @@ class SamplerPipeline(Pipeline):
         self._template: Any = None
 
     def steps_per_epoch(self) -> int:
-        """See ``Pipeline``."""
         s = self.sampler
         return count_steps(len(s.order), s.batch_size, s.drop_remainder, self.layout, self._policy)
 
     def facts(self) -> dict[str, Any]:
-        """See ``Pipeline``."""
         s = self.sampler
         return {"policy": self._policy.name, "samples": len(s.order), "global batch": s.batch_size}
 
     def seed(self) -> int | None:
-        """See ``Pipeline``."""
         return getattr(self.sampler.order, "seed", None)
 
     def set_seed(self, seed: int) -> None:
-        """See ``Pipeline``."""
         if hasattr(self.sampler.order, "seed"):
             self.sampler.order.seed = seed
 

@@ -123,7 +123,6 @@ class BatchPipeline(Pipeline):
         return self._length if single else None
 
     def facts(self) -> dict[str, Any]:
-        """See ``Pipeline``."""
         return {"policy": self._policy.name} | ({"batches": self._length} if self.same_on_all else {})
 
     def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
@@ -180,7 +179,6 @@ class DealtPipeline(Pipeline):
         self._sources, self.layout, self._lengths = sources, layout, lengths
 
     def steps_per_epoch(self) -> int | None:
-        """See ``Pipeline``."""
         known = [n for n in self._lengths if n is not None]
         if len(known) < len(self._lengths):
             return None

@@ -52,7 +52,6 @@ class SequentialOrder(EpochOrder):
         self._size = size
 
     def indices(self, epoch: int) -> Sequence[Any]:
-        """See ``EpochOrder``."""
         return range(self._size)
 
     def __len__(self) -> int:
@@ -71,8 +70,8 @@ class ShuffledOrder(EpochOrder):
         self._size, self.seed = size, seed
 
     def indices(self, epoch: int) -> torch.Tensor:
-        """See ``EpochOrder``."""
-        return torch.randperm(self._size, generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+        return torch.randperm(self._size, generator=generator, device="cpu")  # whatever the default device is
 
     def __len__(self) -> int:
         return self._size
@@ -118,7 +117,7 @@ class SampledOrder(EpochOrder):
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]), _generator_of(self._sampler, seed):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the CPU's alone: what the step draws on a device goes on
             return list(self._sampler)
 
     def __len__(self) -> int:

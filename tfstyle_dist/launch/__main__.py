@@ -6,9 +6,10 @@
     python -m tfstyle_dist.launch --workers 4 --elastic train.py       # goes on when workers die (docs/elastic.md)
 
 Each task's output is shown line by line with its name in front. When a task fails, all are stopped, its traceback is
-shown once more, and the exit code is that task's. With --elastic the others go on, and the exit code is 0 if one of
-them comes to the end. The tasks meet at free ports of 127.0.0.1. With parameter servers they get a key that is made for
-the job (TFSTYLE_PS_KEYS) unless you gave one: other users of the machine are refused.
+shown once more, and the exit code is that task's. With --elastic the others go on, the lost one is started again up to
+--max-restarts times, and the exit code is 0 if one of them comes to the end. The tasks meet at free ports of 127.0.0.1.
+With parameter servers they get a key that is made for the job (TFSTYLE_PS_KEYS) unless you gave one: other users of the
+machine are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tfstyle_dist.launch.cluster import key_of_job, make_tasks
+from tfstyle_dist.launch.cluster import ended_file_of_job, key_of_job, make_tasks
+from tfstyle_dist.launch.restarts import Restarts
 from tfstyle_dist.launch.supervisor import Supervisor
+
+_RESTARTS = 3
 
 
 def _count(text: str) -> int:
@@ -56,8 +60,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="a worker that fails does not stop the others: for MultiWorkerMirroredStrategy(elastic=...); lost workers "
-        "are not started again",
+        help="a worker that fails does not stop the others and is started again: for "
+        "MultiWorkerMirroredStrategy(elastic=...)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="with --elastic: how often each worker is started again (3), after 0.2 s, 0.4 s, ... up to 30 s",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as for python -m")
     parser.add_argument("script", help="the Python program that every task runs")
@@ -65,6 +76,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers == 0 and not options.chief:
         parser.error("there is nobody to train: give --workers N or --chief")
+    if options.max_restarts is not None and not options.elastic:
+        parser.error("--max-restarts is for elastic jobs: give --elastic too")
     # Workers of parameter servers run what a chief schedules.
     options.chief = options.chief or options.ps > 0
     return options
@@ -81,9 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
-    with key_of_job(options.ps) as key:
-        tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator, key)
-        return Supervisor(tasks, options.grace, options.evaluator_grace, options.elastic).run()
+    with key_of_job(options.ps) as key, ended_file_of_job(options.elastic) as ended_file:
+        most = _RESTARTS if options.max_restarts is None else options.max_restarts
+        restarts = None if ended_file is None else Restarts(most, ended_file)
+        tasks = make_tasks(command, options.workers, options.ps, options.chief, options.evaluator, key, ended_file)
+        return Supervisor(tasks, options.grace, options.evaluator_grace, restarts).run()
 
 
 if __name__ == "__main__":

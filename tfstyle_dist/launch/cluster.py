@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import env, launch_env, network
 from tfstyle_dist.launch.task import Task
 
 _HOST = "127.0.0.1"
@@ -38,8 +38,28 @@ def key_of_job(ps: int) -> Iterator[str | None]:
         yield path
 
 
+@contextmanager
+def ended_file_of_job(elastic: bool) -> Iterator[str | None]:
+    """Where an elastic job says that a task has come to the end.
+
+    Yields:
+        The path of a file that is not there yet, and is gone afterwards; ``None`` for a job that is not elastic.
+    """
+    if not elastic:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="tfstyle-job-") as folder:
+        yield os.path.join(folder, "ended")
+
+
 def make_tasks(
-    command: Sequence[str], workers: int, ps: int, chief: bool, evaluator: bool, key: str | None = None
+    command: Sequence[str],
+    workers: int,
+    ps: int,
+    chief: bool,
+    evaluator: bool,
+    key: str | None = None,
+    ended_file: str | None = None,
 ) -> list[Task]:
     """The tasks, not started yet.
 
@@ -50,19 +70,20 @@ def make_tasks(
         chief: whether there is a task ``chief``.
         evaluator: whether there is a task ``evaluator``.
         key: path of a key file that was made for the job.
+        ended_file: of an elastic job: a file that is there when a task has come to the end.
     """
     counts = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": int(evaluator)}
     ports = iter(network.free_ports(sum(counts.values()), _HOST))
     cluster = {job: [f"{_HOST}:{next(ports)}" for _ in range(count)] for job, count in counts.items() if count}
     training = counts["chief"] + counts["worker"]
-    gpus = _share_out(env.visible_gpus(), training)
+    gpus = _share_out(launch_env.visible_gpus(), training)
     tasks = []
     for job, addresses in cluster.items():
         for index in range(len(addresses)):
             tf_config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
             trains = job in ("chief", "worker")
             place = index + (counts["chief"] if job == "worker" else 0)
-            environment = env.for_task(tf_config, training, gpus[place] if trains else [], key)
+            environment = launch_env.for_task(tf_config, training, gpus[place] if trains else [], key, ended_file)
             tasks.append(Task(job, index, command, environment))
     return tasks
 

@@ -1,7 +1,8 @@
-"""Runs tasks to the end: all succeed, or the first failure stops all."""
+"""Runs tasks to the end: all succeed, or the first failure stops all; lost workers of elastic jobs start again."""
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from tfstyle_dist.launch.restarts import Restarts
 from tfstyle_dist.launch.task import Task
 
 _LOOK_SECONDS = 0.1
@@ -25,11 +27,14 @@ class Supervisor:
         tasks: the tasks.
         grace: seconds from SIGTERM to SIGKILL.
         evaluator_grace: seconds that an evaluator may go on after the training.
-        elastic: whether the training goes on when a task that trains fails, as long as another one is left.
+        restarts: of an elastic job, which goes on when a task that trains fails, as long as another one is left, and
+            starts it again; ``None``: the first failure stops all.
     """
 
-    def __init__(self, tasks: Sequence[Task], grace: float, evaluator_grace: float, elastic: bool = False) -> None:
-        self._elastic, self._lost = elastic, set[Task]()
+    def __init__(
+        self, tasks: Sequence[Task], grace: float, evaluator_grace: float, restarts: Restarts | None = None
+    ) -> None:
+        self._restarts, self._lost = restarts, set[Task]()
         self._tasks, self._grace, self._evaluator_grace = list(tasks), grace, evaluator_grace
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
@@ -44,9 +49,7 @@ class Supervisor:
         previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             for task in self._tasks:
-                task.start()
-                for stream in task.streams():
-                    self._selector.register(stream, selectors.EVENT_READ, task)
+                self._start(task)
             return self._watch()
         finally:
             self._kill()
@@ -55,6 +58,21 @@ class Supervisor:
             self._selector.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _start(self, task: Task) -> None:
+        task.start()
+        for stream in task.streams():
+            self._selector.register(stream, selectors.EVENT_READ, task)
+
+    def _start_again(self, task: Task) -> None:
+        """A lost worker: what it has left behind is ended first."""
+        for stream in task.streams():
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(stream)
+        task.send(signal.SIGKILL)
+        task.drain()
+        self._lost.discard(task)
+        self._start(task)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -68,6 +86,14 @@ class Supervisor:
             codes = {task: task.code() for task in self._tasks}
             if any(codes.values()) and not self._goes_on(codes):
                 return self._failed()
+            if self._restarts is not None:
+                if any(task.trains and code == 0 for task, code in codes.items()):
+                    self._restarts.end()
+                for task in self._restarts.due():
+                    self._start_again(task)
+                    codes[task] = None
+                waiting = [task for task in self._tasks if self._restarts.waits(task)]
+                codes.update(dict.fromkeys(waiting))
             running = [task for task, code in codes.items() if code is None]
             if not running:
                 return 0
@@ -83,14 +109,15 @@ class Supervisor:
     def _goes_on(self, codes: dict[Task, int | None]) -> bool:
         """Whether those that failed are lost workers of an elastic job that has others left, or has ended well."""
         failed = {task for task, code in codes.items() if code}
-        if not self._elastic or any(not task.trains for task in failed):
+        if self._restarts is None or any(not task.trains for task in failed):
             return False
-        if not any(task.trains and not code for task, code in codes.items()):
-            return False
+        over = any(task.trains and code == 0 for task, code in codes.items())
         for task in failed - self._lost:
-            self._say(f"{task.name} (pid {task.pid}) ended with {codes[task]}; the others go on without it")
+            pause = None if over else self._restarts.plan(task)
+            then = f"it is started again in {pause:g} s" if pause is not None else "the others go on without it"
+            self._say(f"{task.name} (pid {task.pid}) ended with {codes[task]}; {then}")
         self._lost |= failed
-        return True
+        return any(task.trains and (not code or self._restarts.waits(task)) for task, code in codes.items())
 
     def _training_is_over(self, running: Sequence[Task]) -> bool:
         """The chief's end ends a cluster with parameter servers, whose workers only serve; else all must end."""

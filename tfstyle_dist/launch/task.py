@@ -50,9 +50,11 @@ class Task:
         self._partial: dict[int, bytes] = {}
         self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
         self.ended_at: float | None = None
+        self._started_at = 0.0
 
     def start(self) -> None:
-        """Starts the process."""
+        """Starts the process, anew if it has ended."""
+        self._partial, self.ended_at, self._started_at = {}, None, time.monotonic()
         self._process = subprocess.Popen(
             self._command,
             env=self._environment,
@@ -75,6 +77,10 @@ class Task:
     def started(self) -> bool:
         """Whether ``start`` was called."""
         return self._process is not None
+
+    def seconds(self) -> float:
+        """How long it has run."""
+        return (self.ended_at or time.monotonic()) - self._started_at
 
     @property
     def trains(self) -> bool:

@@ -41,6 +41,36 @@ class ReplicaTimes:
     overlapped: float
 
 
+@dataclass(frozen=True)
+class ElasticCounts:
+    """What became of the steps of an elastic job, as one worker saw it.
+
+    Attributes:
+        committed: calls of ``run`` that this worker has finished.
+        retried: how many it has begun again because a worker was lost or came.
+        members: the workers that hold replicas now.
+        replicas: those that this worker holds.
+        memberships: the number of committed steps before each membership that it was in, and its workers.
+        differences: step, worker and tensor of each copy that differed (``Elastic(check_every=)``).
+    """
+
+    committed: int
+    retried: int
+    members: tuple[int, ...]
+    replicas: tuple[int, ...]
+    memberships: tuple[tuple[int, tuple[int, ...]], ...]
+    differences: tuple[tuple[int, int, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"An elastic job: {self.committed} steps committed here, {self.retried} begun again; workers "
+            f"{list(self.members)} hold the replicas, this one {list(self.replicas)}."
+        ]
+        lines += [f"- from step {step} on: workers {list(members)}" for step, members in self.memberships]
+        lines += [f"- step {step}: worker {worker} differed in {name}" for step, worker, name in self.differences]
+        return "\n".join(lines)
+
+
 @dataclass
 class Report:
     """Where the time of a step goes, on all replicas; ``print`` it.
@@ -56,6 +86,7 @@ class Report:
         replicas: the phases of each.
         others: name, number of steps and mean seconds of the other functions.
         recent: seconds and phases of the first local replica, for each recent step of this worker.
+        elastic: of an elastic job, in which nothing else is counted.
     """
 
     function: str = ""
@@ -68,6 +99,7 @@ class Report:
     replicas: tuple[ReplicaTimes, ...] = ()
     others: tuple[tuple[str, int, float], ...] = ()
     recent: tuple[tuple[float, tuple[float, ...]], ...] = field(default=(), repr=False)
+    elastic: ElasticCounts | None = None
 
     @property
     def findings(self) -> list[Finding]:
@@ -123,6 +155,8 @@ class Report:
         saved.save(self, Path(path))
 
     def __str__(self) -> str:
+        if self.elastic is not None:
+            return str(self.elastic)
         if not self.steps:
             return (
                 "No step was counted: strategy.run was not called twice since the last reset, or the monitor is off "

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from tfstyle_dist.cluster_resolver import ClusterSpec
 from tfstyle_dist.cluster_resolver.simple import SimpleClusterResolver
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import launch_env, network
 from tfstyle_dist.core.logging import get_logger
 
 _HOST = "127.0.0.1"
@@ -84,7 +84,7 @@ class LocalCluster(SimpleClusterResolver):
 
 def _start(addresses: dict[str, list[str]], job: str, index: int, sharing: int) -> subprocess.Popen[bytes]:
     tf_config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})
-    environment = env.for_task(tf_config, sharing, None)
+    environment = launch_env.for_task(tf_config, sharing, None)
     # A session of its own: Ctrl-C in a notebook's cell is for the cell.
     return subprocess.Popen(
         [sys.executable, "-c", _TASK], env=environment, stdin=subprocess.PIPE, start_new_session=True

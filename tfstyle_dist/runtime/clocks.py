@@ -144,11 +144,9 @@ class StoppedClock(Clock):
         """See ``Clock``."""
 
     def seconds(self) -> Sequence[float]:
-        """See ``Clock``."""
         return ()
 
     def since(self, before: Sequence[float]) -> Sequence[float]:
-        """See ``Clock``."""
         return ()
 
     def share(self, joint: Sequence[float], waited_in: int) -> None:

@@ -9,7 +9,67 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.runtime.clocks import WAIT
+from tfstyle_dist.runtime.replica_run import Action
+from tfstyle_dist.values.shares import Share
+
+if TYPE_CHECKING:
+    from tfstyle_dist.runtime.worker import Worker
+
+
+class StrategyInForce(Protocol):
+    """What the rooms below ``strategies`` ask of a strategy; its parts are theirs, so they know them better."""
+
+    worker: Worker
+    parameter_store: Any
+    gradient_reducer: Any
+    update_runner: Any
+    closed: bool
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers."""
+
+    @property
+    def adopts_modules(self) -> bool:
+        """Whether modules built in its scope are taken over."""
+
+    def create_variable(self, spec: Any) -> Any:
+        """Makes a variable that this strategy owns."""
+
+
+class Replica(Protocol):
+    """One replica in its context, as the rooms below ``strategies`` know it: a ``ReplicaContext``."""
+
+    local_replica_id: int
+    share: Share | None
+
+    @property
+    def strategy(self) -> StrategyInForce:
+        """The strategy that runs."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers."""
+
+    @property
+    def replica_id(self) -> int:
+        """This replica's number among them."""
+
+    def barrier(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
+        """Waits for all local replicas; arguments as for ``ReplicaRun``."""
+
+    def begin_update(self) -> None:
+        """An optimizer of this replica begins a step; see ``ReplicaRun``."""
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """The sum or mean of the replicas' values."""
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """The replicas' values in replica order, along one axis."""
 
 
 class Frame:
@@ -17,14 +77,14 @@ class Frame:
 
     Attributes:
         strategy: the strategy in force.
-        replica: its ReplicaContext; ``None`` in cross-replica context.
+        replica: the replica; ``None`` in cross-replica context.
         component: local replica whose copies are being updated (``extended.update``); ``None`` outside updates. Writes
             made in such a frame are the update itself.
     """
 
     __slots__ = ("component", "replica", "strategy")
 
-    def __init__(self, strategy: Any, replica: Any = None, component: int | None = None) -> None:
+    def __init__(self, strategy: StrategyInForce, replica: Replica | None = None, component: int | None = None) -> None:
         self.strategy, self.replica, self.component = strategy, replica, component
 
 
@@ -43,7 +103,7 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else _global_frame
 
 
-def set_global_strategy(strategy: Any | None) -> None:
+def set_global_strategy(strategy: StrategyInForce | None) -> None:
     """Makes ``strategy`` the one in force wherever no scope is entered; ``None`` clears it."""
     global _global_frame
     _global_frame = None if strategy is None else Frame(strategy)

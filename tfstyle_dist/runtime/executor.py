@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
-from tfstyle_dist.runtime.turns import Content, NoContent, TurnRun
+from tfstyle_dist.runtime.replica_run import Content, NoContent
+from tfstyle_dist.runtime.turns import TurnRun
 
 Job = Callable[[], None]
+_TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
 
 
 class _Team:
@@ -31,14 +34,26 @@ class _Team:
         self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
         self.cores: list[Core | None] = [None] * count
         self.busy = False
-        for index, inbox in enumerate(self.queues, start=1):
-            work = (inbox, self.cores, index)
-            threading.Thread(target=_serve, args=work, name=f"tfstyle-{label}-replica-{index}", daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=_serve, args=(inbox, self.cores, i), name=f"tfstyle-{label}-replica-{i}", daemon=True
+            )
+            for i, inbox in enumerate(self.queues, start=1)
+        ]
+        for thread in self._threads:
+            thread.start()
         self._finalizer = weakref.finalize(self, _stop, self.queues)
 
     def stop(self) -> None:
         """Lets the threads end after what they are doing."""
         self._finalizer()
+
+    def join(self) -> None:
+        """Waits a moment for the threads: until they end they hold what they ran last."""
+        deadline = Deadline(timedelta(seconds=_TO_END))
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.remaining())
 
 
 def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int) -> None:
@@ -184,6 +199,7 @@ class ReplicaExecutor:
         self._closed = True
         for team in self._teams:
             team.stop()
+            team.join()
         self._teams.clear()
 
     # ---- one replica ------------------------------------------------------------------------------------------
@@ -224,7 +240,7 @@ class ReplicaExecutor:
         except BaseException as error:
             if run.error is None:
                 error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
-            run.abort(error)
+            run.raised(replica, error)
         finally:
             run.finish(replica)
 

@@ -94,7 +94,9 @@ class RandomStreams:
         if self._seed is not None and self._seed == torch.initial_seed():
             return
         self._seed = None
-        digest = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        digest = 0
+        for state in self._now(0):  # a step on a device draws its numbers there, and leaves the CPU's state as it was
+            digest = digest if state is None else zlib.crc32(state.numpy().tobytes(), digest)
         before, times = self._derived_from
         times = times + 1 if digest == before else 0
         self._derived_from = digest, times
@@ -133,6 +135,15 @@ class RandomStreams:
         device = self._devices[replica]
         own = torch.Generator(device).manual_seed(seed).get_state() if is_accelerator(device.type) else None
         return self._generator.manual_seed(seed).get_state(), own
+
+
+def is_of_the_streams(generator: torch.Generator) -> bool:
+    """Whether this is a generator that functions without one draw from: its states are those of ``RandomStreams``."""
+    if generator is torch.default_generator:
+        return True
+    kind = generator.device.type
+    known = getattr(accelerator(kind), "default_generators", ()) if is_accelerator(kind) else ()
+    return any(generator is own for own in known)
 
 
 def seed_python(seed: int) -> Any:

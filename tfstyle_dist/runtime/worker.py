@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -25,7 +26,10 @@ class Worker:
         num_local_replicas: L.
         num_replicas: replicas of all workers, W * L.
         clocks: one for each local replica; stopped unless a monitor starts them.
+        positions: where the datasets stand, if workers may come back and must know it; ``None`` otherwise.
     """
+
+    positions: Any = None
 
     def __init__(
         self,
@@ -46,6 +50,10 @@ class Worker:
     def torch_device(self, local_replica_id: int) -> torch.device:
         """Where tensors of a local replica live."""
         return self.devices[local_replica_id].torch_device if self.devices else torch.device("cpu")
+
+    def computes_elsewhere(self, home: torch.device) -> bool:
+        """Whether some local replica needs copies of what is kept on a device."""
+        return any(device.torch_device != home for device in self.devices)
 
     def one_device(self) -> bool:
         """Whether all local replicas share one torch device."""

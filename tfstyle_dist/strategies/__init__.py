@@ -27,15 +27,17 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.replica_context import ReplicaContext as ReplicaContext
     from tfstyle_dist.strategies.running import RunOptions as RunOptions
     from tfstyle_dist.strategies.tpu import (
-        DeviceAssignment as DeviceAssignment,
         ExperimentalTPUStrategy as ExperimentalTPUStrategy,
         TPUStrategy as TPUStrategy,
+    )
+    from tfstyle_dist.strategies.tpu_devices import (
+        DeviceAssignment as DeviceAssignment,
         initialize_tpu_system as initialize_tpu_system,
     )
 
 _HOMES = {
     "CentralStorageStrategy": "central_storage",
-    "DeviceAssignment": "tpu",
+    "DeviceAssignment": "tpu_devices",
     "ExperimentalTPUStrategy": "tpu",
     "MirroredStrategy": "mirrored",
     "MultiWorkerMirroredStrategy": "multi_worker_mirrored",
@@ -51,7 +53,7 @@ _HOMES = {
     "get_strategy": "contexts",
     "has_strategy": "contexts",
     "in_cross_replica_context": "contexts",
-    "initialize_tpu_system": "tpu",
+    "initialize_tpu_system": "tpu_devices",
 }
 
 __all__ = list(_HOMES)

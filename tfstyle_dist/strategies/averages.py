@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.context import current_frame
@@ -57,7 +57,7 @@ def exact_mean(values: Any, counts: Any, *, strategy: Strategy | None = None) ->
 
 
 def _strategy_in_force() -> Strategy:
-    launch = env.launch()
+    launch = launch_env.launch()
     if not has_strategy() and launch is not None and launch.world_size > 1:
         raise RuntimeError(
             f"exact_mean was called outside of every scope in one of {launch.world_size} processes, so it cannot tell "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,16 @@ from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.core.process_hooks import CountedUsers, install_for
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
-from tfstyle_dist.gradients import optimizer_step as update_hooks
 from tfstyle_dist.gradients.backward_calls import engine_calls
 from tfstyle_dist.gradients.exchanges.host_memory import InMemoryReducer
 from tfstyle_dist.gradients.exchanges.overlapped import StreamingReducer
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
 from tfstyle_dist.runtime.context import current_frame, mixing_error
@@ -30,18 +30,13 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
 from tfstyle_dist.values import local_results
-from tfstyle_dist.variables import ParameterStore, Variable, adoption
-from tfstyle_dist.variables.contents import data_reads
+from tfstyle_dist.variables import ParameterStore, Variable
+from tfstyle_dist.variables.adoption import registrations
 from tfstyle_dist.variables.creation import VariableSpec
+from tfstyle_dist.variables.data_reads import data_reads
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.elastic import ElasticSteps
-
-
-def uninstall(hooks: list[Any]) -> None:
-    """Takes away what was installed for a strategy that lived."""
-    for hook in hooks:
-        hook.uninstall()
 
 
 class Strategy:
@@ -90,13 +85,10 @@ class Strategy:
             self.gradient_reducer = self.make_reducer()
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = self.make_update_runner()
-            hooks: list[Any] = [update_hooks, adoption, engine_calls, sync_batch_norms]
+            hooks: list[CountedUsers] = [step_hooks, registrations, engine_calls, sync_batch_norms]
             if self.parameter_store.contents is not None:
                 hooks.append(data_reads)
-            for hook in hooks:
-                hook.install()
-            self._uninstall_hooks = weakref.finalize(self, uninstall, hooks)
-            self._uninstall_hooks.atexit = False
+            self._uninstall_hooks = install_for(self, hooks)
 
     def make_reducer(self) -> GradientReducer:
         """What makes the gradients of plain optimizers the same on all replicas."""

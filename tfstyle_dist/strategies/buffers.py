@@ -12,16 +12,17 @@ from tfstyle_dist.variables.record import raw
 
 
 def synchronize(worker: Worker, store: ParameterStore) -> None:
-    """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per dtype."""
+    """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per kind."""
     if worker.num_replicas == 1:
         return
     store.settle()
     ops = store.strategy.cross_device_ops
-    groups: dict[tuple[torch.dtype, VariableAggregation], list[Record]] = {}
+    groups: dict[tuple[torch.dtype, VariableAggregation, torch.device], list[Record]] = {}
     for record in store.alive_everywhere(list(store.records("buffer"))):
-        groups.setdefault((record.components[0].dtype, record.aggregation), []).append(record)
+        first = record.components[0]
+        groups.setdefault((first.dtype, record.aggregation, first.device), []).append(record)
     with torch.no_grad(), raw():
-        for (dtype, aggregation), records in groups.items():
+        for (dtype, aggregation, _), records in groups.items():
             if aggregation is VariableAggregation.MEAN:
                 flat = torch.cat([ops.sum_values([c.detach() for c in r.components]).reshape(-1) for r in records])
                 flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")

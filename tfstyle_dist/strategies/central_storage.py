@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.adoption import adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
-from tfstyle_dist.core import devices as device_names, env
+from tfstyle_dist.core import devices as device_names, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.gradients.exchanges.central import CHUNK_BYTES, SharedReducer
@@ -48,16 +49,19 @@ class CentralStorageStrategy(Strategy):
     Source: ``tf.distribute.experimental.CentralStorageStrategy``.
     """
 
+    _shared: SharedHome
+
     def __init__(
         self,
         compute_devices: Sequence[str | torch.device] | None = None,
         parameter_device: str | torch.device | None = None,
     ) -> None:
-        launch = env.launch()
+        launch = launch_env.launch()
         places = _compute_devices(compute_devices, launch)
         self._home = _parameter_device(places, parameter_device, launch)
-        group = make_group(self._home.torch_device, CommunicationOptions())
-        worker = Worker(places, group, effective_timeout(CommunicationOptions()))
+        adopted = adopted_group()
+        group = make_group(self._home.torch_device, CommunicationOptions(), adopted=adopted)
+        worker = Worker(places, group, effective_timeout(CommunicationOptions(), adopted))
         super().__init__(StrategyExtended(worker), parameter_device=self._home)
         if group.size > 1:
             self.parameter_store.shared_home = self._shared
@@ -105,7 +109,7 @@ class CentralStorageStrategy(Strategy):
 
 
 def _compute_devices(
-    wanted: Sequence[str | torch.device] | None, launch: env.Launch | None
+    wanted: Sequence[str | torch.device] | None, launch: launch_env.Launch | None
 ) -> tuple[ReplicaDevice, ...]:
     """One device for each process of a launcher; else those given, or all that are found."""
     places = device_names.parse_replica_devices(wanted) if wanted is not None else device_names.find_local_devices()
@@ -131,7 +135,7 @@ def _compute_devices(
 
 
 def _parameter_device(
-    compute: Sequence[ReplicaDevice], wanted: str | torch.device | None, launch: env.Launch | None
+    compute: Sequence[ReplicaDevice], wanted: str | torch.device | None, launch: launch_env.Launch | None
 ) -> ReplicaDevice:
     """TensorFlow's rule: a single compute device holds everything itself."""
     if wanted is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tfstyle_dist.runtime.context import Frame, current_frame, set_global_strategy
 from tfstyle_dist.strategies.default import default_strategy
-from tfstyle_dist.variables import adoption
+from tfstyle_dist.variables.adoption import registrations
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -25,7 +25,7 @@ def get_strategy() -> Strategy:
         1
     """
     frame = current_frame()
-    return default_strategy() if frame is None else frame.strategy
+    return default_strategy() if frame is None else cast("Strategy", frame.strategy)
 
 
 def has_strategy() -> bool:
@@ -51,8 +51,7 @@ def get_replica_context() -> ReplicaContext | None:
     frame = current_frame()
     if frame is None:
         return default_strategy().replica_context
-    replica: ReplicaContext | None = frame.replica
-    return replica
+    return cast("ReplicaContext | None", frame.replica)
 
 
 def in_cross_replica_context() -> bool:
@@ -93,8 +92,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if _global is not None:
         _global.parameter_store.ensure_equal()
         if _global.watches_modules:
-            adoption.uninstall()
+            registrations.uninstall()
     _global = strategy
     set_global_strategy(strategy)
     if strategy is not None and strategy.watches_modules:
-        adoption.install()
+        registrations.install()

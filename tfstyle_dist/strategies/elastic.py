@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,10 +12,15 @@ import torch
 from tfstyle_dist.cluster_resolver import ClusterResolver, TorchrunClusterResolver, roles
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import devices as device_names, env, nest, network
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.elastic import Elastic
 from tfstyle_dist.elastic.job import ElasticJob
 from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.elastic.positions import Positions
 from tfstyle_dist.elastic.turns import ElasticRun, HeldContent
+from tfstyle_dist.monitoring.monitor import name_of
+from tfstyle_dist.monitoring.report import ElasticCounts
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 from tfstyle_dist.runtime.turns import TurnRun
 from tfstyle_dist.runtime.worker import Worker
@@ -26,20 +31,46 @@ from tfstyle_dist.values import note_result, select_arguments, select_replica, s
 class ElasticGroup(SingleGroup):
     """What a worker of an elastic job has in the place of a group: it looks as if it held all replicas.
 
-    What the workers do together goes through the job's steps; other collective calls are refused.
+    What the workers do together goes through the job's steps.
+
+    Attributes:
+        job: the transactions.
     """
 
-    def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Refuses.
+    job: ElasticJob
+    one_writes = True
+    _alone = False
 
-        Raises:
-            NotImplementedError: always.
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """What all workers that live tell; what this one tells where it does something for all, or is no member yet."""
+        if self._alone or not self.job.membership.is_member:
+            return [value]
+        came = self.job.agreements.agree(name, lambda lowest: Packet({"told": value}))
+        return [came[worker].header["told"] for worker in sorted(came)]
+
+    def by_one(self, action: Callable[[], Any], name: str) -> Any:
+        """The lowest worker that lives does something; all get what came of it.
+
+        Args:
+            action: what to do; its result is JSON.
+            name: of the call.
         """
-        raise NotImplementedError(
-            f"{name}: saving and restoring with train.Checkpoint is not supported in an elastic job yet. Save on one "
-            "worker, `if strategy.is_chief: torch.save(...)`, what every worker holds: model.state_dict(), "
-            "optimizer.state_dict() and the dataset iterator's state_dict(); load it on all workers."
-        )
+        done: list[Any] = []
+
+        def mine(lowest: bool) -> Packet:
+            if lowest and not done:
+                self._alone = True
+                # What is written may be asked of a replica that another worker computes.
+                self.job.keep_written()
+                self.job.refresh()
+                try:
+                    done.append(action())
+                finally:
+                    self._alone = False
+            return Packet({"told": done[0] if lowest else None})
+
+        came = self.job.agreements.agree(name, mine)
+        return came[min(came)].header["told"]
 
 
 class ElasticWorker(Worker):
@@ -63,8 +94,8 @@ class ElasticWorker(Worker):
         super().__init__(
             device_names.parse_replica_devices([f"cpu:{r}" for r in range(options.replicas)]), ElasticGroup(), timeout
         )
-        self._drawn = 0
-        self.membership = Membership(rank, addresses, options, timeout, torch.initial_seed())
+        self.positions: Positions = Positions()
+        self.membership = Membership(rank, addresses, options, timeout)
         try:
             self.membership.start(env.start_timeout(timeout))
         except BaseException:
@@ -72,10 +103,8 @@ class ElasticWorker(Worker):
             raise
 
     def draw_seed(self) -> int:
-        """The next seed of the job, the same on all workers."""
-        self._drawn += 1
-        name = f"{self.membership.seed} dataset {self._drawn}"
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+        """A seed from torch's random numbers on the lowest worker; one that comes back gets it with the state."""
+        return int(self.group.gather_objects(super().draw_seed(), "input: seed")[0])
 
     def close(self) -> None:
         """Leaves the job: the others go on without this worker."""
@@ -97,8 +126,12 @@ class ElasticSteps:
 
     def __init__(self, strategy: Any, worker: ElasticWorker, options: Elastic) -> None:
         self._strategy, self._worker = strategy, worker
-        self.job = ElasticJob(worker.membership, strategy.parameter_store, strategy.gradient_reducer, options.replicas)
-        strategy.parameter_store.make_equal = self.job.make_equal
+        store, reducer = strategy.parameter_store, strategy.gradient_reducer
+        self.job = ElasticJob(worker.membership, store, reducer, options, worker.positions)
+        store.make_equal = self.job.agreements.make_equal
+        group = worker.group
+        assert isinstance(group, ElasticGroup)
+        group.job = self.job
         self._executor: tuple[tuple[int, ...], ReplicaExecutor] | None = None
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> list[Any]:
@@ -106,7 +139,8 @@ class ElasticSteps:
         store = self._strategy.parameter_store
         store.prepare(function, (*arguments, *keywords.values()))
         try:
-            results = self.job.run(lambda: self._attempt(function, arguments, keywords), (arguments, keywords))
+            given = (arguments, keywords)
+            results = self.job.run(lambda: self._attempt(function, arguments, keywords), name_of(function), given)
             self._note_shares(results, arguments, keywords)
             return results
         except BaseException:
@@ -138,7 +172,7 @@ class ElasticSteps:
         keywords: dict[str, Any],
     ) -> Callable[[TurnRun], Any]:
         call = replica_function(self._strategy, replica, function, arguments, keywords)
-        return lambda run: call(ElasticRun(run, held, self.job))
+        return lambda run: call(ElasticRun(run, held, self.job.joint_work))
 
     def _executor_of(self, held: tuple[int, ...]) -> ReplicaExecutor:
         if self._executor is None or self._executor[0] != held:
@@ -149,6 +183,47 @@ class ElasticSteps:
             executor.content = HeldContent(self._strategy.parameter_store.contents, held)
             self._executor = held, executor
         return self._executor[1]
+
+    def join(self, uses: Sequence[Any]) -> bool:
+        """See ``join``."""
+        store = self._strategy.parameter_store
+        store.ensure_equal()
+        store.prepare(None, ())
+        if self.job.committed:
+            raise RuntimeError(
+                "tfd.experimental.join was called after strategy.run. Call it once, right before the loop over steps: "
+                "a worker that comes back begins there."
+            )
+        for thing in uses:
+            if isinstance(thing, torch.nn.Module) or not callable(thing):
+                store.adopt_object(thing)
+            else:
+                store.prepare(thing, ())
+        try:
+            return self.job.join(self._worker.timeout)
+        except BaseException:
+            self._worker.membership.close()
+            raise
+
+    def counts(self) -> ElasticCounts:
+        """What became of the steps."""
+        job = self.job
+        return ElasticCounts(
+            job.committed, job.retried, job.membership.members, job.held, tuple(job.epochs), tuple(job.audit.found)
+        )
+
+    def check_took_part(self) -> None:
+        """Called at the end.
+
+        Raises:
+            InvalidArgumentError: this worker came back and has done no step, and no other error ends the program.
+        """
+        if self.job.is_new and sys.exc_info()[0] is None:
+            raise InvalidArgumentError(
+                "This worker came back to an elastic job that is still training, and its program came to the end "
+                "without a step. Keep the numbers that the loop depends on (the epoch, the step) in tfd.Variables, "
+                "read them after tfd.experimental.join(strategy), and make all datasets before it."
+            )
 
     def close(self) -> None:
         """Ends the threads."""
@@ -163,8 +238,9 @@ def _tasks(options: Elastic, resolver: ClusterResolver) -> tuple[int, list[tuple
     if isinstance(resolver, TorchrunClusterResolver):
         raise ValueError(
             "MultiWorkerMirroredStrategy(elastic=) was started by torchrun, whose agent ends the survivors when one "
-            "worker dies, and which gives the workers no addresses of their own. Start the workers with python -m "
-            "tfstyle_dist.launch --elastic, or one by one with TF_CONFIG."
+            "worker dies, and which gives the workers no addresses of their own (or by Ray Train, which sets the same "
+            "variables). Start the workers with python -m tfstyle_dist.launch --elastic, one by one with TF_CONFIG, or "
+            "under Ray with TorchTrainer(torch_config=TfdConfig(elastic=True))."
         )
     if torch.accelerator.is_available():
         raise NotImplementedError(
@@ -182,3 +258,41 @@ def _tasks(options: Elastic, resolver: ClusterResolver) -> tuple[int, list[tuple
     if len(tasks) == 1:
         return 0, [("127.0.0.1", network.free_ports(1)[0])]
     return rank, [network.parse_address(task.address) for task in tasks]
+
+
+def join(strategy: Any, *uses: Any) -> bool:
+    """Says where the loop of an elastic job begins: a worker that was started again becomes a member here.
+
+    It waits for the beginning of a step, and gets parameters, optimizers, buffers, Variables and the position of the
+    datasets from the memory of the others. The next batch that it reads is the one that they read. So what the loop
+    depends on, such as the number of the epoch, belongs in a ``Variable`` that is read after this call.
+
+    Call it on all workers, once, right before the loop. With any other strategy, and at the first start, it returns at
+    once.
+
+    Args:
+        strategy: a strategy.
+        *uses: functions that ``strategy.run`` will get, needed if there are several; and objects with state that none
+            of them names, such as a scheduler that is stepped outside of ``run``.
+
+    Returns:
+        Whether this worker came back to a job that runs.
+
+    Raises:
+        RuntimeError: called after ``strategy.run``, or in replica context.
+        PeerLostError: the job has ended.
+        DeadlineExceededError: the others did not let this worker in.
+        CollectiveMismatchError: this worker's objects are not those of the others.
+        TypeError: one of ``uses`` is neither a function nor an object with attributes.
+
+    Example:
+        >>> epoch = Variable(0)
+        >>> experimental.join(strategy)
+        False
+        >>> while int(epoch) < 2:
+        ...     for batch in dataset:
+        ...         losses = strategy.run(step, args=(batch,))
+        ...     epoch.assign_add(1)
+    """
+    strategy.require_cross_replica_context("experimental.join", "it before strategy.run")
+    return False if strategy._elastic_steps is None else strategy._elastic_steps.join(uses)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
-from tfstyle_dist.core import devices as device_names, env
+from tfstyle_dist.core import devices as device_names, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.logging import warn_once
@@ -18,6 +20,9 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import LogicalDevices, with_model_axis
 from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_jointly
+
+if TYPE_CHECKING:
+    from tfstyle_dist.comm.rendezvous.adoption import ProcessGroup
 
 
 class MirroredVariables(LogicalDevices):
@@ -67,10 +72,13 @@ class MirroredStrategy(MirroredVariables):
         run_replicas: of earlier versions, without effect: local replicas take turns.
         logical_devices_per_replica: how many consecutive processes hold one replica, each a part of the model; see
             ``experimental_partition``.
+        process_group: a group of ``torch.distributed`` whose members are the workers; default: the default group,
+            where the program or an engine has initialised it. See ``docs/scaling_out.md``.
 
     Raises:
-        ValueError: a device twice, CPU and GPU mixed, a device that is absent, or disagreeing world sizes.
-        TypeError: ``cross_device_ops`` is no ``CrossDeviceOps``.
+        ValueError: a device twice, CPU and GPU mixed, a device that is absent, disagreeing numbers of workers, or a
+            ``process_group`` to which this process does not belong.
+        TypeError: ``cross_device_ops`` is no ``CrossDeviceOps``, or ``process_group`` no process group.
         DeadlineExceededError: a worker process did not start in time.
 
     Example:
@@ -87,14 +95,16 @@ class MirroredStrategy(MirroredVariables):
         communication_options: CommunicationOptions | None = None,
         run_replicas: str | None = None,
         logical_devices_per_replica: int = 1,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         check_run_replicas(run_replicas)
         options = communication_options or CommunicationOptions()
-        places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
-        group = make_group(places[0].torch_device, options, num_local_replicas=len(places))
+        adopted = adopted_group(process_group)
+        places = device_names.parse_replica_devices(devices) if devices is not None else own_devices(adopted)
+        group = make_group(places[0].torch_device, options, num_local_replicas=len(places), adopted=adopted)
         group = with_model_axis(group, logical_devices_per_replica, len(places))
-        worker = Worker(places, group, effective_timeout(options))
+        worker = Worker(places, group, effective_timeout(options, adopted))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
 
@@ -109,13 +119,21 @@ def check_run_replicas(run_replicas: str | None) -> None:
         )
 
 
-def devices_of_this_process() -> tuple[ReplicaDevice, ...]:
-    """Under a launcher the rank's own device, else all that are found."""
+def own_devices(adopted: AdoptedGroup | None = None) -> tuple[ReplicaDevice, ...]:
+    """The devices of this process: under a launcher the rank's own, else all that are found.
+
+    Args:
+        adopted: the process group that is there already: with several members and no launcher, each takes its current
+            device.
+    """
     found = device_names.find_local_devices()
-    launch = env.launch()
-    if launch is None or launch.world_size == 1:
-        return found
     if found[0].type == "cpu":
+        return found
+    launch = launch_env.launch()
+    if launch is None and adopted is not None and adopted.size > 1:
+        current = device_names.accelerator(found[0].type).current_device()
+        return tuple(device for device in found if device.index == current)[:1]
+    if launch is None or launch.world_size == 1:
         return found
     if launch.local_rank >= len(found):
         raise ValueError(

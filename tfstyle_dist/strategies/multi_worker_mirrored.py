@@ -9,17 +9,21 @@ import torch
 
 from tfstyle_dist.cluster_resolver import (
     ClusterResolver,
+    ClusterSpec,
+    SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TorchrunClusterResolver,
     roles,
 )
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.rendezvous.members import Members
-from tfstyle_dist.core import devices as device_names, env, network
+from tfstyle_dist.core import devices as device_names, launch_env, network
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.monitoring import Monitor
+from tfstyle_dist.monitoring.report import Report
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import with_model_axis
@@ -27,10 +31,11 @@ from tfstyle_dist.strategies.mirrored import (
     MirroredVariables,
     check_cross_device_ops,
     check_run_replicas,
-    devices_of_this_process,
+    own_devices,
 )
 
 if TYPE_CHECKING:
+    from tfstyle_dist.comm.rendezvous.adoption import ProcessGroup
     from tfstyle_dist.elastic import Elastic
 
 _SLURM_PORTS = range(20000, 40000)
@@ -53,11 +58,16 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         run_replicas: as in ``MirroredStrategy``.
         logical_devices_per_replica: likewise.
         elastic: lets the job survive the death of workers; see ``experimental.Elastic`` and ``docs/elastic.md``.
+        process_group: a group of ``torch.distributed`` whose members are the workers, instead of a
+            ``cluster_resolver``; default: the default group, where the program or an engine has initialised it. See
+            ``docs/scaling_out.md``.
 
     Raises:
         json.JSONDecodeError: ``TF_CONFIG`` is not JSON.
         ValueError: the cluster is wrong (an unknown job, a task that does not exist, an address twice), contradicts
-            torchrun's environment, or the workers' replicas differ; or NCCL was asked for and cannot run.
+            torchrun's environment or the process group, or the workers' replicas differ; or NCCL was asked for and
+            cannot run; or this process does not belong to ``process_group``.
+        TypeError: ``cluster_resolver`` is no ``ClusterResolver``, or ``process_group`` no process group.
         DeadlineExceededError: workers did not start in time (5 minutes, ``TFSTYLE_START_TIMEOUT_SECONDS``); the
             message lists them with their addresses.
         UnavailableError: the port where the workers meet is in use.
@@ -81,6 +91,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         run_replicas: str | None = None,
         logical_devices_per_replica: int = 1,
         elastic: Elastic | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         check_run_replicas(run_replicas)
@@ -90,15 +101,22 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
                 "cluster_resolver.TFConfigClusterResolver()."
             )
         options = communication_options or CommunicationOptions()
-        self._cluster_resolver = cluster_resolver or resolver_from_environment()
+        if process_group is not None and (cluster_resolver is not None or elastic is not None):
+            other = "cluster_resolver" if cluster_resolver is not None else "elastic"
+            raise ValueError(
+                f"MultiWorkerMirroredStrategy was given process_group and {other}: leave one out. The workers are "
+                "the members of the process group, or those that find each other by the cluster."
+            )
         if elastic is not None:
+            self._cluster_resolver = cluster_resolver or resolver_from_environment()
             self._begin_elastic(elastic, options, cross_device_ops, devices, logical_devices_per_replica)
             return
-        members = members_of(self._cluster_resolver)
-        places = device_names.parse_replica_devices(devices) if devices is not None else devices_of_this_process()
-        group = make_group(places[0].torch_device, options, members, len(places))
+        adopted = adopted_group(process_group)
+        self._cluster_resolver, members = _workers(cluster_resolver, adopted)
+        places = device_names.parse_replica_devices(devices) if devices is not None else own_devices(adopted)
+        group = make_group(places[0].torch_device, options, members, len(places), adopted)
         group = with_model_axis(group, logical_devices_per_replica, len(places))
-        worker = Worker(places, group, effective_timeout(options))
+        worker = Worker(places, group, effective_timeout(options, adopted))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
 
@@ -131,7 +149,16 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         if self._elastic_steps is None:
             return super().should_stop(flag)
         self.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-        return self._elastic_steps.job.any_of(bool(flag))
+        return self._elastic_steps.job.agreements.any_of(bool(flag))
+
+    def report(self, function: str | None = None, *, quiet: bool = False) -> Report:
+        """See ``Strategy.report``; of an elastic job what became of its steps, without communication."""
+        if self._elastic_steps is None:
+            return super().report(function, quiet=quiet)
+        report = Report(elastic=self._elastic_steps.counts())
+        if not quiet:
+            self.print(report)
+        return report
 
     @property
     def is_chief(self) -> bool:
@@ -139,14 +166,21 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
         return super().is_chief if self._elastic_steps is None else self._elastic_steps.job.is_lowest
 
     def close(self) -> None:
-        """See ``Strategy.close``; an elastic job goes on without this worker."""
-        if self._elastic_steps is not None:
-            self._elastic_steps.close()
+        """See ``Strategy.close``; an elastic job goes on without this worker.
+
+        Raises:
+            InvalidArgumentError: this worker has come back to an elastic job, and its program ends without a step.
+        """
+        steps = None if self.closed else self._elastic_steps
+        if steps is not None:
+            steps.close()
         super().close()
+        if steps is not None:
+            steps.check_took_part()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Who the workers are: the resolver given, or the one found in the environment."""
+        """Who the workers are: the resolver given, one of the process group, or the one found in the environment."""
         return self._cluster_resolver
 
 
@@ -177,8 +211,8 @@ def resolver_from_environment() -> ClusterResolver:
     Raises:
         ValueError: TF_CONFIG and torchrun's variables contradict each other.
     """
-    launch, tf_config = env.launch(), TFConfigClusterResolver()
-    if env.tf_config() is not None and tf_config.cluster_spec():
+    launch, tf_config = launch_env.launch(), TFConfigClusterResolver()
+    if launch_env.tf_config() is not None and tf_config.cluster_spec():
         tasks, rank = roles.training_tasks(tf_config)
         if launch is not None and (launch.rank, launch.world_size) != (rank, len(tasks)):
             raise ValueError(
@@ -189,11 +223,25 @@ def resolver_from_environment() -> ClusterResolver:
         return tf_config
     if launch is not None:
         return TorchrunClusterResolver()
-    if env.slurm_tasks() > 1 and env.slurm("PROCID"):
+    if launch_env.slurm_tasks() > 1 and launch_env.slurm("PROCID"):
         # Jobs of several users may share a node: their numbers keep the ports apart.
-        first = _SLURM_PORTS[env.slurm_job_id() * 16 % len(_SLURM_PORTS)]
+        first = _SLURM_PORTS[launch_env.slurm_job_id() * 16 % len(_SLURM_PORTS)]
         return SlurmClusterResolver(port_base=first)
     return tf_config
+
+
+def _workers(resolver: ClusterResolver | None, adopted: AdoptedGroup | None) -> tuple[ClusterResolver, Members | None]:
+    """Who the workers are, for the user and for the group: what was given, else the environment, else a group.
+
+    Of the members of a process group only the numbers are known; their addresses are ``"rank-<n>"``.
+    """
+    if resolver is None and not (adopted and adopted.chosen):
+        resolver = resolver_from_environment()
+    if adopted is None or (resolver is not None and resolver.cluster_spec()):
+        assert resolver is not None
+        return resolver, members_of(resolver)
+    cluster = ClusterSpec({"worker": [f"rank-{rank}" for rank in adopted.ranks]})
+    return SimpleClusterResolver(cluster, task_type="worker", task_id=adopted.rank), None
 
 
 def members_of(resolver: ClusterResolver) -> Members | None:

@@ -13,21 +13,22 @@ import torch
 
 from tfstyle_dist.cluster_resolver import TFConfigClusterResolver
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import devices as device_names, env
+from tfstyle_dist.core import devices as device_names, env, launch_env
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.gradients import optimizer_step as update_hooks
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.core.process_hooks import install_for
+from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.parameter_server.addresses import check_cluster, cluster_of
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
 from tfstyle_dist.parameter_server.protocol import pickling
-from tfstyle_dist.parameter_server.protocol.work import WireOptions
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.strategies.base import Strategy, uninstall
+from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
-from tfstyle_dist.variables import Record, Variable
+from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
+from tfstyle_dist.strategies.push_runner import PushRunner, hyperparameters
+from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_write: bool = False,
     ) -> None:
         if cluster_resolver is None:
-            cluster_resolver = TFConfigClusterResolver() if env.tf_config() else self._embedded()
+            cluster_resolver = TFConfigClusterResolver() if launch_env.tf_config() else self._embedded()
         cluster = cluster_of(cluster_resolver)
         check_cluster(cluster)
         self._resolver = cluster_resolver
@@ -135,9 +136,7 @@ class ParameterServerStrategy(Strategy):
         self._numbers = itertools.count(1)
         self.coordinator: Any = None
         self.update_runner = PushRunner(self)
-        update_hooks.install()
-        self._uninstall_hooks = weakref.finalize(self, uninstall, [update_hooks])
-        self._uninstall_hooks.atexit = False
+        self._uninstall_hooks = install_for(self, [step_hooks])
 
     @classmethod
     def on_worker(
@@ -268,7 +267,7 @@ class ParameterServerStrategy(Strategy):
                 self.servers.call_all({"method": "hyperparameters", "number": number, "groups": now})
                 self._sent_hyperparameters[optimizer] = now
 
-    def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:
         """Sends gradients to the servers, where ``optimizer`` makes one step with them.
 
         Args:
@@ -293,94 +292,3 @@ class ParameterServerStrategy(Strategy):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {len(self.cluster['worker'])} workers, {len(self.cluster['ps'])} ps tasks>"
-
-
-def checked_staleness(max_staleness: Any) -> int | None:
-    """The bound, or ``None``.
-
-    Raises:
-        ValueError: it is no whole number from 0 on.
-    """
-    if max_staleness is None:
-        return None
-    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
-        raise ValueError(
-            f"max_staleness={max_staleness!r}: write a whole number of updates from 0 on, or None for no bound."
-        )
-    return max_staleness
-
-
-def wire_options(dtype: Any, ahead: bool) -> WireOptions:
-    """How tensors travel.
-
-    Raises:
-        ValueError: a dtype that they cannot travel with.
-    """
-    if dtype not in (None, torch.bfloat16):
-        raise ValueError(f"wire_dtype={dtype!r}: write torch.bfloat16, or None for the parameters' own dtype.")
-    return WireOptions(dtype, bool(ahead))
-
-
-def snapshot_options(folder: Any, seconds: float, every_write: bool) -> dict[str, Any] | None:
-    """What servers are told about snapshots; ``None``: to make none.
-
-    Raises:
-        ValueError: ``seconds`` is not above 0, or ``every_write`` without a folder.
-    """
-    if not seconds > 0:
-        raise ValueError(f"snapshot_seconds={seconds!r}: write a number of seconds above 0, e.g. 60.")
-    if folder is None:
-        if every_write:
-            raise ValueError("snapshot_every_write=True needs a snapshot_folder to write to.")
-        return None
-    return {"folder": os.path.abspath(os.fspath(folder)), "seconds": float(seconds), "every_write": bool(every_write)}
-
-
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
-    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
-
-    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
-    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-class PushRunner(UpdateRunner):
-    """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
-
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        super().__init__(strategy)
-        self._kept: dict[int, list[tuple[Any, torch.Tensor]]] = {}
-
-    def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
-        """Pushes, and takes the gradients away so that the local step changes nothing."""
-        strategy = self._strategy()
-        if strategy is None:
-            return None
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise RuntimeError("torch.optim.LBFGS needs the loss again and again, which a parameter server has not.")
-        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
-            raise RuntimeError(
-                "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
-            )
-        pairs = [(r, r.components[0].grad) for r in records if r.components[0].grad is not None]
-        if strategy.cluster_resolver is not None:  # on the coordinator, where a scheduler may have changed them
-            strategy.send_hyperparameters()
-        if pairs:
-            strategy.push_gradients(optimizer, pairs)
-        self._kept[id(optimizer)] = pairs
-        for record, _ in pairs:
-            record.components[0].grad = None
-        return None
-
-    def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
-        """Gives the gradients back."""
-        for record, grad in self._kept.pop(id(optimizer), ()):
-            record.components[0].grad = grad

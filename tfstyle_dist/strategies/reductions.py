@@ -66,7 +66,9 @@ def check_axis(tensor: torch.Tensor, axis: Any) -> None:
 def reduce_columns(
     strategy: Strategy, op: ReduceOp, columns: Sequence[Sequence[torch.Tensor]], name: str
 ) -> list[torch.Tensor]:
-    """Reduces several values over the local replicas and the workers; dense ones of a dtype in one message.
+    """Reduces several values over the local replicas and the workers.
+
+    Dense ones of a dtype travel in one message, those of the CPU apart from those that a library of GPUs moves.
 
     Args:
         strategy: gives the worker and the cross-device ops.
@@ -81,17 +83,19 @@ def reduce_columns(
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
         method = ops.aggregation_method
-        worker.group.agree(f"{op.name} of {[(tuple(s.shape), str(s.dtype)) for s in sums]}, method {method!r}", name)
+        told = [(tuple(s.shape), str(s.dtype), worker.group.carrier_of(s.device)) for s in sums]
+        worker.group.agree(f"{op.name} of {told}, method {method!r}", name)
         results: dict[int, torch.Tensor] = {}
-        dense: dict[torch.dtype, list[int]] = {}
+        dense: dict[tuple[torch.dtype, str], list[int]] = {}
         for place, total in enumerate(sums):
             if total.is_sparse:
                 total = sparse_sum_over_workers(worker, total, name)
                 results[place] = total / worker.num_replicas if op is ReduceOp.MEAN else total
             else:
-                dense.setdefault(total.dtype, []).append(place)
+                dense.setdefault((total.dtype, worker.group.carrier_of(total.device)), []).append(place)
         for places in dense.values():
-            flat = torch.cat([sums[p].reshape(-1) for p in places])
+            device = sums[places[0]].device
+            flat = torch.cat([sums[p].reshape(-1).to(device) for p in places])
             flat = reduce_over_workers(worker, op, flat, name, method)
             offset = 0
             for place in places:

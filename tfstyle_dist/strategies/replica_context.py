@@ -13,9 +13,10 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
-from tfstyle_dist.runtime.turns import Action, InlineRun, ReplicaRun
+from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
 from tfstyle_dist.strategies.reductions import as_reducible
+from tfstyle_dist.strategies.share_runs import note_what_it_gives
 from tfstyle_dist.values import Share, regroup, select_replica
 
 if TYPE_CHECKING:
@@ -87,8 +88,12 @@ class ReplicaContext:
         return self._strategy.worker.torch_device(self.local_replica_id)
 
     def barrier(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
-        """Joint work of the local replicas; see ``ReplicaRun.meet``."""
+        """Joint work of the local replicas; see ``ReplicaRun``."""
         return self._run.barrier(self.local_replica_id, kind, payload, action, phase, anywhere)
+
+    def begin_update(self) -> None:
+        """An optimizer of this replica begins a step; see ``ReplicaRun``."""
+        self._run.begin_update(self.local_replica_id)
 
     def _communicating(self) -> Phase:
         return self._strategy.worker.clocks[self.local_replica_id].counting(COMMUNICATION)
@@ -119,6 +124,7 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         strategy = self._strategy
+        note_what_it_gives(self, (args, kwargs))
 
         def merge(payloads: list[tuple[Sequence[Any], dict[str, Any]]]) -> list[Any]:
             merged_args = regroup([tuple(a) for a, _ in payloads], "merge_call arguments")

@@ -83,7 +83,7 @@ class _AllGather(torch.autograd.Function):
 
         def gather(payloads: list[torch.Tensor]) -> list[Any]:
             total = gather_over_workers(worker, [p.detach() for p in payloads], axis, "all_gather")
-            sizes = torch.tensor([p.shape[axis] for p in payloads])
+            sizes = torch.tensor([p.shape[axis] for p in payloads], device="cpu")
             before = torch.cat(worker.group.all_gather(sizes, "all_gather (sizes)")) if worker.group.size > 1 else sizes
             return [(total.to(worker.torch_device(r), copy=r > 0), before) for r in range(len(payloads))]
 

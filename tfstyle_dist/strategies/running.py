@@ -12,10 +12,11 @@ from tfstyle_dist.core.tracing import region
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
-from tfstyle_dist.runtime.turns import ReplicaRun
+from tfstyle_dist.runtime.replica_run import ReplicaRun
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.share_runs import of_share
 from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
+from tfstyle_dist.variables.drift import say_drift
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -112,7 +113,9 @@ def _run_replicas(
     functions = [replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
     try:
         with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
-            return regroup(strategy.worker.executor.run(functions))
+            results = strategy.worker.executor.run(functions)
+            say_drift(store.contents, store.runs)
+            return regroup(results)
     except BaseException as error:
         store.contents.distrust()
         _report_failure(strategy, error)

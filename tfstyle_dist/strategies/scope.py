@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
-from tfstyle_dist.variables import adoption
+from tfstyle_dist.variables.adoption import registrations
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
 class Scope:
     """Puts a strategy in force for a block, in cross-replica context; modules built in it are adopted.
 
+    The device of its variables is the current one: what is made on ``"cuda"`` is made there, as in TensorFlow.
+
     Args:
         strategy: the strategy; entering its scope again inside itself is fine.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[entered, bool]] = []
+        self._entered: list[tuple[ExitStack, bool]] = []
 
     def __enter__(self) -> Strategy:
         """Enters; returns the strategy."""
@@ -30,11 +34,12 @@ class Scope:
             raise mixing_error(strategy, frame.strategy, "scope()")
         if frame is not None and frame.replica is not None:
             raise scope_in_replica_context(strategy)
-        block = entered(Frame(strategy))
-        block.__enter__()
+        block = ExitStack()
+        block.enter_context(made_current(strategy.parameter_store.parameter_device or strategy.worker.torch_device(0)))
+        block.enter_context(entered(Frame(strategy)))
         adopting = strategy.watches_modules
         if adopting:
-            adoption.install()
+            registrations.install()
         self._entered.append((block, adopting))
         return strategy
 
@@ -45,7 +50,7 @@ class Scope:
         block, adopting = self._entered.pop()
         try:
             if adopting:
-                adoption.uninstall()
+                registrations.uninstall()
         finally:
             block.__exit__(kind, error, trace)
         if kind is None and current_frame() is None:

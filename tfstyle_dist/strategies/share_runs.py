@@ -48,9 +48,21 @@ def of_share(
     else:
         with _statistics_kept(context):
             result = fn(*arguments, **keywords)
-    for leaf in nest.leaves(result):
-        note_result(leaf, share)
+    note_what_it_gives(context, result)
     return result
+
+
+def note_what_it_gives(context: ReplicaContext, value: Any) -> None:
+    """Notes of the tensors that one replica hands to cross-replica context which share they were computed of.
+
+    Args:
+        context: the replica's.
+        value: a nest: what its step returns, or gives to ``merge_call``.
+    """
+    share = context.share
+    if share is not None and share.some_empty:
+        for leaf in nest.leaves(value):
+            note_result(leaf, share)
 
 
 @contextmanager

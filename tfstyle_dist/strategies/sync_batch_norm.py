@@ -6,16 +6,12 @@ torch's own one knows the processes of a group, and GPUs alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.runtime.context import current_frame
-
-if TYPE_CHECKING:
-    from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.core.process_hooks import Patch
+from tfstyle_dist.runtime.context import Replica, current_frame
 
 
 def _forward(original: Callable[..., torch.Tensor], module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +25,7 @@ def _forward(original: Callable[..., torch.Tensor], module: torch.nn.SyncBatchNo
     return _normalize(replica, module, x)
 
 
-def _normalize(replica: ReplicaContext, module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+def _normalize(replica: Replica, module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     others = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -64,5 +60,5 @@ def _update(module: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.
         module.running_var.lerp_(variance.to(module.running_var), factor)
 
 
-sync_batch_norms = torch_internals.Patch(torch.nn.SyncBatchNorm, "forward", _forward)
+sync_batch_norms = Patch(torch.nn.SyncBatchNorm, "forward", _forward)
 """Installed while a strategy that adopts modules lives."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from tfstyle_dist.cluster_resolver import ClusterResolver
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter, require_torch_xla
+from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter
 from tfstyle_dist.comm.xla.xla_group import XlaGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.devices import ReplicaDevice
@@ -26,62 +24,10 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.mirrored import MirroredVariables
 from tfstyle_dist.strategies.running import RunOptions
+from tfstyle_dist.strategies.tpu_devices import DeviceAssignmentLike, logical_shape
 from tfstyle_dist.values import has_unequal_shares
 
 _WARM_UP_STEPS = 3
-
-
-class DeviceAssignmentLike(Protocol):
-    """What is asked of ``experimental_device_assignment``."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Over how many devices the batch is divided."""
-
-    @property
-    def num_cores_per_replica(self) -> int:
-        """Over how many devices the model is divided."""
-
-
-@dataclass(frozen=True)
-class DeviceAssignment:
-    """A grid of XLA devices: ``num_replicas`` divide the batch, ``num_cores_per_replica`` the model.
-
-    Torch_xla lays out the devices itself, so there is no topology to be given as in TensorFlow's class of this name.
-
-    Example:
-        >>> TPUStrategy(experimental_device_assignment=DeviceAssignment(2, 2), use_spmd=True)
-        <TPUStrategy, one program over 4 XLA devices (2 x 2)>
-    """
-
-    num_replicas: int
-    num_cores_per_replica: int = 1
-
-
-def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
-    """Checks that there is what ``TPUStrategy`` needs; torch_xla initialises the devices when they are first used.
-
-    Nothing is returned: torch_xla knows the topology itself.
-
-    Args:
-        cluster_resolver: the slice, or ``None``: this host's.
-
-    Raises:
-        ImportError: torch_xla is absent, or is made for another torch.
-        TypeError: ``cluster_resolver`` is something else.
-
-    Example:
-        >>> initialize_tpu_system(TPUClusterResolver())
-        >>> strategy = TPUStrategy()
-
-    Source: ``tf.tpu.experimental.initialize_tpu_system``.
-    """
-    if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-        raise TypeError(
-            f"cluster_resolver must be a ClusterResolver, such as TPUClusterResolver(), or None, got "
-            f"{type(cluster_resolver).__name__}: {cluster_resolver!r}."
-        )
-    require_torch_xla()
 
 
 class TPUStrategy(MirroredVariables):
@@ -128,7 +74,7 @@ class TPUStrategy(MirroredVariables):
         options = communication_options or CommunicationOptions()
         self.adapter = XlaAdapter(True if experimental_spmd_xla_partitioning else use_spmd)
         self._resolver = tpu_cluster_resolver
-        self._logical = _logical_shape(self.adapter, experimental_device_assignment)
+        self._logical = logical_shape(self.adapter, experimental_device_assignment)
         timeout = effective_timeout(options)
         group: WorkerGroup = SingleGroup() if self.adapter.spmd else XlaGroup(self.adapter, timeout)
         device = self.adapter.device
@@ -273,23 +219,6 @@ class TPUStrategy(MirroredVariables):
             data, model = self._logical
             return f"<TPUStrategy, one program over {self.num_devices} XLA devices ({data} x {model})>"
         return f"<TPUStrategy replica {self.adapter.rank} of {self.adapter.world_size} on {self.device}>"
-
-
-def _logical_shape(adapter: XlaAdapter, assignment: DeviceAssignmentLike | None) -> tuple[int, int]:
-    """Over how many devices the batch, and over how many the model, is divided."""
-    if assignment is None:
-        return adapter.num_devices, 1
-    shape = (assignment.num_replicas, assignment.num_cores_per_replica)
-    if shape[1] > 1 and not adapter.spmd:
-        raise ValueError(
-            f"experimental_device_assignment asks for {shape[1]} devices in a replica, which needs use_spmd=True."
-        )
-    if shape[0] * shape[1] != adapter.num_devices:
-        raise ValueError(
-            f"experimental_device_assignment names {shape[0]} x {shape[1]} devices, but there are "
-            f"{adapter.num_devices}."
-        )
-    return shape
 
 
 class ExperimentalTPUStrategy(TPUStrategy):

@@ -151,7 +151,7 @@ def seed_replicas(strategy: Strategy, seed: int, *, python: bool = False) -> Non
         python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
     """
     if strategy.parameter_store.contents is not None:
-        strategy.parameter_store.contents.seed(seed, python)
+        strategy.parameter_store.contents.random.seed(seed, python)
         return
     torch.manual_seed(seed + strategy.worker.replica_id(0))
     if python:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,11 @@ from tfstyle_dist.testing.pool import RankResult
 
 _XPASS_STRICT = "[XPASS(strict)]"
 _NEVER = float("inf")
+_LATE = re.compile(r"wait timeout|timed out waiting|limit of a wait", re.IGNORECASE)  # torch's stores, Gloo, ours
+_ABOUT_DEADLINES = (
+    "A rank waited in vain for another one. How long ranks wait is deadline= of @pytest.mark.distributed, and the ini "
+    "option distributed_deadline where the marker says nothing; a busy machine may need more."
+)
 
 
 class DistributedFailure(Exception):
@@ -215,6 +221,8 @@ def _failed(failing: Sequence[_Verdict], verdicts: Sequence[_Verdict]) -> Merged
     failures = [failure for verdict in failing for failure in verdict.failures]
     failures.sort(key=lambda failure: failure.at)
     notes = [f"rank {verdict.rank}: {verdict.summary}" for verdict in verdicts if verdict not in failing]
+    if any(_LATE.search(str(failure.detail)) for failure in failures):
+        notes.append(_ABOUT_DEADLINES)
     return Merged("failed", RankFailures(failures, notes), broken=any(verdict.broken for verdict in failing))
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from tfstyle_dist.testing import processes
 
+__all__ = ["CompletedScript", "ScriptTimeoutError", "run_script"]
+
 _SCRIPT_VARIABLE = "TFSTYLE_TESTING_SCRIPT"
 _STACK_PATIENCE = 3.0
 

@@ -17,6 +17,8 @@ from tfstyle_dist.testing.options import MARKER
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
 
+__all__ = ["STRATEGIES", "NamedStrategy", "mirrored", "strategy_combinations"]
+
 
 @dataclass(frozen=True)
 class NamedStrategy:

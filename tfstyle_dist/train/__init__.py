@@ -1,12 +1,12 @@
-"""Layer 5: TF-style optimizers and gradients, checkpoints, preemption."""
+"""Layer 5: TF-style optimizers and gradients, preemption; the public names of checkpoints."""
 
-from tfstyle_dist.cluster_resolver import ClusterSpec
-from tfstyle_dist.train.checkpoint import (
+from tfstyle_dist.checkpoint import (
     Checkpoint,
     CheckpointManager,
     CheckpointOptions,
     CheckpointReader,
     CheckpointState,
+    RandomState,
     checkpoints_iterator,
     get_checkpoint_state,
     latest_checkpoint,
@@ -14,18 +14,19 @@ from tfstyle_dist.train.checkpoint import (
     load_checkpoint,
     load_variable,
 )
+from tfstyle_dist.cluster_resolver import ClusterSpec
+from tfstyle_dist.train import optimizer_leaf
+from tfstyle_dist.train.ftrl import FtrlOptimizer
 from tfstyle_dist.train.gradients import UnconnectedGradients, gradients
 from tfstyle_dist.train.optimizer import TFOptimizer
 from tfstyle_dist.train.optimizers import (
     AdadeltaOptimizer,
     AdagradOptimizer,
     AdamOptimizer,
-    FtrlOptimizer,
     GradientDescentOptimizer,
     MomentumOptimizer,
     RMSPropOptimizer,
 )
-from tfstyle_dist.train.random_state import RandomState
 from tfstyle_dist.train.torch_optimizer import Optimizer
 
 __all__ = [
@@ -54,3 +55,5 @@ __all__ = [
     "load_checkpoint",
     "load_variable",
 ]
+
+optimizer_leaf.install()

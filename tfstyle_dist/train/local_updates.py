@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.clocks import UPDATE
-from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.record import Placement, Record
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.train.optimizer import TFOptimizer
 
 
-def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: list[tuple[Any, Any]]) -> None:
+def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pairs: list[tuple[Any, Any]]) -> None:
     """Applies the calling replica's gradients to its copies.
 
     Args:
@@ -47,6 +47,10 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Any, pairs: l
             "several replicas in one process: it has the state of one copy. Start one process for each replica, or use "
             "one of the optimizers of the train module."
         )
+
+    contents = strategy.parameter_store.contents
+    if contents is not None:
+        contents.may_differ = True
 
     def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
         same_variables(payloads)

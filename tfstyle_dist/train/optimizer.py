@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
@@ -15,7 +15,7 @@ from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
 from tfstyle_dist.train.shared_rule import SharedRule, is_shared
-from tfstyle_dist.train.sums import reduced, value_of
+from tfstyle_dist.train.sums import advance, reduced, value_of
 from tfstyle_dist.train.update_rule import UpdateRule
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
@@ -142,7 +142,7 @@ class TFOptimizer(UpdateRule):
 
             replica.barrier(f"{self._name}.apply_gradients", pairs, joint)
         if global_step is not None:
-            _advance(global_step, replica)
+            advance(global_step, replica)
 
     def minimize(
         self,
@@ -271,16 +271,6 @@ class TFOptimizer(UpdateRule):
             record.policy.reduce_at = "apply"
 
 
-def get_loss_reduction() -> ReduceOp:
-    """How the optimizers of this module combine the gradients of the replicas: ``ReduceOp.SUM``.
-
-    Divide the loss by the global batch, as ``nn.compute_average_loss`` does.
-
-    Source: ``tf.compat.v1.distribute.get_loss_reduction``.
-    """
-    return ReduceOp.SUM
-
-
 def _is_own_grad(record: Record, grad: Any) -> bool:
     if record.store.worker.num_replicas == 1:
         return False
@@ -289,18 +279,3 @@ def _is_own_grad(record: Record, grad: Any) -> bool:
 
 def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
     return list({id(v): v for part in lists for v in part}.values())
-
-
-def _advance(step: Any, replica: Any) -> None:
-    """Adds one to the step counter, once for all replicas."""
-    one = torch.ones_like(value_of(step).detach())
-    if replica is None or replica.num_replicas_in_sync == 1:
-        step.assign_add(one)
-        return
-
-    def add(payloads: list[Any]) -> list[None]:
-        with entered(Frame(replica.strategy)):
-            step.assign_add(one)
-        return [None] * len(payloads)
-
-    replica.barrier("global_step", None, add)

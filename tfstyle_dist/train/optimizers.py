@@ -12,7 +12,8 @@ from tfstyle_dist.train.optimizer import TFOptimizer
 Rate = float | torch.Tensor | Callable[[], float]
 
 
-def _number(value: Rate) -> float:
+def number(value: Rate) -> float:
+    """A rate as it is now."""
     return float(value() if callable(value) and not isinstance(value, torch.Tensor) else value)
 
 
@@ -39,7 +40,7 @@ class GradientDescentOptimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """See the class."""
-        value.sub_(grad * _number(self.learning_rate))
+        value.sub_(grad * number(self.learning_rate))
 
 
 class MomentumOptimizer(TFOptimizer):
@@ -74,7 +75,7 @@ class MomentumOptimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """See the class."""
-        rate, momentum, m = _number(self.learning_rate), _number(self.momentum), slots["momentum"]
+        rate, momentum, m = number(self.learning_rate), number(self.momentum), slots["momentum"]
         m.mul_(momentum).add_(grad)
         value.sub_((grad + m * momentum if self.use_nesterov else m) * rate)
 
@@ -122,15 +123,15 @@ class AdamOptimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """See the class."""
-        b1, b2, m, v = _number(self.beta1), _number(self.beta2), slots["m"], slots["v"]
-        rate = _number(self.learning_rate) * (1 - b2**self._steps) ** 0.5 / (1 - b1**self._steps)
+        b1, b2, m, v = number(self.beta1), number(self.beta2), slots["m"], slots["v"]
+        rate = number(self.learning_rate) * (1 - b2**self._steps) ** 0.5 / (1 - b1**self._steps)
         m.add_((grad - m) * (1 - b1))
         v.add_((grad * grad - v) * (1 - b2))
-        value.sub_(m * rate / (v.sqrt() + _number(self.epsilon)))
+        value.sub_(m * rate / (v.sqrt() + number(self.epsilon)))
 
     def common_variables(self) -> dict[str, torch.Tensor]:
         """``beta1_power`` and ``beta2_power``: the powers for the next step."""
-        betas = {"beta1_power": _number(self.beta1), "beta2_power": _number(self.beta2)}
+        betas = {"beta1_power": number(self.beta1), "beta2_power": number(self.beta2)}
         return {name: torch.tensor(beta ** (self._steps + 1)) for name, beta in betas.items()}
 
     def common_state(self) -> dict[str, Any]:
@@ -179,12 +180,12 @@ class AdadeltaOptimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """See the class."""
-        rho, epsilon = _number(self.rho), _number(self.epsilon)
+        rho, epsilon = number(self.rho), number(self.epsilon)
         accum, steps = slots["accum"], slots["accum_update"]
         accum.mul_(rho).add_(grad * grad * (1 - rho))
         step = (steps + epsilon).sqrt() * (accum + epsilon).rsqrt() * grad
         steps.mul_(rho).add_(step * step * (1 - rho))
-        value.sub_(step * _number(self.learning_rate))
+        value.sub_(step * number(self.learning_rate))
 
 
 class AdagradOptimizer(TFOptimizer):
@@ -224,7 +225,7 @@ class AdagradOptimizer(TFOptimizer):
         """See the class."""
         accumulator = slots["accumulator"]
         accumulator.add_(grad * grad)
-        value.sub_(grad * _number(self.learning_rate) / accumulator.sqrt())
+        value.sub_(grad * number(self.learning_rate) / accumulator.sqrt())
 
 
 class RMSPropOptimizer(TFOptimizer):
@@ -268,89 +269,11 @@ class RMSPropOptimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """See the class."""
-        rms, m, decay = slots["rms"], slots["momentum"], _number(self.decay)
+        rms, m, decay = slots["rms"], slots["momentum"], number(self.decay)
         rms.add_((grad * grad - rms) * (1 - decay))
         spread = rms
         if self.centered:
             slots["mg"].add_((grad - slots["mg"]) * (1 - decay))
             spread = rms - slots["mg"] ** 2
-        m.mul_(_number(self.momentum)).add_(
-            grad * _number(self.learning_rate) / (spread + _number(self.epsilon)).sqrt()
-        )
+        m.mul_(number(self.momentum)).add_(grad * number(self.learning_rate) / (spread + number(self.epsilon)).sqrt())
         value.sub_(m)
-
-
-class FtrlOptimizer(TFOptimizer):
-    """Follow the regularised leader (``tf.compat.v1.train.FtrlOptimizer``).
-
-    Args:
-        learning_rate: a number, tensor, or function returning a number.
-        learning_rate_power: at most 0; how fast the rate falls.
-        initial_accumulator_value: first value of the squared-gradient sum.
-        l1_regularization_strength: at least 0.
-        l2_regularization_strength: at least 0.
-        use_locking: accepted for TF's signature.
-        name: for messages.
-        accum_name: accepted for TF's signature.
-        linear_name: accepted for TF's signature.
-        l2_shrinkage_regularization_strength: at least 0; a penalty on the magnitude.
-        beta: added to the rate's denominator.
-
-    Raises:
-        ValueError: a value out of its range.
-
-    Source: McMahan et al., "Ad Click Prediction: a View from the Trenches".
-
-    Example:
-        >>> w = Variable(3.0)
-        >>> FtrlOptimizer(0.1).minimize(lambda: w * w, var_list=[w])
-    """
-
-    def __init__(
-        self,
-        learning_rate: Rate,
-        learning_rate_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1_regularization_strength: float = 0.0,
-        l2_regularization_strength: float = 0.0,
-        use_locking: bool = False,
-        name: str = "Ftrl",
-        accum_name: str | None = None,
-        linear_name: str | None = None,
-        l2_shrinkage_regularization_strength: float = 0.0,
-        beta: float | None = None,
-    ) -> None:
-        for label, strength in (
-            ("initial_accumulator_value", initial_accumulator_value),
-            ("l1_regularization_strength", l1_regularization_strength),
-            ("l2_regularization_strength", l2_regularization_strength),
-            ("l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength),
-        ):
-            if strength < 0.0:
-                raise ValueError(f"{label} {strength} needs to be positive or zero")
-        if learning_rate_power > 0.0:
-            raise ValueError(f"learning_rate_power {learning_rate_power} needs to be negative or zero")
-        super().__init__(name)
-        self.learning_rate, self.power = learning_rate, learning_rate_power
-        self.initial_accumulator_value = initial_accumulator_value
-        self.l1, self.l2, self.shrinkage = (
-            l1_regularization_strength,
-            l2_regularization_strength,
-            l2_shrinkage_regularization_strength,
-        )
-        self.beta = beta or 0.0
-
-    def make_slots(self, value: torch.Tensor) -> dict[str, Any]:
-        """``accum`` and ``linear``."""
-        return {"accum": torch.full_like(value, self.initial_accumulator_value), "linear": torch.zeros_like(value)}
-
-    def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
-        """See the class."""
-        rate, accum, linear = _number(self.learning_rate), slots["accum"], slots["linear"]
-        l2 = self.l2 + self.beta / (2.0 * rate)
-        shrunk = grad + 2.0 * self.shrinkage * value
-        grown = accum + grad * grad
-        linear.add_(shrunk - (grown ** (-self.power) - accum ** (-self.power)) / rate * value)
-        quadratic = grown ** (-self.power) / rate + 2.0 * l2
-        value.copy_(torch.where(linear.abs() > self.l1, (linear.sign() * self.l1 - linear) / quadratic, 0.0))
-        accum.copy_(grown)

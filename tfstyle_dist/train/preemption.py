@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.checkpoint import Checkpoint, CheckpointManager
 from tfstyle_dist.core.logging import get_logger
-from tfstyle_dist.train.checkpoint import Checkpoint, CheckpointManager
 from tfstyle_dist.train.preemption_watch import TerminationWatch
 
 RESTARTABLE_EXIT_CODE = 143  # what a shell says of a process that SIGTERM ended

@@ -12,6 +12,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import on_first_device, reduce_over_workers, widened, widened_type
 from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -93,3 +94,28 @@ def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
     if total is None:
         return torch.zeros(variable.numel(), dtype=widened_type(variable.dtype), device=value_of(variable).device)
     return (total.to_dense() if total.is_sparse else total).reshape(-1).to(widened_type(variable.dtype))
+
+
+def get_loss_reduction() -> ReduceOp:
+    """How the optimizers of ``train`` combine the gradients of the replicas: ``ReduceOp.SUM``.
+
+    Divide the loss by the global batch, as ``nn.compute_average_loss`` does.
+
+    Source: ``tf.compat.v1.distribute.get_loss_reduction``.
+    """
+    return ReduceOp.SUM
+
+
+def advance(step: Any, replica: Replica | None) -> None:
+    """Adds one to the step counter, once for all replicas."""
+    one = torch.ones_like(value_of(step).detach())
+    if replica is None or replica.num_replicas_in_sync == 1:
+        step.assign_add(one)
+        return
+
+    def add(payloads: list[Any]) -> list[None]:
+        with entered(Frame(replica.strategy)):
+            step.assign_add(one)
+        return [None] * len(payloads)
+
+    replica.barrier("global_step", None, add)

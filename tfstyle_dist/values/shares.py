@@ -145,15 +145,25 @@ def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
         return None
     found: list[Share] = []
     _collect(arguments, found)
+    return common_share(found, "One call of strategy.run was given batches")
+
+
+def common_share(found: Sequence[Share], what: str) -> Share | None:
+    """The share of the one batch that a loss is computed of; ``None`` where all weigh the same.
+
+    Args:
+        found: of everything that the loss may be computed of; if these were divided differently, that is said once.
+        what: the beginning of what is said.
+    """
     uneven = [share for share in found if share.division is not None and not share.division.even]
     if not uneven:
         return None
     if any(share.division != uneven[0].division for share in found):
         warn_once(
             "shares of several batches",
-            "One call of strategy.run was given batches that are divided in different ways, so it is not known which "
-            "loss belongs to which: all replicas weigh the same in the gradients. Call run for each batch, or divide "
-            "the losses by the sizes of the global batches and call strategy.set_gradient_policy(scale='SUM').",
+            f"{what} that are divided in different ways, so it is not known which loss belongs to which: all replicas "
+            "weigh the same in the gradients. Call run for each batch, or divide the losses by the sizes of the global "
+            "batches and call strategy.set_gradient_policy(scale='SUM').",
         )
         return None
     return uneven[0]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.runtime.context import current_frame
-from tfstyle_dist.variables.store import ParameterStore, find_record, live_stores
-
-_lock = threading.Lock()
-_users = 0
-_handles: list[Any] = []
+from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.store import ParameterStore, live_stores
 
 
 def _store_in_force() -> ParameterStore | None:
@@ -124,30 +121,13 @@ def _copy_parameter(original: Any, parameter: torch.Tensor, memo: dict[int, Any]
     return copy
 
 
-_deep_copies = torch_internals.Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter)
-
-
-def install() -> None:
-    """Starts adopting; PyTorch's hooks are process-global, so they ask the calling thread's context."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _handles.append(torch_module.register_module_parameter_registration_hook(_on_parameter))
-            _handles.append(torch_module.register_module_buffer_registration_hook(_on_buffer))
-            _handles.append(torch_module.register_module_module_registration_hook(_on_module))
-            _deep_copies.install()
-
-
-def uninstall() -> None:
-    """Ends what ``install`` began; the last user takes the hooks away."""
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            while _handles:
-                _handles.pop().remove()
-            _deep_copies.uninstall()
+registrations = Hooks(
+    lambda: torch_module.register_module_parameter_registration_hook(_on_parameter),
+    lambda: torch_module.register_module_buffer_registration_hook(_on_buffer),
+    lambda: torch_module.register_module_module_registration_hook(_on_module),
+    patches=[Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter)],
+)
+"""Starts adopting; PyTorch's hooks are process-global, so they ask the calling thread's context."""
 
 
 def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Module:

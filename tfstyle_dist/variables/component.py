@@ -111,21 +111,21 @@ def per_component(value: Any, count: int) -> list[Any]:
 
 
 def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
-    """Applies one write to one copy; replica threads that write the same copy take turns."""
+    """Applies one write to one copy, wherever the value is; replica threads that write the same copy take turns."""
     with write_lock, torch.no_grad():
-        component.copy_(_APPLY[op](component, value))
+        component.copy_(_APPLY[op](component, value.to(true_device(component))))
 
 
 def write_all(record: Record, op: str, value: torch.Tensor) -> None:
     """Applies one write to every copy, once to those that share their storage."""
     seen: set[int] = set()
     if len(record.components) == 1:  # also where a tensor has no address, as on XLA devices
-        write_component(record.components[0], op, value.to(true_device(record.components[0])))
+        write_component(record.components[0], op, value)
         return
     for component in record.components:
         if component.data_ptr() not in seen or component.numel() == 0:
             seen.add(component.data_ptr())
-            write_component(component, op, value.to(true_device(component)))
+            write_component(component, op, value)
 
 
 def without_nan(op: str, value: torch.Tensor, component: torch.Tensor) -> torch.Tensor:

@@ -9,25 +9,25 @@ replicas when the next run begins (``enter``): cheap marks are compared, and onl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.runtime.random_streams import RandomStreams
+from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.copies import Copier, Mark
+from tfstyle_dist.variables import data_reads
+from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import AllObjects, ObjectContent
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.shared_settings import SharedSettings
+from tfstyle_dist.variables.shared_tensors import SharedTensors
+from tfstyle_dist.variables.spreading import Spreader
 from tfstyle_dist.variables.state_objects import is_state
 
 _set = object.__setattr__
-_Known = dict[int, tuple[Any, Any]]
 
 
 class ReplicaContents:
@@ -43,7 +43,11 @@ class ReplicaContents:
         count: the local replicas.
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
         first: the replica whose content cross-replica context shows.
+        generators: those that are content.
+        dirty: ids of parameters that may have been written to, in cross-replica context, without a mark.
+        random: the random numbers of the replicas.
         on_take: called with the content of an object that is found while a run is under way.
+        may_differ: whether replicas may have other parameters: the program asked for updates of their own.
     """
 
     def __init__(
@@ -53,25 +57,26 @@ class ReplicaContents:
         elsewhere: bool,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
     ) -> None:
-        self.count, self._one_copy, self._adopt = worker.num_local_replicas, home is not None, adopt
+        self.count, self._one_copy = worker.num_local_replicas, home is not None
         self.active: int | None = None
         self.first = 0
         self.on_take: Callable[[ObjectContent], None] | None = None
+        self.may_differ = home is not None  # where there is one copy, none differs
         self._rows = ParameterRows(worker.devices, home, elsewhere)
         self._objects: list[ObjectContent] = []
-        self._generators: list[tuple[weakref.ref[torch.Generator], list[torch.Tensor]]] = []
+        self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = False
         self._settings = SharedSettings()  # of optimizers under central storage
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._all: AllObjects | None = None
-        self._dirty: set[int] = set()
+        self.dirty: set[int] = set()
         self._failed = False
-        self._watched: list[tuple[torch.Tensor, int]] = []
-        self._random = RandomStreams(worker.devices, worker.replica_id(0))
+        self._shared = SharedTensors()
+        self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._numbers = 0
-        self.finish_taking()
-        _all.add(self)
+        self._spreader = Spreader(self.count, self.take, self._rows.device, adopt)
+        data_reads.readers.add(self)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 
@@ -85,12 +90,8 @@ class ReplicaContents:
             for thing, content in self._things:
                 content.dicts[before] = thing.__dict__
                 _set(thing, "__dict__", content.dicts[after])
-            for reference, states in self._generators:
-                generator = reference()
-                if generator is not None:
-                    states[before] = generator.get_state()
-                    generator.set_state(states[after])
-            self._random.switch(after)
+            self.generators.switch(before, after)
+            self.random.switch(after)
         self.active = replica
         self._settings.note()
 
@@ -103,21 +104,22 @@ class ReplicaContents:
         self._resolve()
         self.finish_taking()
         if begins:
-            self._random.begin()
+            self.random.begin()
             self._settings.begin()
         if self._failed:
-            self._forget_differences()
+            self._spreader.copy_all(self._things, self._others)
         if self._all is None or not self._all.are_same(self._things):
             self._all = None
-            self._spread([(thing, content) for thing, content in self._things if not content.same(thing.__dict__)])
+            changed = [(thing, content) for thing, content in self._things if not content.same(thing.__dict__)]
+            self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
-        self._rows.renew(self._dirty, everything=self._failed)
-        self._dirty.clear()
+        self._rows.renew(self.dirty, everything=self._failed)
+        self.dirty.clear()
         self._failed = False
 
     def leave(self) -> None:
         """See ``Content``."""
-        self._say_written()
+        self._shared.say_written()
         if self._all is not None and self._all.have_same_attributes(self._things):
             self._all.renew()
         else:
@@ -141,30 +143,12 @@ class ReplicaContents:
         """Central storage: an update was made, in cross-replica context, inside a run."""
         self._rows.spread()
 
-    def update_begins(self) -> None:
-        """The replica whose turn it is makes an optimizer's step: what it draws there all replicas draw."""
-        if self.active is not None:
-            self._random.begin_update()
-
-    def update_ends(self) -> None:
-        """The step is made."""
-        if self.active is not None:
-            self._random.end_update()
-
-    def seed(self, seed: int, python: bool) -> None:
-        """Gives each replica streams of random numbers of its own."""
-        self._random.seed(seed, python)
-
     def show(self, replica: int) -> None:
         """Cross-replica context shows another replica's content from now on; called between runs."""
         self.enter()
         self.switch(replica)
         self.first, self.active, self._rows.base = replica, None, replica
         self.leave()
-
-    def use_random(self, streams: RandomStreams) -> None:
-        """Replaces the random numbers of the replicas."""
-        self._random = streams
 
     @property
     def _shown(self) -> int:
@@ -188,8 +172,9 @@ class ReplicaContents:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value)
         if isinstance(value, torch.Generator):
-            self._places[id(value)] = True
-            self._generators.append((weakref.ref(value, self._forget(id(value))), [value.get_state()] * self.count))
+            if not is_of_the_streams(value):
+                self._places[id(value)] = True
+                self.generators.add(value, self.count, self._forget(id(value)))
             return True
         if not is_state(value):
             return False
@@ -240,7 +225,7 @@ class ReplicaContents:
             self._things.append((value, content))
         for replica, own in enumerate(dicts):
             if replica != active:
-                copier = self._copier(replica)
+                copier = self._spreader.copier(replica)
                 own.update({name: copier(attribute) for name, attribute in list(now.items())})
         content.mark(now)
         if self.on_take is not None:
@@ -250,12 +235,9 @@ class ReplicaContents:
     def _running(self) -> bool:
         return self.active is not None or bool(self._things) or bool(self._rows.inside)
 
-    def _copier(self, replica: int) -> Copier:
-        return Copier(self.take, lambda like: self._rows.device(replica, like), self._known[replica])
-
     def finish_taking(self) -> None:
         """All objects that name each other were taken."""
-        self._known: list[_Known] = [{} for _ in range(self.count)]
+        self._spreader.forget()
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
@@ -266,10 +248,6 @@ class ReplicaContents:
     def parameters(self) -> list[torch.Tensor]:
         """The living parameters, in the order in which they were taken."""
         return [parameter for reference in self._rows.references if (parameter := reference()) is not None]
-
-    def generators(self) -> list[tuple[torch.Generator, list[torch.Tensor]]]:
-        """The living generators, with the state of each for every replica."""
-        return [(generator, states) for reference, states in self._generators if (generator := reference()) is not None]
 
     def inside(self, parameter: torch.Tensor, replica: int) -> torch.Tensor:
         """The tensor that has a replica's data and gradient of a parameter now."""
@@ -288,96 +266,17 @@ class ReplicaContents:
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says it, once, if a step writes to tensors that all replicas share."""
-        shared = (t for t in tensors if not t.is_inference() and id(t) not in self._places)
-        self._watched = [(t, torch_internals.version_of(t)) for t in shared]
-
-    def _say_written(self) -> None:
-        for tensor, version in self._watched:
-            if torch_internals.version_of(tensor) != version:
-                warn_once(
-                    f"shared tensor {id(self)} {tuple(tensor.shape)}",
-                    f"A step function wrote to a tensor of shape {tuple(tensor.shape)} that it names (in its closure, "
-                    "a global or a container) and that no module or optimizer holds. The replicas of one process share "
-                    "it, so each of them wrote to the same values. If each should have its own, as processes would, "
-                    "call strategy.experimental_adopt(tensor), or make it a buffer of a module (docs/replicas.md).",
-                )
-        self._watched = []
-
-    def noticed(self, parameter: torch.Tensor) -> None:
-        """Somebody asked for the parameter's ``.data``, and may write to it without a mark."""
-        if self.active is None:
-            self._dirty.add(id(parameter))
-
-    # ---- what cross-replica context changed -------------------------------------------------------------------
-
-    def _forget_differences(self) -> None:
-        """Gives all replicas copies of what the first one has."""
-        for thing, content in self._things:
-            for replica in self._others:
-                copier, own = self._copier(replica), content.dicts[replica]
-                own.clear()
-                own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
-        self.finish_taking()
-
-    def _spread(self, changed: Sequence[tuple[Any, ObjectContent]]) -> None:
-        """Copies the attributes that changed to the other replicas."""
-        if not changed:
-            return
-        self._find_twins()
-        for thing, content in changed:
-            now = thing.__dict__
-            written, gone = content.changes(now)
-            for replica in self._others:
-                copier, own = self._copier(replica), content.dicts[replica]
-                own.update({name: copier(now[name]) for name in written})
-                for name in gone:
-                    own.pop(name, None)
-            if isinstance(thing, torch.nn.Module):
-                for parameter in torch_internals.parameters_of(thing).values():
-                    if parameter is not None:
-                        self._adopt(parameter, thing)
-        self.finish_taking()
-
-    def _find_twins(self) -> None:
-        """Notes for each replica what it has in the place of what replica 0 has and was not written to."""
-        for thing, content in self._things:
-            now = thing.__dict__
-            for name, value, mark in content.marks():
-                for replica in self._others:
-                    self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
-
-    def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:
-        known = self._known[replica]
-        if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
-            if now is old:
-                if own is not old and (type(mark) is not Mark or mark.same()):
-                    known[id(now)] = (now, own)
-            elif _is_converted(old, now):
-                known[id(now)] = (now, own.to(self._rows.device(replica, now.device), now.dtype))
-            return
-        if type(mark) is not Mark or type(now) is not type(old) or type(own) is not type(old) or own is old:
-            return
-        if now is old and mark.same():
-            known[id(now)] = (now, own)
-        if isinstance(old, dict):
-            for key, part in mark.entries():
-                if key in now and key in own:
-                    was = part.value if type(part) is Mark else part
-                    self._pair(now[key], was, own[key], part, replica)
+        self._shared.watch(t for t in tensors if id(t) not in self._places)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
     def _forget(self, number: int) -> Callable[[Any], None]:
-        """What the weak reference of something calls; the lists are cleaned when the next run begins.
-
-        During a run nothing of this store goes, because the run holds it.
-        """
-        me = weakref.ref(self)
+        """What the weak reference of something calls; as a run holds all, the next one cleans the lists."""
+        known = weakref.WeakMethod(self._let_go)
 
         def forget(_: Any) -> None:
-            contents = me()
-            if contents is not None:
-                contents._let_go(number)
+            if (let_go := known()) is not None:
+                let_go(number)
 
         return forget
 
@@ -396,77 +295,5 @@ class ReplicaContents:
             self._gone = False
             self._places.update(self._rows.drop_dead())
             self._objects = [content for content in self._objects if content.reference() is not None]
-            self._generators = [pair for pair in self._generators if pair[0]() is not None]
+            self.generators.drop_dead()
         self._things = [(o, content) for content in self._objects if (o := content.reference()) is not None]
-
-
-class _ByReplica(Sequence[torch.Tensor]):
-    """One tensor for each local replica, looked up whenever it is asked for."""
-
-    def __init__(self, contents: ReplicaContents, owner: Any) -> None:
-        self._contents, self._owner = contents, weakref.ref(owner)
-
-    def __len__(self) -> int:
-        return self._contents.count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        owner = self._owner()
-        if owner is None:
-            raise ReferenceError("the parameter or module of this record is gone")
-        return self._of(owner, index % len(self))
-
-    def _of(self, owner: Any, replica: int) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class ParameterCopies(_ByReplica):
-    """The insides of a module's parameter.
-
-    Args:
-        contents: of the strategy.
-        owner: the parameter; not kept alive.
-    """
-
-    def _of(self, owner: torch.Tensor, replica: int) -> torch.Tensor:
-        return self._contents.inside(owner, replica)
-
-
-class BufferCopies(_ByReplica):
-    """A module's buffer: the tensor that has the buffer's name there now.
-
-    Args:
-        contents: of the strategy.
-        owner: the module that has the buffer; not kept alive.
-        name: of the buffer.
-    """
-
-    def __init__(self, contents: ReplicaContents, owner: torch.nn.Module, name: str) -> None:
-        super().__init__(contents, owner)
-        self._name = name
-
-    def _of(self, owner: torch.nn.Module, replica: int) -> torch.Tensor:
-        buffer: torch.Tensor = self._contents.attributes(owner, replica)[torch_internals.BUFFERS][self._name]
-        return buffer
-
-
-_all: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
-
-
-def _notice(parameter: torch.Tensor) -> None:
-    for contents in _all:
-        contents.noticed(parameter)
-
-
-data_reads = torch_internals.DataPatch(_notice)
-"""Installed while a strategy with contents lives."""
-
-
-def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether a buffer was replaced by itself in another type or on another device."""
-    if old.shape != new.shape or (old.dtype, old.device) == (new.dtype, new.device) or old.is_meta or new.is_meta:
-        return False
-    return torch.equal(old.to(new.device, new.dtype), new)

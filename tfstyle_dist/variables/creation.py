@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from tfstyle_dist.variables.variable import Variable
 
 
-def create_jointly(strategy: Any, spec: VariableSpec, build: Callable[[VariableSpec], Variable]) -> Variable:
+def create_jointly(
+    strategy: StrategyInForce, spec: VariableSpec, build: Callable[[VariableSpec], Variable]
+) -> Variable:
     """A variable of a strategy; in replica context all replicas get the same object, made from the first one's value.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sysconfig
 import types
 import weakref
@@ -17,8 +18,14 @@ from typing import Any
 import torch
 
 from tfstyle_dist.variables.copies import ATOMS
+from tfstyle_dist.variables.state_objects import parts_of
 
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.dirname(torch.__file__),  # wherever it was built
+)
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
 _NO_VALUE = object()
@@ -61,7 +68,13 @@ class Discovery:
         if (kind in ATOMS and kind not in _FUNCTIONS) or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, types.FunctionType):
+        if issubclass(kind, types.ModuleType):
+            # Not by value.__file__ and value.__dict__: a module may load itself, or much else, when it is asked.
+            held = object.__getattribute__(value, "__dict__")
+            if depth == 0 and not _is_library(held.get("__file__")):
+                for name in names:
+                    self._value(held.get(name), seen, (), 1)
+        elif isinstance(value, types.FunctionType):
             self._function(value, seen)
         elif isinstance(value, types.MethodType):
             self._value(value.__func__, seen, (), depth)
@@ -69,13 +82,9 @@ class Discovery:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, seen, (), depth)
-        elif isinstance(value, types.ModuleType):
-            if depth == 0 and not _is_library(getattr(value, "__file__", None)):
-                for name in names:
-                    self._value(value.__dict__.get(name), seen, (), 1)
         elif isinstance(value, list | tuple | dict):
-            if len(value) <= _MOST_LOOKED_AT and depth < 3:
-                for part in list(value.values() if isinstance(value, dict) else value):
+            if depth < 3:
+                for part in parts_of(value, _MOST_LOOKED_AT):
                     self._value(part, seen, (), depth + 1)
         elif isinstance(value, torch.Tensor):
             if not self._take(value) and type(value) is torch.Tensor and not value.requires_grad:
@@ -91,6 +100,10 @@ class Discovery:
         if type(held) is dict and len(held) <= _MOST_LOOKED_AT:
             for part in list(held.values()):
                 self._value(part, seen, (), depth + 1)
+        for kind in type(value).__mro__[:-1]:
+            for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
+                if isinstance(slot, types.MemberDescriptorType):
+                    self._value(getattr(value, slot.__name__, None), seen, (), depth + 1)
 
     def _function(self, function: types.FunctionType, seen: set[int]) -> None:
         for cell in function.__closure__ or ():
@@ -109,7 +122,7 @@ class Discovery:
         names, space = self._names_of(function.__code__), function.__globals__
         for name in names:
             value = space.get(name, _NO_VALUE)
-            if value is not _NO_VALUE and not (isinstance(value, type) and type(value) is type):
+            if value is not _NO_VALUE and type(value) is not type:
                 self._value(value, seen, names, 0)
 
     def _names_of(self, code: types.CodeType) -> tuple[str, ...]:
@@ -126,4 +139,4 @@ class Discovery:
 
 
 def _is_library(path: str | None) -> bool:
-    return path is None or path.startswith(_LIBRARIES) or path.startswith("<frozen")
+    return path is None or path.startswith(("<frozen", *_LIBRARIES)) or any(name in path for name in _INSTALLED)

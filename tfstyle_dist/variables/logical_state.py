@@ -11,8 +11,8 @@ import torch
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from tfstyle_dist.cross_device_ops.collective import local_sum, reduce_over_workers
+from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Placement, Record, raw
-from tfstyle_dist.variables.store import find_record
 from tfstyle_dist.variables.variable import Variable
 
 
@@ -46,7 +46,7 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
     Source: how ``tf.train.Checkpoint`` saves distributed variables.
     """
     read: list[LogicalTensor] = []
-    means: dict[tuple[int, torch.dtype], list[tuple[Record, LogicalTensor]]] = {}
+    means: dict[tuple[int, torch.dtype, torch.device], list[tuple[Record, LogicalTensor]]] = {}
     for tensor in tensors:
         record = find_record(tensor)
         if record is None:
@@ -73,7 +73,7 @@ def read_logical(tensors: Sequence[torch.Tensor]) -> list[LogicalTensor]:
             continue
         found = LogicalTensor(record.components[0].detach(), record.kind == "parameter" or mean, facts)
         if record.kind == "buffer" and mean and record.store.worker.num_replicas > 1:
-            means.setdefault((id(record.store), found.value.dtype), []).append((record, found))
+            means.setdefault((id(record.store), found.value.dtype, found.value.device), []).append((record, found))
         read.append(found)
     for group in means.values():
         _average(group)

@@ -77,6 +77,7 @@ class ParameterRows:
         if value.grad is not None:
             vessel.grad = copied(value.grad, vessel.device)
         _put_hooks(vessel, _hooks_of(value))
+        vessel.__dict__.update({name: _own(attribute, vessel.device) for name, attribute in value.__dict__.items()})
         return vessel
 
     @property
@@ -183,8 +184,7 @@ class ParameterRows:
                 _put_hooks(vessel, hooks_now)
             for name, value in parameter.__dict__.items():  # what a replica put there itself stays
                 if attributes is None or value is not attributes.get(name):
-                    plain = type(value) is torch.Tensor and not value.requires_grad
-                    vessel.__dict__[name] = copied(value, vessel.device) if plain else value
+                    vessel.__dict__[name] = _own(value, vessel.device)
 
     def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int) -> None:
         device = self.device(row, parameter.device)
@@ -211,6 +211,12 @@ class ParameterRows:
                 for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
                     vessel.data = vessel.data.new_empty(0)
         self.inside = []
+
+
+def _own(attribute: Any, device: torch.device) -> Any:
+    """A row's own of what a program put on a parameter."""
+    plain = type(attribute) is torch.Tensor and not attribute.requires_grad
+    return copied(attribute, device) if plain else attribute
 
 
 def _address(parameter: torch.Tensor) -> Any:

@@ -24,7 +24,6 @@ class Placement(enum.Enum):
     """Where the copies of a record live."""
 
     MIRRORED = "mirrored"
-    SHARED = "shared"
     CENTRAL = "central"
     REMOTE = "remote"
     SHARDED = "sharded"
@@ -168,8 +167,3 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record({self.kind} {self.describe()!r}, {len(self.components)} copies)"
-
-
-def record_of(tensor: Any) -> Record | None:
-    """The record of a replicated tensor or variable (not of a plain parameter: see ``find_record``)."""
-    return getattr(tensor, "_tfstyle_record", None) if isinstance(tensor, torch.Tensor) else None

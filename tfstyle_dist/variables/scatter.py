@@ -204,6 +204,7 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
             apply_rows(component, op, rows)
         else:
             assert frame is not None
+            assert frame.replica is not None
 
             def write(payloads: list[Rows]) -> list[None]:
                 _apply_to_all(record, op, _combined(record, payloads, central))

@@ -75,6 +75,17 @@ def _is_plain(thing: Any) -> bool:
     return True
 
 
+def parts_of(value: list[Any] | tuple[Any, ...] | dict[Any, Any], most: int) -> list[Any]:
+    """What a container holds, if that is not more than so much.
+
+    Methods of a class of its own are not called: they may make, or import, what they return.
+    """
+    kind: Any = next(k for k in (dict, list, tuple) if isinstance(value, k))
+    if kind.__len__(value) > most:
+        return []
+    return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))
+
+
 @functools.cache
 def _is_skipped(module: str) -> bool:
     return any(module == skipped or module.startswith(f"{skipped}.") for skipped in _SKIPPED)
@@ -85,10 +96,10 @@ def _holds_state(thing: Any, depth: int) -> bool:
 
 
 def _is_or_holds(value: Any, depth: int) -> bool:
+    if issubclass(type(value), types.ModuleType):
+        return False
     if isinstance(value, (torch.Tensor, torch.Generator, *_HOLDERS)):
         return True
     if isinstance(value, list | tuple | dict):
-        if not value or len(value) > _MOST_LOOKED_AT:
-            return False
-        return any(_is_or_holds(v, 0) for v in (value.values() if isinstance(value, dict) else value))
+        return any(_is_or_holds(v, 0) for v in parts_of(value, _MOST_LOOKED_AT))
     return depth > 0 and _is_plain(value) and _holds_state(value, depth - 1)

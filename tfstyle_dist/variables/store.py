@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator
-from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.contents import BufferCopies, ParameterCopies, ReplicaContents
+from tfstyle_dist.variables.adopted_records import buffer_record, parameter_record
+from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
-from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
 from tfstyle_dist.variables.ordered import WeakOrderedSet
-from tfstyle_dist.variables.partitioned import LocalParts
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
-_records: torch_internals.WeakIdKeyDictionary = torch_internals.WeakIdKeyDictionary()
-_records_lock = threading.Lock()
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
 """Those that take modules over."""
-
-
-def find_record(tensor: Any) -> Record | None:
-    """The record of any tensor a strategy owns: replicated, variable, component or plain adopted parameter."""
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    record: Record | None = getattr(tensor, "_tfstyle_record", None)
-    if record is None:
-        entry = _records.get(tensor)
-        record = entry() if isinstance(entry, weakref.ref) else entry
-    return record
 
 
 class ParameterStore:
@@ -67,13 +51,13 @@ class ParameterStore:
     model_mesh: Any = None
     adopts_parts = True
 
-    def __init__(self, strategy: Any, worker: Worker, parameter_device: ReplicaDevice | None = None) -> None:
+    def __init__(
+        self, strategy: StrategyInForce, worker: Worker, parameter_device: ReplicaDevice | None = None
+    ) -> None:
         self._strategy = weakref.ref(strategy)
         self.worker, self.parameter_device = worker, parameter_device
         self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
-        elsewhere = parameter_device is not None and any(
-            is_elsewhere(d.torch_device, parameter_device.torch_device) for d in worker.devices
-        )
+        elsewhere = parameter_device is not None and worker.computes_elsewhere(parameter_device.torch_device)
         self.contents: ReplicaContents | None = None
         if worker.num_local_replicas > 1 or elsewhere:
             home = None if parameter_device is None else parameter_device.torch_device
@@ -118,9 +102,9 @@ class ParameterStore:
         own = self.worker.torch_device(0) if self.parameter_device is None else self.parameter_device.torch_device
         return self.adopts_parts and is_accelerator(own.type)
 
-    def bring_home(self, tensor: torch.Tensor) -> None:
+    def bring_home(self, tensor: torch.Tensor, home: torch.device | None = None) -> None:
         """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""
-        home = self.device(0, tensor.device)
+        home = home or self.device(0, tensor.device)
         if tensor.device.type == home.type or isinstance(tensor, torch.nn.UninitializedParameter):
             return
         with torch.no_grad():
@@ -184,7 +168,7 @@ class ParameterStore:
     # ---- adoption ---------------------------------------------------------------------------------------------
 
     def adopt_parameter(self, parameter: torch.nn.Parameter, module: torch.nn.Module | None, name: str) -> Record:
-        """Takes a parameter over; with one local replica it stays a plain ``nn.Parameter``."""
+        """Takes a parameter over."""
         known = find_record(parameter)
         if known is not None:
             self._check_owner(known, name)
@@ -192,51 +176,23 @@ class ParameterStore:
                 known.module, known.local_name = weakref.ref(module), name
                 self._modules.add(module)
             return known
-        components: Any = [parameter]
-        if self.contents is not None:
-            components = ParameterCopies(self.contents, parameter)
-        record = Record(self, parameter, components, "parameter", policy=GradientPolicy())
-        if self.contents is None and mesh.is_divided(parameter):
-            self._take_divided(record, parameter)
-        elif self.contents is None:
-            # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
-            record.components = _WeakComponents(record)
+        record = parameter_record(self, parameter)
         self._add(record, module, name)
         return record
 
-    def _take_divided(self, record: Record, parameter: torch.nn.Parameter) -> None:
-        """A parameter in parts over the model mesh, or one that somebody else (FSDP) divides and reduces."""
-        reference = weakref.ref(parameter)
-        record.components, record.placement = LocalParts(reference), Placement.SHARDED
-        if self.model_mesh is not None and mesh.is_on(parameter, self.model_mesh):
-            return
-        over = mesh.num_workers(parameter)
-        if over < self.worker.group.size:
-            raise ValueError(
-                f"A parameter is divided over {over} of {self.worker.group.size} workers, and nobody would sum its "
-                "gradients over the others. Make the strategy with logical_devices_per_replica, and divide with it."
-            )
-        record.policy = GradientPolicy("elsewhere")
-
     def adopt_buffer(self, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> Record:
-        """Takes a buffer over: floating ones ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
+        """Takes a buffer over."""
         known = find_record(buffer)
         if known is not None:
             self._check_owner(known, name)
             return known
-        mean = buffer.is_floating_point() or buffer.is_complex()
-        aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
-        record = Record(self, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
-        if self.contents is not None and module is not None:
-            record.components = BufferCopies(self.contents, module, name)  # type: ignore[assignment]
-        else:
-            record.components = _WeakComponents(record)
+        record = buffer_record(self, buffer, module, name)
         self._add(record, module, name)
         return record
 
     def add_variable(self, record: Record) -> None:
         """Registers a ``Variable`` that was made with a record of this store."""
-        _register_components(record)
+        remember_components(record)
         self._add(record, None, record.local_name)
 
     def _add(self, record: Record, module: torch.nn.Module | None, name: str) -> None:
@@ -249,9 +205,7 @@ class ParameterStore:
         self._all.append(weakref.ref(record))
         keep = record.tensor
         if keep is not None:
-            # The record lives as long as the user's tensor.
-            with _records_lock:
-                _records[keep] = record
+            remember(keep, record)
         self._pending.append(record)
         self.version += 1
         if self.on_adopt is not None and record.policy is not None and record.policy.reduce_at != "elsewhere":
@@ -271,7 +225,7 @@ class ParameterStore:
         for reference in self._all:
             record = reference()
             if record is not None and record.kind == "buffer":
-                _follow_buffer(record)
+                follow_buffer(record)
             if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
 
@@ -344,44 +298,3 @@ class ParameterStore:
             frame = current_frame()
             if frame is None or frame.replica is not None or frame.strategy is not self.strategy:
                 self.ensure_equal()
-
-
-class _WeakComponents(list[torch.Tensor]):
-    """The one-entry component list of a plain parameter, without a strong reference to it."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__([torch.empty(0)])
-        self._record = weakref.ref(record)
-
-    def __getitem__(self, index: Any) -> Any:
-        record = self._record()
-        tensor = None if record is None else record.tensor
-        if tensor is None:
-            raise ReferenceError("the parameter of this record is gone")
-        return [tensor][index]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([self[0]])
-
-
-def is_elsewhere(device: torch.device, home: torch.device) -> bool:
-    """Whether a replica on ``device`` needs copies of what is kept on ``home``."""
-    return device != home
-
-
-def _follow_buffer(record: Record) -> None:
-    """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
-    module = record.module() if record.module is not None else None
-    current = None if module is None else torch_internals.buffers_of(module).get(record.local_name)
-    if current is not None and current is not record.tensor:
-        record.rebind(current)
-        with _records_lock:
-            _records[current] = record
-
-
-def _register_components(record: Record) -> None:
-    """Lets a component be traced to its record; weakly, because the record holds the component."""
-    reference = weakref.ref(record)
-    with _records_lock:
-        for tensor in record.components:
-            _records[tensor] = reference

@@ -8,19 +8,12 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.runtime.context import current_frame, mixing_error
-from tfstyle_dist.values import DistributedValues, Share
-from tfstyle_dist.variables.component import (
-    checked,
-    combine,
-    per_component,
-    read_across_replicas,
-    without_nan,
-    write_all,
-    write_component,
-)
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.values import DistributedValues
+from tfstyle_dist.variables.assigning import assign
+from tfstyle_dist.variables.component import read_across_replicas
 from tfstyle_dist.variables.creation import VariableSpec, default_creator
-from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
 from tfstyle_dist.variables.scatter import read_places, read_rows, scatter
@@ -107,6 +100,17 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
     def numpy(self, *, force: bool = False) -> Any:
         """``value()`` as a numpy array with memory of its own (``tf.Variable.numpy``); ``force`` as in torch."""
         return self.value().cpu().numpy(force=force)
+
+    # Of a variable they are the value's, as in TensorFlow: torch would warn that they are outside of autograd's graph.
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __complex__(self) -> complex:
+        return complex(self.value())
 
     @property
     def name(self) -> str:
@@ -206,87 +210,11 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
             self._tfstyle_record.changes += 1
 
     def _assign_in_context(self, op: str, value: Any) -> Any:
-        record = self._tfstyle_record
-        record.store.ensure_equal()
-        strategy, frame = record.store.strategy, current_frame()
-        if frame is not None and frame.strategy is not strategy and not self._tfstyle_plain():
-            raise mixing_error(strategy, frame.strategy, f"assigning variable {self.name!r}")
-        index = record.index()
-        if self._tfstyle_plain():
-            component = record.components[0]
-            write_component(component, op, checked(value, component, self.name))
-            return self
-        if index is None:
-            return self._assign_in_cross_replica_context(op, value)
-        assert frame is not None
-        component = record.components[index]
-        local = (
-            frame.component is not None
-            or record.synchronization is VariableSynchronization.ON_READ
-            or record.aggregation is VariableAggregation.NONE
-        )
-        if local:
-            if frame.component is None and record.placement is Placement.CENTRAL and strategy.num_replicas_in_sync > 1:
-                raise ValueError(
-                    f"You must specify an aggregation method to update the variable {self.name!r} in replica context: "
-                    "under central storage it has one copy, and aggregation NONE does not say how the replicas' values "
-                    "combine. Create it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA."
-                )
-            value = checked(value, component, self.name)
-            share = None if frame.replica is None else frame.replica.share
-            if share is not None and share.examples == 0:
-                value = without_nan(op, value, component)
-            write_component(component, op, value)
-            return self
-        self._assign_together(op, value, frame.replica)
-        return self
+        return assign(self, op, value)
 
     def _tfstyle_plain(self) -> bool:
         """Whether this is an ordinary variable, without policies."""
         return not isinstance(self, DistributedVariable)
-
-    def _assign_together(self, op: str, value: Any, replica: Any) -> None:
-        """ON_WRITE with SUM, MEAN or ONLY_FIRST_REPLICA in replica context: one joint write."""
-        record = self._tfstyle_record
-        aggregation, worker = record.aggregation, record.store.worker
-        if aggregation is VariableAggregation.SUM and not isinstance(value, torch.Tensor) and worker.num_replicas > 1:
-            raise ValueError(
-                f"{value!r} cannot be reduced: variable {self.name!r} has aggregation SUM over {worker.num_replicas} "
-                "replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a tensor, "
-                f"e.g. variable.{op}(torch.tensor({value!r}))."
-            )
-        value = checked(value, record.components[replica.local_replica_id], self.name)
-
-        def write(given: list[tuple[torch.Tensor, Share | None]]) -> list[None]:
-            values, shares = zip(*given, strict=True)
-            write_all(record, op, combine(record, values, shares))
-            return [None] * len(values)
-
-        replica.barrier(f"{op} of variable {self.name!r}", (value, replica.share), write)
-
-    def _assign_in_cross_replica_context(self, op: str, value: Any) -> Any:
-        record = self._tfstyle_record
-        first, on_read = record.components[0], record.synchronization is VariableSynchronization.ON_READ
-        count = len(record.copies())
-        values = [checked(v, first, self.name) for v in per_component(value, count)[:count]]
-        if not on_read:
-            if len({id(v) for v in values}) > 1:
-                for component, part in zip(record.components, values, strict=True):
-                    write_component(component, op, part)
-            else:
-                write_all(record, op, values[0])
-            return self
-        if record.aggregation is VariableAggregation.SUM:
-            if op != "assign":
-                raise ValueError(
-                    f"{op} of ON_READ variable {self.name!r} with aggregation SUM is not defined in cross-replica "
-                    "context: each replica holds a part of the sum. Call it inside strategy.run, or use assign."
-                )
-            count = record.store.worker.num_replicas
-            values = [v / count if v.is_floating_point() or v.is_complex() else v // count for v in values]
-        for component, part in zip(record.components, values, strict=True):
-            write_component(component, op, part)
-        return read_across_replicas(record, self.name)
 
 
 class DistributedVariable(DistributedValues, Variable):  # type: ignore[misc]  # Tensor._values is for sparse tensors

@@ -55,7 +55,9 @@ class Comparison:
             agreed: the caller knows that all make the same call.
         """
         if self._debug or not (agreed or self._has_agreed(name)):
-            self.exchange(f"{name} ({buffer.numel()} x {name_of(buffer.dtype)}{more})", name)
+            # What is on a GPU travels by its library, which would wait for ever for a worker whose value is on the CPU.
+            where = "" if buffer.device.type == "cpu" else f" on {buffer.device.type}"
+            self.exchange(f"{name} ({buffer.numel()} x {name_of(buffer.dtype)}{where}{more})", name)
 
     def exchange(self, text: str, name: str, number: int = 0) -> list[int]:
         """Compares ``text`` over the workers; returns the ``number`` of each.
@@ -68,7 +70,7 @@ class Comparison:
         if self.memory is not None:
             same, numbers = self.memory.compare(digest, number, name)
         else:
-            mine = torch.tensor([digest, number], dtype=torch.int64)
+            mine = torch.tensor([digest, number], dtype=torch.int64, device="cpu")
             pairs = [other.tolist() for other in self._gather(mine, name)]
             same, numbers = all(other == digest for other, _ in pairs), [n for _, n in pairs]
         if not same:
@@ -78,7 +80,7 @@ class Comparison:
     def raise_mismatch(self, text: str, name: str) -> NoReturn:
         """Tells what each worker does: all workers see the difference, so all of them come here."""
         data = self._bytes(f"{text} at {call_site()}, operation {self._operations.sequence}")
-        size = torch.tensor([data.numel()], dtype=torch.int64)
+        size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
         raise mismatch(self._texts(data, [int(s) for s in self._gather(size, name)], name))
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:

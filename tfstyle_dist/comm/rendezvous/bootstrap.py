@@ -12,17 +12,26 @@ import torch
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.peers import stacks
+from tfstyle_dist.comm.peers.diagnosis import SideChannel
+from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group, remember_own
 from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.comm.rendezvous.store import open_store
 from tfstyle_dist.comm.single_group import SingleGroup
-from tfstyle_dist.core import env, network, torch_internals
+from tfstyle_dist.core import env, launch_env, network, torch_internals
 from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.core.logging import get_logger
 
 
-def effective_timeout(options: CommunicationOptions) -> timedelta | None:
-    """The limit of a wait: the options' own, else ``TFSTYLE_TIMEOUT_SECONDS``, else 5 minutes."""
-    return options.timeout if options.timeout_seconds is not None else env.timeout()
+def effective_timeout(options: CommunicationOptions, adopted: AdoptedGroup | None = None) -> timedelta | None:
+    """The limit of a wait: the options' own, else ``TFSTYLE_TIMEOUT_SECONDS``, else the group's, else 5 minutes.
+
+    Args:
+        options: of the strategy.
+        adopted: the process group that was there already.
+    """
+    if options.timeout_seconds is not None:
+        return options.timeout
+    return env.timeout((adopted and adopted.limit) or env.DEFAULT_TIMEOUT)
 
 
 def available_backends() -> tuple[str, ...]:
@@ -36,9 +45,9 @@ def available_backends() -> tuple[str, ...]:
 
 
 def _backend(device: torch.device, options: CommunicationOptions) -> str:
+    """What torch's group is made with: what carries the CPU's tensors, and the library of the accelerator."""
     import torch.distributed as dist
 
-    """What torch's group is made with: what carries the CPU's tensors, and the library of the accelerator."""
     wanted, kind = options.implementation, device.type
     if wanted is CommunicationImplementation.NCCL and (device.type != "cuda" or not dist.is_nccl_available()):
         raise ValueError(
@@ -60,15 +69,19 @@ def members_of_launch() -> Members | None:
     Raises:
         ValueError: RANK and WORLD_SIZE contradict each other.
     """
-    launch = env.launch()
+    launch = launch_env.launch()
     if launch is None:
         return None
     names = tuple(f"worker {rank}" for rank in range(launch.world_size))
-    return Members(launch.rank, launch.world_size, names, env.master_address())
+    return Members(launch.rank, launch.world_size, names, launch_env.master_address())
 
 
 def make_group(
-    device: torch.device, options: CommunicationOptions, members: Members | None = None, num_local_replicas: int = 1
+    device: torch.device,
+    options: CommunicationOptions,
+    members: Members | None = None,
+    num_local_replicas: int = 1,
+    adopted: AdoptedGroup | None = None,
 ) -> WorkerGroup:
     """The group of all worker processes; a group of one when there are no others.
 
@@ -79,44 +92,45 @@ def make_group(
         options: timeout and implementation.
         members: the workers; default: those that a launcher started.
         num_local_replicas: how many replicas this worker holds; must be the same on all.
+        adopted: the process group that is there already; default: torch's default group, if there is one.
 
     Raises:
-        ValueError: world sizes or numbers of replicas disagree, or the requested implementation cannot run here.
+        ValueError: the workers, or the numbers of replicas, disagree, or the implementation cannot run here.
         DeadlineExceededError: a worker did not start in time; the message lists the absent ones.
         PeerLostError: a worker died or gave up during start-up.
         UnavailableError: the port of the rendezvous is in use.
     """
+    launched, adopted = members is None, adopted or adopted_group()
     members = members or members_of_launch()
+    if adopted is not None:
+        adopted.check_members(members, launched)
+    backend = (adopted and adopted.backend_for(device, options)) or _backend(device, options)
+    if (adopted.size if adopted else members.size if members else 1) == 1:
+        return SingleGroup()
     import torch.distributed as dist
 
-    initialized = dist.is_available() and dist.is_initialized()
-    if initialized and members is not None and dist.get_world_size() != members.size:
-        raise ValueError(
-            f"torch.distributed was initialised with {dist.get_world_size()} worker(s), but WORLD_SIZE={members.size} "
-            "or the cluster says otherwise. Initialise it for all workers, or let the strategy do it."
-        )
-    backend = _backend(device, options)
-    if (not initialized and (members is None or members.size == 1)) or (initialized and dist.get_world_size() == 1):
-        return SingleGroup()
     from tfstyle_dist.comm.torch_group import TorchGroup
     from tfstyle_dist.comm.torch_transport import torch_limit
 
     if is_accelerator(device.type):  # what the program puts on "cuda" goes to this worker's own device too
         accelerator(device.type).set_device(device)
-        if backend == "gloo" and options.implementation is not CommunicationImplementation.RING:
+        if "," not in backend and options.implementation is not CommunicationImplementation.RING:
             get_logger().warning(
-                "This torch build has no library (such as NCCL) that sums between %s devices: gradients travel over "
-                "the CPU, which is slow.",
+                "%s sums between %s devices: gradients travel over the CPU, which is slow.%s",
+                "Nothing in the process group that was there already" if adopted else "No library of this torch build",
                 device.type.upper(),
+                " Initialise torch.distributed with the backend of the devices too, such as cpu:gloo,cuda:nccl."
+                if adopted
+                else "",
             )
-    timeout = effective_timeout(options)
+    timeout = effective_timeout(options, adopted)
     stacks.start()
     with ExitStack() as failed:
         failed.callback(stacks.stop)  # the group stops it otherwise
-        if initialized:
-            torch_group = dist.new_group(backend=backend, timeout=torch_limit(timeout, backend))
-            store = torch_internals.default_store()
-            group = TorchGroup(torch_group, timeout, store, backend, lambda: _leave(torch_group))
+        if adopted is not None:
+            torch_group = adopted.own_group(backend, timeout)
+            channel = SideChannel(torch_internals.default_store())
+            group = TorchGroup(torch_group, timeout, channel, backend, lambda: _leave(torch_group))
         else:
             assert members is not None
             # Its functions keep the default group of the time of their import as a default argument, and torch.optim
@@ -134,6 +148,7 @@ def make_group(
                     world_size=members.size,
                     timeout=torch_limit(timeout, backend),
                 )
+            remember_own(dist.group.WORLD)
             group = TorchGroup(dist.group.WORLD, timeout, channel, backend, _leave_default)
         failed.pop_all()
     _check_same_shape(group, device, num_local_replicas)

@@ -9,7 +9,7 @@ from typing import Any
 from tfstyle_dist.comm.peers.diagnosis import SideChannel
 from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.comm.rendezvous.rendezvous import Rendezvous
-from tfstyle_dist.core import env, network
+from tfstyle_dist.core import launch_env, network
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, UnavailableError
 
@@ -36,8 +36,8 @@ def open_store(members: Members, limit: timedelta | None) -> tuple[Any, SideChan
     import torch.distributed as dist
 
     deadline = Deadline(limit)
-    path = env.rendezvous_file()
-    agent = env.launcher_has_store()
+    path = launch_env.rendezvous_file()
+    agent = launch_env.launcher_has_store()
     if path is not None:
         store: Any = dist.FileStore(path, members.size)
     elif members.address is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 
 _HOW = "make venv-xla (or: pip install 'torch==2.9.0' 'torch-xla==2.9.0') gives a pair that fits"
 
@@ -44,7 +44,7 @@ def check_launcher(world_size: int) -> None:
     Args:
         world_size: replicas that XLA knows of.
     """
-    launch = env.launch()
+    launch = launch_env.launch()
     if launch is not None and launch.world_size != world_size:
         raise ValueError(
             f"WORLD_SIZE={launch.world_size}, but XLA sees {world_size} replica(s): each process would train alone. Do "
@@ -80,7 +80,7 @@ class XlaAdapter:
         import torch_xla.debug.metrics as metrics
         import torch_xla.runtime as xr
 
-        self._xla, self._xm, self._xr, self._metrics = torch_xla, xm, xr, metrics
+        self._xla, self._xm, self._metrics = torch_xla, xm, metrics
         self.num_devices = int(xr.global_runtime_device_count())
         self.num_local_devices = int(xr.addressable_runtime_device_count())
         replicas = int(xr.world_size())

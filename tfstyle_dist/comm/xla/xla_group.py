@@ -81,7 +81,6 @@ class XlaGroup(WorkerGroup):
         return Done()
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
-        """See ``WorkerGroup``."""
         self._begin(name)
         stacked = self.adapter.all_gather(buffer.to(self.adapter.device))
         if buffer.device != stacked.device:
@@ -90,7 +89,6 @@ class XlaGroup(WorkerGroup):
         return list(stacked.unbind(0))
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """See ``WorkerGroup``."""
         self._begin(name)
         if buffer.numel() % self.size:
             raise ValueError(
@@ -103,7 +101,6 @@ class XlaGroup(WorkerGroup):
         return part
 
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """See ``WorkerGroup``."""
         self._begin(name)
         remote = buffer.to(self.adapter.device, copy=True)
         self.adapter.broadcast(remote, source)
@@ -114,7 +111,6 @@ class XlaGroup(WorkerGroup):
         raise UnavailableError(f"send '{name}': XLA devices have no point-to-point messages; use all_gather.")
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """See ``send``."""
         raise UnavailableError(f"recv '{name}': XLA devices have no point-to-point messages; use all_gather.")
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
@@ -144,11 +140,9 @@ class XlaGroup(WorkerGroup):
         get_logger().error("worker %d of %d leaves: %s", self.rank, self.size, reason)
 
     def errored(self) -> Exception | None:
-        """See ``WorkerGroup``."""
         return self._error
 
     def members(self) -> Sequence[str]:
-        """See ``WorkerGroup``."""
         return [f"worker {r}: XLA device {r} of {self.size}" for r in range(self.size)]
 
     def split(self, ranks: Sequence[Sequence[int]]) -> WorkerGroup:
@@ -159,7 +153,6 @@ class XlaGroup(WorkerGroup):
         )
 
     def abort(self) -> None:
-        """See ``WorkerGroup``."""
         if self._error is None:
             self._error = UnavailableError("This worker group was aborted; build a new strategy.")
 

@@ -23,7 +23,7 @@ from tfstyle_dist.distribute import (
     has_strategy,
     in_cross_replica_context,
 )
-from tfstyle_dist.train.optimizer import get_loss_reduction
+from tfstyle_dist.train.sums import get_loss_reduction
 
 __all__ = [
     "CrossDeviceOps",

@@ -17,6 +17,7 @@ from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
@@ -66,7 +67,7 @@ class ReplicaReducer(GradientReducer):
             state.watches_before = True
 
     @contextmanager
-    def watching(self, replica: Any) -> Iterator[None]:
+    def watching(self, replica: Replica) -> Iterator[None]:
         """Around one backward pass of a replica: what came in it is reduced at its end.
 
         Args:
@@ -111,7 +112,7 @@ class ReplicaReducer(GradientReducer):
             self._watched = [r for r in self.store.records() if id(r) in self.states]
         return self._watched
 
-    def _reduce(self, replica: Any, touched: dict[int, _New]) -> None:
+    def _reduce(self, replica: Replica, touched: dict[int, _New]) -> None:
         graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
         if graphs:  # create_graph=True
             touched = {key: new for key, new in touched.items() if not new[1].requires_grad}
@@ -142,7 +143,7 @@ class ReplicaReducer(GradientReducer):
                 self._reduce_locally(record)
         return [None] * len(all_touched)
 
-    def _reduce_graphs(self, replica: Any, graphs: Sequence[tuple[Record, torch.Tensor]]) -> None:
+    def _reduce_graphs(self, replica: Replica, graphs: Sequence[tuple[Record, torch.Tensor]]) -> None:
         """``create_graph=True``: the sum is a function of all replicas' gradients, and can be differentiated."""
         with torch.enable_grad():
             for divided in (True, False):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.cross_device_ops.collective import widened_type
 from tfstyle_dist.input import AutoShardPolicy
-from tfstyle_dist.integrations.accelerate import checks, choice, loaders, models
+from tfstyle_dist.integrations.accelerate import checks, choice, loaders, models, weights
 from tfstyle_dist.integrations.accelerate.gradients import StrategyDDPHandler
 from tfstyle_dist.integrations.accelerate.upstream import Accelerator, DistributedType, map_tensors
 from tfstyle_dist.integrations.accelerate.wrappers import Adopted
+from tfstyle_dist.integrations.data_parallel import sum_of_processes
 from tfstyle_dist.strategies import Strategy
 
 
@@ -43,8 +43,8 @@ class StrategyMethods:
         me: Any = self
         checks.refuse_state(me)
         checks.check_start(me)
-        models.check_kind(strategy)
         strategy = choice.for_accelerator(me) if strategy is None else strategy
+        models.check_kind(strategy)
         checks.check_match(strategy, me)
         own = me.ddp_handler.own if isinstance(me.ddp_handler, StrategyDDPHandler) else me.ddp_handler
         me.ddp_handler = StrategyDDPHandler(strategy, own)
@@ -77,6 +77,16 @@ class StrategyMethods:
         with loaders.stepping_once(self.auto_shard_policy, self):
             return super().prepare_scheduler(scheduler)  # type: ignore[misc]
 
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """See ``Accelerator.backward``; where the processes' shares of a batch differ each weighs by its examples.
+
+        Args:
+            loss: a mean over the examples that this process got.
+            **kwargs: as accelerate's.
+        """
+        with weights.weighed(self, loss) as weighed:
+            super().backward(weighed, **kwargs)  # type: ignore[misc]
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduces over all processes; sums and means in the order of the strategy's aggregation method.
 
@@ -91,16 +101,10 @@ class StrategyMethods:
         me: Any = self
         if reduction not in ("sum", "mean") or not me.use_distributed or me.state.debug:
             return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
-        return map_tensors(lambda value: self._tfstyle_sum(value, reduction == "mean"), tensor, strict=True)
-
-    def _tfstyle_sum(self, value: torch.Tensor, mean: bool) -> torch.Tensor:
-        group, ops = self.strategy.worker.group, self.strategy.cross_device_ops
-        flat = value.detach().to(widened_type(value.dtype), copy=True).contiguous().reshape(-1)
-        group.all_reduce(flat, "Accelerator.reduce", ops.aggregation_method)
-        total = flat.reshape(value.shape)
-        if mean:
-            total = total / group.size
-        return total.to(value.dtype) if value.is_floating_point() else total
+        strategy, mean = self.strategy, reduction == "mean"
+        return map_tensors(
+            lambda value: sum_of_processes(strategy, value, "Accelerator.reduce", mean), tensor, strict=True
+        )
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[Any]:
@@ -125,6 +129,12 @@ class StrategyMethods:
                 raise
         else:
             joined.__exit__(None, None, None)
+
+    @property
+    def even_batches(self) -> bool:
+        """See ``Accelerator.even_batches``; under a policy that divides batches nothing is repeated."""
+        divides = self.auto_shard_policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        return not divides and bool(super().even_batches)  # type: ignore[misc]
 
     @property
     def multi_device(self) -> bool:

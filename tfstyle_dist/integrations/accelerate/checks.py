@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 from tfstyle_dist.integrations.accelerate.upstream import Accelerator, DistributedType
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def given_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
 def refuse_arguments(given: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments or variables that ask for another way to divide the work."""
     asked = [f"{name}= ({kind})" for name, kind in _ARGUMENTS.items() if given.get(name) is not None]
-    asked += [f"{name}=true in the environment" for name in env.accelerate_modes()]
+    asked += [f"{name}=true in the environment" for name in launch_env.accelerate_modes()]
     if asked:
         raise ValueError(f"A strategy cannot be used together with {', '.join(asked)}. {_HOW}")
 
@@ -59,7 +59,7 @@ def refuse_state(accelerator: Any) -> None:
 
 def needs_cpu(given: Mapping[str, Any]) -> bool:
     """Whether ``cpu=True`` must be added: without it, accelerate lets torchrun's CPU ranks train alone, silently."""
-    launch = env.launch()
+    launch = launch_env.launch()
     several = launch is not None and launch.world_size > 1
     return several and "cpu" not in given and not torch.accelerator.is_available()
 
@@ -70,7 +70,7 @@ def check_start(accelerator: Any) -> None:
     Raises:
         ValueError: a launcher started several processes, and accelerate does not know of them.
     """
-    launch = env.launch()
+    launch = launch_env.launch()
     if launch is not None and launch.world_size != accelerator.num_processes:
         raise ValueError(
             f"A launcher started {launch.world_size} processes (WORLD_SIZE), but this Accelerator has "
@@ -78,7 +78,7 @@ def check_start(accelerator: Any) -> None:
             "processes only if it is told to: set ACCELERATE_USE_CPU=true, make a StrategyAccelerator before the first "
             "PartialState() or Accelerator() of the program, or use TrainingArguments(use_cpu=True)."
         )
-    if accelerator.num_processes == 1 and env.accelerate_started_one_of_several():
+    if accelerator.num_processes == 1 and launch_env.accelerate_started_one_of_several():
         warnings.warn(
             "accelerate launch was asked for several processes but started ONE: on CPUs it starts several only with "
             "mpirun. This process trains alone. Start the script with `torchrun --nproc-per-node N script.py`, or with "

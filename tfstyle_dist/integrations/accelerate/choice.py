@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
-from tfstyle_dist.core import env
+from tfstyle_dist.core import launch_env
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.strategies import (
     MirroredStrategy,
@@ -55,11 +55,11 @@ def before_accelerator() -> Strategy | None:
         return get_strategy()
     if default_process_group() is not None:
         return None
-    device = env.accelerate_device()
+    device = launch_env.accelerate_device()
     devices = None if device is None else [device]
-    if env.tf_config() is not None and env.launch() is None:
+    if launch_env.tf_config() is not None and launch_env.launch() is None:
         return _remember(MultiWorkerMirroredStrategy(devices=devices))
-    if env.rendezvous_file() is not None and env.launch() is not None:
+    if launch_env.rendezvous_file() is not None and launch_env.launch() is not None:
         return _remember(MirroredStrategy(devices))
     return None
 
@@ -70,7 +70,7 @@ def for_accelerator(accelerator: Any) -> Strategy:
     It is made once: scripts make accelerators again and again.
 
     Args:
-        accelerator: gives the device.
+        accelerator: gives the device, and the number of this process.
     """
     if has_strategy():
         return get_strategy()
@@ -79,11 +79,14 @@ def for_accelerator(accelerator: Any) -> Strategy:
         _made.strategy.close()
     elif _made is not None and _made.device == device:
         return _made.strategy
-    launch = env.launch()
+    launch = launch_env.launch()
     several_hosts = launch is not None and launch.local_world_size != launch.world_size
+    group = None
+    if launch is not None and launch.rank != accelerator.process_index:
+        group = default_process_group()  # accelerate's debug_launcher sets RANK=0 in each process; its group is right
     if several_hosts:
-        return _remember(MultiWorkerMirroredStrategy(devices=[device]))
-    return _remember(MirroredStrategy([device]))
+        return _remember(MultiWorkerMirroredStrategy(devices=[device], process_group=group))
+    return _remember(MirroredStrategy([device], process_group=group))
 
 
 def _remember(strategy: Strategy) -> Strategy:
@@ -100,7 +103,7 @@ def told_to_accelerate(strategy: Strategy | None) -> Iterator[None]:
         return
     group = strategy.worker.group
     here = list(group.neighbours())
-    launch = env.Launch(group.rank, group.size, here.index(group.rank), len(here))
+    launch = launch_env.Launch(group.rank, group.size, here.index(group.rank), len(here))
     # The group exists already; accelerate only asks for an address to be there.
-    with env.launcher_variables_set(launch, env.master_address() or ("127.0.0.1", free_ports(1)[0])):
+    with launch_env.launcher_variables_set(launch, launch_env.master_address() or ("127.0.0.1", free_ports(1)[0])):
         yield

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.integrations.accelerate.wrappers import Adopted, LocalReplicas, Wrapped
+from tfstyle_dist.integrations.data_parallel import is_elastic
 from tfstyle_dist.strategies import (
     CentralStorageStrategy,
     MirroredStrategy,
@@ -30,12 +31,23 @@ _KINDS = (
 
 
 def check_kind(strategy: Any) -> None:
-    """Raises TypeError for a strategy that accelerate's loop cannot train under; ``None`` is left to be chosen."""
+    """Refuses a strategy that accelerate's loop cannot train under; ``None`` is left to be chosen.
+
+    Raises:
+        TypeError: it is of another kind.
+        ValueError: it is elastic.
+    """
     if strategy is not None and not isinstance(strategy, _KINDS):
         names = ", ".join(kind.__name__ for kind in _KINDS)
         raise TypeError(
             f"strategy must be one of {names}, got {strategy!r}. On TPUs accelerate sums gradients itself: use "
             "accelerate.Accelerator, or TPUStrategy with a loop of its own."
+        )
+    if strategy is not None and is_elastic(strategy):
+        raise ValueError(
+            f"StrategyAccelerator cannot take {strategy!r}: the workers of an elastic job change, accelerate's "
+            "processes do not, and each worker would train alone. Write the loop with strategy.run instead "
+            "(docs/elastic.md), or leave elastic= out."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 try:
     from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
+    from accelerate.data_loader import BatchSamplerShard
     from accelerate.utils import DistributedDataParallelKwargs, find_batch_size, recursively_apply
 except ModuleNotFoundError as missing:
     if missing.name != "accelerate":
@@ -18,6 +19,7 @@ except ModuleNotFoundError as missing:
 
 __all__ = [
     "Accelerator",
+    "BatchSamplerShard",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.checkpoint import codec, tracking
+from tfstyle_dist.checkpoint.codec import Put
+from tfstyle_dist.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read
+from tfstyle_dist.checkpoint.optimizer_leaves import ParameterNames
 from tfstyle_dist.integrations.keras import server_optimizer
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.train.checkpoint import codec, tracking
-from tfstyle_dist.train.checkpoint.codec import Put
-from tfstyle_dist.train.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read
-from tfstyle_dist.train.checkpoint.optimizer_leaves import ParameterNames
 
 
 def install() -> None:
@@ -65,16 +65,13 @@ class KerasLayerLeaf(ModuleLeaf):
         return _by_place(self.target.variables)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``ModuleLeaf``."""
         for name, variable in self.variables().items():
             yield name, variable.value
 
     def encode(self, put: Put) -> Any:
-        """See ``Leaf``."""
         return _encode(self.variables(), self.path, put)
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
-        """See ``Leaf``."""
         if _of_torch(tree):
             return super().match(tree, facts)
         variables = self.variables()
@@ -84,14 +81,12 @@ class KerasLayerLeaf(ModuleLeaf):
         return _match(self.path, variables, tree, facts)
 
     def load(self, tree: Any, read: Read) -> None:
-        """See ``Leaf``."""
         if _of_torch(tree):
             super().load(tree, read)
         else:
             _load(self.variables(), tree, read)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """See ``Leaf``."""
         return [variable.value for variable in self.target.variables]
 
 
@@ -106,19 +101,15 @@ class KerasMetricLeaf(Leaf):
     kind = "keras_metric"
 
     def encode(self, put: Put) -> Any:
-        """See ``Leaf``."""
         return _encode(_by_place(self.target.variables), self.path, put)
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
-        """See ``Leaf``."""
         return _match(self.path, _by_place(self.target.variables), tree, facts)
 
     def load(self, tree: Any, read: Read) -> None:
-        """See ``Leaf``."""
         _load(_by_place(self.target.variables), tree, read)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """See ``Leaf``."""
         return [variable.value for variable in self.target.variables]
 
 
@@ -138,11 +129,9 @@ class KerasOptimizerLeaf(Leaf):
         return [v for model in self._models for v in model.trainable_variables]
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """See ``Leaf``."""
         return [variable.value for variable in self._variables()]
 
     def encode(self, put: Put) -> Any:
-        """See ``Leaf``."""
         state = server_optimizer.state_on_servers(self.target, self._variables())
         if state is not None:
             state.bring()
@@ -161,7 +150,6 @@ class KerasOptimizerLeaf(Leaf):
         return _match(self.path, _by_place(self.target.variables), tree, facts)
 
     def load(self, tree: Any, read: Read) -> None:
-        """See ``Leaf``."""
         _load(_by_place(self.target.variables), tree, read)
         state = server_optimizer.state_on_servers(self.target, self._variables())
         if state is not None:

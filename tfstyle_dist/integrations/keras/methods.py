@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.integrations.keras import (
@@ -24,6 +23,7 @@ from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.data import DistributedInput
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, divided
+from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -44,19 +44,7 @@ def install() -> None:
     checkpoint.install()
     travel.install()
     for name, wrapper in _WRAPPERS.items():
-        owner = next(c for c in keras.Model.__mro__ if name in vars(c))
-        original = getattr(owner, name)
-        if not hasattr(original, "tfstyle_original"):
-            setattr(owner, name, _wrapped(original, wrapper))
-
-
-def _wrapped(original: Method, wrapper: Method) -> Method:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, original, *args, **kwargs)
-
-    method.tfstyle_original = original  # type: ignore[attr-defined]
-    return method
+        wrap(keras.Model, name, wrapper)
 
 
 def strategy_of(model: Any) -> Strategy | None:
@@ -141,18 +129,18 @@ def _arguments(original: Method, model: Any, args: Any, kwargs: Any) -> dict[str
 # ---- the methods ------------------------------------------------------------------------------------------------
 
 
-def _compile(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _compile(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     frame = current_frame()
     result = original(self, *args, **kwargs)
     if frame is not None and frame.replica is None:
         owner = strategy_of(self)
         if owner is not None and owner is not frame.strategy:
             raise mixing_error(owner, frame.strategy, "compiling a Keras model")
-        _strategies[self] = frame.strategy
+        _strategies[self] = cast(Strategy, frame.strategy)
     return result
 
 
-def _fit(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = _distributing(self)
     if strategy is None:
         return original(self, *args, **kwargs)
@@ -187,7 +175,7 @@ def _split_validation(given: dict[str, Any]) -> None:
     given["validation_split"] = 0.0
 
 
-def _evaluate(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = _distributing(self)
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
@@ -201,7 +189,7 @@ def _evaluate(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
         return original(self, **given)
 
 
-def _predict(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = _distributing(self)
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
@@ -213,7 +201,7 @@ def _predict(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
         return original(self, **given)
 
 
-def _on_batch(self: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+def _on_batch(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = _distributing(self)
     if strategy is None:
         return _as_keras(self, original, args, kwargs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +12,8 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.backend import keras
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.integrations.keras.wrapping import wrap
+from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import DistributedVariable, Placement, Record, VariableComponent
@@ -59,11 +59,11 @@ class MetricState(DistributedVariable):
         share = total // worker.num_replicas if whole else total / worker.num_replicas
         for replica, component in enumerate(record.components):
             own = total - share * (worker.num_replicas - 1) if whole and worker.replica_id(replica) == 0 else share
-            write_component(component, "assign", own.to(torch.Tensor.device.__get__(component)))
+            write_component(component, "assign", own)
         self._tfstyle_sum = (record.store.runs, total.clone())
 
 
-def state_of(strategy: Strategy, variable: Any) -> MetricState:
+def state_of(strategy: StrategyInForce, variable: Any) -> MetricState:
     """The state of a metric's variable on a strategy's replicas.
 
     Args:
@@ -87,7 +87,7 @@ def state_of(strategy: Strategy, variable: Any) -> MetricState:
     return state  # type: ignore[no-any-return]
 
 
-def adopt(variable: Any, strategy: Strategy) -> None:
+def adopt(variable: Any, strategy: StrategyInForce) -> None:
     """Gives a metric's variable a part for each replica, once.
 
     Args:
@@ -118,38 +118,25 @@ def untouched(strategy: Strategy) -> Iterator[None]:
 
 def install() -> None:
     """Lets the variables of metrics belong to the strategy in whose scope they are made, or that first writes them."""
-    metric = keras.Metric
-    if hasattr(metric.add_variable, "tfstyle_original"):
+    wrap(keras.Metric, "add_variable", _add_variable)
+    wrap(keras.Variable, "_direct_assign", _direct_assign)
+
+
+def _add_variable(original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
+    variable, frame = original(metric, *args, **kwargs), current_frame()
+    if frame is not None and frame.replica is None and frame.component is None:
+        adopt(variable, frame.strategy)
+    return variable
+
+
+def _direct_assign(original: Callable[..., None], variable: Any, value: Any) -> None:
+    if travel.write_on_servers(variable, value):
         return
-    metric.add_variable = _in_scope(metric.add_variable)
-    keras.Variable._direct_assign = _written(keras.Variable._direct_assign)
-
-
-def _in_scope(original: Any) -> Any:
-    @functools.wraps(original)
-    def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
-        variable, frame = original(self, *args, **kwargs), current_frame()
-        if frame is not None and frame.replica is None and frame.component is None:
+    if variable._synchronization == "on_read":
+        frame = current_frame()
+        if frame is not None and frame.replica is not None:
             adopt(variable, frame.strategy)
-        return variable
-
-    add_variable.tfstyle_original = original  # type: ignore[attr-defined]
-    return add_variable
-
-
-def _written(original: Any) -> Any:
-    @functools.wraps(original)
-    def direct_assign(self: Any, value: Any) -> None:
-        if travel.write_on_servers(self, value):
+        if isinstance(variable._value, MetricState):
+            variable._value.assign(value)
             return
-        if self._synchronization == "on_read":
-            frame = current_frame()
-            if frame is not None and frame.replica is not None:
-                adopt(self, frame.strategy)
-            if isinstance(self._value, MetricState):
-                self._value.assign(value)
-                return
-        original(self, value)
-
-    direct_assign.tfstyle_original = original  # type: ignore[attr-defined]
-    return direct_assign
+    original(variable, value)

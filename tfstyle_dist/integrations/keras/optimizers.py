@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +11,7 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.integrations.keras import server_optimizer
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
 from tfstyle_dist.integrations.keras.share import CURRENT
+from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.reductions import reduce_columns
@@ -23,43 +23,36 @@ Payload = tuple[list[Any], int | None]
 
 def install() -> None:
     """Lets ``apply`` of every Keras optimizer ask which replica calls it."""
-    for owner in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-        base = next(c for c in owner.__mro__ if "apply" in vars(c))
-        if not hasattr(base.apply, "tfstyle_original"):
-            base.apply = _aware(base.apply)
+    for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+        wrap(kind, "apply", _apply)
 
 
-def _aware(original: Apply) -> Apply:
-    @functools.wraps(original)
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        frame = current_frame()
-        replica = None if frame is None else frame.replica
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        if CURRENT.push is None and server_optimizer.is_remote(variables):
-            server_optimizer.push(self, list(grads), variables)
-            return None
-        if CURRENT.push is None and (replica is None or replica.num_replicas_in_sync == 1):
-            return original(self, grads, trainable_variables)
-        if len(grads) != len(variables):
-            raise ValueError(f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables.")
-        if CURRENT.push is not None:
-            CURRENT.push(grads, variables)
-            return None
-        assert replica is not None
-        strategy = replica.strategy
-        claim(strategy, variables, grads)
-        what = f"{type(self).__name__}.apply"  # Keras numbers the names of optimizers, anew on each worker
+def _apply(original: Apply, self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+    frame = current_frame()
+    replica = None if frame is None else frame.replica
+    variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+    if CURRENT.push is None and server_optimizer.is_remote(variables):
+        server_optimizer.push(self, list(grads), variables)
+        return None
+    if CURRENT.push is None and (replica is None or replica.num_replicas_in_sync == 1):
+        return original(self, grads, trainable_variables)
+    if len(grads) != len(variables):
+        raise ValueError(f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables.")
+    if CURRENT.push is not None:
+        CURRENT.push(grads, variables)
+        return None
+    assert replica is not None
+    strategy = cast(Strategy, replica.strategy)
+    claim(strategy, variables, grads)
+    what = f"{type(self).__name__}.apply"  # Keras numbers the names of optimizers, anew on each worker
 
-        def joint(payloads: list[Payload]) -> list[None]:
-            total = reduced(strategy, variables, payloads, f"{what} of {len(variables)} variables")
-            with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
-                original(self, total, variables)
-            return [None] * len(payloads)
+    def joint(payloads: list[Payload]) -> list[None]:
+        total = reduced(strategy, variables, payloads, f"{what} of {len(variables)} variables")
+        with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
+            original(self, total, variables)
+        return [None] * len(payloads)
 
-        return replica.barrier(what, (list(grads), CURRENT.count), joint)
-
-    apply.tfstyle_original = original  # type: ignore[attr-defined]
-    return apply
+    return replica.barrier(what, (list(grads), CURRENT.count), joint)
 
 
 def claim(strategy: Strategy, variables: Sequence[Any], grads: Sequence[Any] = ()) -> None:

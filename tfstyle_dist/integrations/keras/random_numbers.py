@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.input.sampler import mixed_seed
 from tfstyle_dist.strategies.base import Strategy
 
@@ -19,7 +20,8 @@ class RandomNumbers:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._rank, self._device = strategy.worker.group.rank, strategy.worker.torch_device(0)
+        places = [place.torch_device for place in strategy.worker.devices if is_accelerator(place.type)]
+        self._rank, self._devices = strategy.worker.group.rank, list(dict.fromkeys(places))
         self._states: list[torch.Tensor] | None = None
 
     @contextmanager
@@ -40,10 +42,9 @@ class RandomNumbers:
             self._set(before)
 
     def _get(self) -> list[torch.Tensor]:
-        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_gpu]
+        return [torch.get_rng_state(), *(accelerator(d.type).get_rng_state(d) for d in self._devices)]
 
     def _set(self, states: list[torch.Tensor]) -> None:
         torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self._device)
+        for device, state in zip(self._devices, states[1:], strict=True):
+            accelerator(device.type).set_rng_state(state, device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.table import VariableTable
@@ -163,18 +164,12 @@ def state_of(
 
 def install() -> None:
     """Lets Keras' files hold what the servers have."""
-    owner = keras.optimizers.Optimizer
-    base = next(c for c in owner.__mro__ if "save_own_variables" in vars(c))
-    original = base.save_own_variables
-    if hasattr(original, "tfstyle_original"):
-        return
+    wrap(keras.optimizers.Optimizer, "save_own_variables", _save_own_variables)
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        """As Keras', after the ps tasks were asked."""
-        state = _states.get(self)
-        if state is not None:
-            state.bring()
-        original(self, store)
 
-    save_own_variables.tfstyle_original = original  # type: ignore[attr-defined]
-    base.save_own_variables = save_own_variables
+def _save_own_variables(original: Callable[[Any, Any], None], optimizer: Any, store: Any) -> None:
+    """As Keras', after the ps tasks were asked."""
+    state = _states.get(optimizer)
+    if state is not None:
+        state.bring()
+    original(optimizer, store)

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -117,8 +117,7 @@ class Steps:
     def _replica(self) -> ReplicaContext:
         frame = current_frame()
         assert frame is not None
-        assert frame.replica is not None
-        return frame.replica  # type: ignore[no-any-return]
+        return cast(ReplicaContext, frame.replica)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -224,8 +223,7 @@ def adopt(strategy: Strategy, model: Any) -> None:
     store = strategy.parameter_store
     device = strategy.worker.torch_device(0)
     for variable in every_variable(model):
-        if variable.value.device.type != device.type:
-            variable.value.data = variable.value.data.to(device)
+        store.bring_home(variable.value, device)
     if strategy.adopts_modules:
         for variable in model.variables:
             store.adopt_parameter(variable.value, None, variable.path)

@@ -57,7 +57,6 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = num_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """See ``Partitioner``."""
         result = [1] * len(shape)
         result[axis] = min(self._num_shards, shape[axis])
         return result
@@ -85,7 +84,6 @@ class MinSizePartitioner(Partitioner):
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """See ``Partitioner``."""
         result, rows = [1] * len(shape), shape[axis]
         total = math.prod(shape) * _element_size(dtype, self._bytes_per_string)
         result[axis] = max(1, min(math.ceil(total / self._min_shard_bytes), self._max_shards, rows))
@@ -114,7 +112,6 @@ class MaxSizePartitioner(Partitioner):
         self._bytes_per_string = _positive("bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """See ``Partitioner``."""
         result, rows = [1] * len(shape), shape[axis]
         row_bytes = math.prod(n for d, n in enumerate(shape) if d != axis % len(shape))
         row_bytes *= _element_size(dtype, self._bytes_per_string)

@@ -23,11 +23,13 @@ from tfstyle_dist.parameter_server.client.remote_variables import (
     ShardedVariable,
 )
 from tfstyle_dist.parameter_server.protocol.operations import Op
+from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.store import ParameterStore, find_record
+from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.store import ParameterStore
 
 Partition = Callable[..., Sequence[int]]
 _VARIABLES: dict[str, Any] = {"variable": ServerVariable, "sharded": ShardedVariable}
@@ -45,7 +47,9 @@ class RemoteStore(ParameterStore):
 
     adopts_parts = False
 
-    def __init__(self, strategy: Any, worker: Worker, servers: Servers, partitioner: Partition | None) -> None:
+    def __init__(
+        self, strategy: StrategyInForce, worker: Worker, servers: Servers, partitioner: Partition | None
+    ) -> None:
         super().__init__(strategy, worker)
         self.servers, self.partitioner = servers, partitioner
         self._next_server = itertools.cycle(range(max(len(servers.links), 1)))
@@ -240,7 +244,7 @@ class RemoteStore(ParameterStore):
             raise TypeError(
                 f"{name!r} is a {type(tensor).__name__} on {tensor.device}; parameter servers take over plain "
                 f"{old_class.__name__} objects on the CPU. Build lazy modules by a dry run in the scope first, and "
-                "move the local copy to a GPU inside the function."
+                "move the local copy to a GPU inside the function. For Keras set KERAS_TORCH_DEVICE=cpu."
             )
         # An expanded tensor stands for values that the servers make: it must not become real here.
         data = tensor.detach() if is_placeholder(tensor) else tensor.detach().contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.ops import streamed
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, INLINE, ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import padded, tensor_bytes
@@ -80,7 +81,7 @@ def pack(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     offset = 0
     for tensor in tensors:
         nbytes = tensor.nbytes
-        streamed.copy_bytes(tensor.reshape(-1).view(torch.uint8), flat[offset : offset + nbytes])
+        streamed.copy_bytes(bytes_of(tensor), flat[offset : offset + nbytes])
         offset += padded(nbytes)
 
 

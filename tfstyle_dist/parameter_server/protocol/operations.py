@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
 
 MAX_OPERATIONS = 1 << 15
@@ -163,8 +164,7 @@ def unpack_operations(meta: bytes | memoryview) -> list[Operation]:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
-    flat = tensor.detach() if tensor.dim() == 1 else tensor.detach().reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()
+    array: Any = bytes_of(tensor).numpy()
     return memoryview(array)
 
 

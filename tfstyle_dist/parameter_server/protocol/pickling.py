@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import DataLossError
+from tfstyle_dist.core.raw_bytes import bytes_of
 
 _SMALL = 1 << 12
 
@@ -34,7 +35,7 @@ def _tensor_from(data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    data: Any = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: Any = bytes_of(tensor.detach().to("cpu")).numpy()
     raw: Any = data.tobytes() if data.nbytes <= _SMALL else pickle.PickleBuffer(data)
     return _tensor_from, (raw, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 

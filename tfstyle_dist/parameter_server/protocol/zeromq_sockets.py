@@ -55,13 +55,19 @@ def load() -> None:
     )  # fmt: skip
 
 
-def new_keys(path: str | os.PathLike[str]) -> None:
-    """Writes a new key pair, readable by the owner only; never overwrites one."""
+def key_pair() -> dict[str, str]:
+    """A new key pair, as key files hold it."""
     load()
     public, secret = zmq.curve_keypair()
+    return {"public": public.decode(), "secret": secret.decode()}
+
+
+def new_keys(path: str | os.PathLike[str]) -> None:
+    """Writes a new key pair, readable by the owner only; never overwrites one."""
+    pair = key_pair()
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
-        json.dump({"public": public.decode(), "secret": secret.decode()}, file)
+        json.dump(pair, file)
 
 
 class _AllowList:

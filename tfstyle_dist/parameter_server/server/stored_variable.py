@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,39 +105,42 @@ class StoredVariable:
         return self.segment is not None and not isinstance(self.segment, PrivateSegment)
 
 
-def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | None, rate: float) -> None:
-    """``value -= rate * gradient``: what plain SGD does, straight into the buffer that is published next."""
+def _change(
+    stored: StoredVariable, rows: torch.Tensor | None, change: Callable[[torch.Tensor, torch.Tensor], object]
+) -> None:
+    """Changes a value in the buffer that is published next.
+
+    Args:
+        stored: whose value.
+        rows: which rows change; ``None``: the whole.
+        change: called with the value as it is and with where the new one goes; for some rows both are the same.
+    """
     old = stored.begin_write(keep=rows is not None)
     target = stored.parameter.detach()
     try:
-        if rows is None:
-            streamed.add(target if old is None else old, grad, -rate, target)
-        else:
-            target.index_add_(0, rows, grad * -rate)
+        change(target if old is None else old, target)
     except BaseException:
         if old is not None:
             target.copy_(old)
         raise
     finally:
         stored.end_write()
+
+
+def descend(stored: StoredVariable, grad: torch.Tensor, rows: torch.Tensor | None, rate: float) -> None:
+    """``value -= rate * gradient``: what plain SGD does."""
+    if rows is None:
+        _change(stored, rows, lambda old, target: streamed.add(old, grad, -rate, target))
+    else:
+        _change(stored, rows, lambda _, target: target.index_add_(0, rows, grad * -rate))
 
 
 def write(stored: StoredVariable, op: int, value: torch.Tensor, rows: torch.Tensor | None) -> None:
     """Assigns, adds or subtracts the whole, or adds to rows."""
-    old = stored.begin_write(keep=rows is not None)
-    target = stored.parameter.detach()
-    source = target if old is None else old
-    try:
-        if op == Op.ASSIGN:
-            target.copy_(value)
-        elif op in (Op.ADD, Op.SUB):
-            streamed.add(source, value, 1 if op == Op.ADD else -1, target)
-        else:
-            assert rows is not None
-            target.index_add_(0, rows, value)
-    except BaseException:
-        if old is not None:
-            target.copy_(old)
-        raise
-    finally:
-        stored.end_write()
+    if op == Op.ASSIGN:
+        _change(stored, rows, lambda _, target: target.copy_(value))
+    elif op in (Op.ADD, Op.SUB):
+        _change(stored, rows, lambda old, target: streamed.add(old, value, 1 if op == Op.ADD else -1, target))
+    else:
+        assert rows is not None
+        _change(stored, rows, lambda _, target: target.index_add_(0, rows, value))

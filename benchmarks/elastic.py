@@ -1,0 +1,463 @@
+"""What faults cost an elastic job: time to the next commit after a kill, time to join again, goodput, fault-free cost.
+
+    python benchmarks/elastic.py                  # short: 10 kills, 1 minute of chaos
+    python benchmarks/elastic.py --long           # 50 kills, 10 minutes of chaos
+    python benchmarks/elastic.py --only recovery  # or: restart, cost, alarms, chaos
+    python benchmarks/elastic.py --torchft .venv-torchft/bin/python   # torchft 0.2 beside it, from its own environment
+
+Every worker is a process of this machine. Steps are padded with a fixed sleep, because a dead process donates its core.
+Where this user may make a network namespace (root), chaos has partitions too: for 3 s nothing gets through to or from
+the port of worker 0, to which all others connect. Writes a table to benchmarks/results/elastic.md unless --no-write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "elastic.md"
+KINDS = ("plain", "elastic", "restart", "torchft")
+"""What a job is: without ``elastic=``, with it, without it but with checkpoints, of torchft."""
+SAVE_EVERY = 100
+"""Steps from one checkpoint to the next."""
+OWN_NETWORK = "TFSTYLE_OWN_NETWORK"
+"""Set where this program runs in a network namespace of its own."""
+
+
+# ---- a worker -----------------------------------------------------------------------------------------------------
+
+
+def work(
+    log: str, seconds: float, pad: float, kind: str, replicas: int, check_every: int, suspect_after: float
+) -> None:
+    """Trains for some time, and writes the time and number of each committed step.
+
+    Args:
+        log: the file to write to; those of all workers are in one folder.
+        seconds: of training.
+        pad: seconds of sleep in a step.
+        kind: see ``KINDS``.
+        replicas: of an elastic job.
+        check_every: see ``Elastic``.
+        suspect_after: see ``Elastic``.
+    """
+    import torch
+
+    import tfstyle_dist as tfd
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if kind == "elastic":
+        every = check_every or None
+        options["elastic"] = tfd.experimental.Elastic(replicas=replicas, suspect_after=suspect_after, check_every=every)
+    warm = torch.nn.Parameter(torch.ones(1))  # what torch imports at the first update, before the others wait for it
+    warm.grad = torch.ones(1)
+    torch.optim.Adam([warm]).step()
+    strategy = tfd.MultiWorkerMirroredStrategy(**options)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        number = tfd.Variable(torch.zeros((), dtype=torch.int64))
+        over = tfd.Variable(torch.zeros((), dtype=torch.int64))
+    x = torch.randn(8, 64)
+    checkpoint = tfd.train.Checkpoint(model=model, optimizer=optimizer, number=number)
+    saved = Path(log).with_name("saved")
+    if kind == "restart" and saved.exists():
+        checkpoint.read(str(saved))
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return torch.tensor(int(time.time() > end))
+
+    end = time.time() + 1e9
+    with open(log, "a") as file:
+        print("ready", time.time(), 0, file=file)
+    tfd.experimental.join(strategy, step)
+    end = float(Path(log).with_name("end").read_text() or 0) if Path(log).with_name("end").exists() else 0.0
+    if not end:
+        end = time.time() + seconds
+        Path(log).with_name("end").write_text(str(end))
+    with open(log, "a") as file:
+        print("started", time.time(), 0, file=file, flush=True)
+        while not int(over):
+            time.sleep(pad)
+            late = strategy.reduce("SUM", strategy.run(step), axis=None)
+            over.assign(late)
+            number.assign_add(1)
+            print("commit", time.time(), int(number), file=file, flush=True)
+            if kind == "restart" and int(number) % SAVE_EVERY == 0:
+                checkpoint.write(str(saved))
+        print("end", time.time(), int(number), file=file, flush=True)
+    strategy.close()
+
+
+# ---- a job --------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """Workers, started again when they die.
+
+    Args:
+        workers: how many.
+        seconds: of training.
+        pad: seconds of sleep in a step.
+        kind: see ``KINDS``.
+        replicas: of an elastic one; as many as workers if not given.
+        check_every: see ``Elastic``.
+        suspect_after: see ``Elastic``.
+        torchft: the Python of torchft's environment.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        seconds: float,
+        pad: float,
+        kind: str = "elastic",
+        replicas: int = 0,
+        check_every: int = 0,
+        suspect_after: float = 5.0,
+        torchft: str = "",
+    ) -> None:
+        from tfstyle_dist.core.network import free_ports
+
+        self.folder = tempfile.TemporaryDirectory(prefix="tfstyle-elastic-")
+        *ports, lighthouse = free_ports(workers + 1)
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
+        self._kind, self._torchft = kind, torchft
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self._lighthouse_address = f"127.0.0.1:{lighthouse}"
+        self._times: list[Any] = [seconds, pad]
+        self._options: list[Any] = [kind, replicas or workers, check_every, suspect_after]
+        if kind == "torchft":
+            command = [os.path.join(os.path.dirname(torchft), "torchft_lighthouse"), "--min_replicas", "1"]
+            command += ["--join_timeout_ms", "1000", "--bind", self._lighthouse_address]
+            self._lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.processes = [self._start(rank) for rank in range(workers)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        if self._kind == "torchft":
+            program = str(Path(__file__).with_name("elastic_torchft.py"))
+            command = [self._torchft, program, self._log(rank), str(rank), *map(str, self._times)]
+            environment = {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse_address}"}
+        else:
+            cluster = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": rank}}
+            environment = {"TF_CONFIG": json.dumps(cluster)}
+            command = [sys.executable, __file__, "--work", self._log(rank), *map(str, self._times + self._options)]
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+            stdout=None if "SHOW" in os.environ else subprocess.DEVNULL,
+            stderr=None if "SHOW" in os.environ else subprocess.DEVNULL,
+        )
+
+    def _log(self, rank: int) -> str:
+        return os.path.join(self.folder.name, f"{rank}.log")
+
+    def lines(self, rank: int) -> list[tuple[str, float, int]]:
+        """What a worker wrote: what, when, and the number of its step."""
+        if not os.path.exists(self._log(rank)):
+            return []
+        found = [line.split() for line in Path(self._log(rank)).read_text().splitlines()]
+        return [(w[0], float(w[1]), int(w[2])) for w in found if len(w) == 3]
+
+    def commits(self, rank: int) -> list[tuple[float, int]]:
+        """Time and number of each step that a worker has committed."""
+        return [(when, number) for what, when, number in self.lines(rank) if what == "commit"]
+
+    def wait_for_commits(self, ranks: list[int], after: float, beyond: int = 0, limit: float = 300) -> list[float]:
+        """The first commit of each after a point in time, of a step with a higher number."""
+        end = time.time() + limit
+        while time.time() < end:
+            firsts = [next((t for t, n in self.commits(r)[-2000:] if t > after and n > beyond), None) for r in ranks]
+            if all(first is not None for first in firsts):
+                return [first for first in firsts if first is not None]
+            if any(process.poll() not in (None, 0, -signal.SIGKILL) for process in self.processes):
+                raise RuntimeError("a worker ended with an error; SHOW=1 shows it")
+            time.sleep(0.005)
+        raise TimeoutError(f"no commit of {ranks} within {limit} s")
+
+    def kill(self, rank: int) -> float:
+        """Returns the time."""
+        self.processes[rank].kill()
+        now = time.time()
+        self.processes[rank].wait()
+        return now
+
+    def restart(self, rank: int) -> float:
+        """Returns the time."""
+        self.processes[rank] = self._start(rank)
+        return time.time()
+
+    def restart_all(self) -> None:
+        """Once the others have noticed by themselves that one is gone."""
+        for process in self.processes:
+            process.wait(120)
+        self.processes = [self._start(rank) for rank in range(len(self.processes))]
+
+    def restart_the_dead(self) -> None:
+        """Of those that did not come to the end."""
+        for rank, process in enumerate(self.processes):
+            if process.poll() not in (None, 0):
+                self.restart(rank)
+
+    def close(self) -> None:
+        """Ends all."""
+        for process in [*self.processes, *([] if self._lighthouse is None else [self._lighthouse])]:
+            process.kill()
+            process.wait()
+        self.folder.cleanup()
+
+
+# ---- partitions ---------------------------------------------------------------------------------------------------
+
+
+class Partitions:
+    """Cuts ports of this machine off; possible in a network namespace of this program's own (``in_own_network``)."""
+
+    def __init__(self) -> None:
+        self.possible = OWN_NETWORK in os.environ
+        if self.possible:
+            self._ip("link set lo up")
+            self._ip("rule add pref 100 lookup local")  # so that rules can come before it
+            self._ip("rule del pref 0")
+
+    def _ip(self, what: str) -> None:
+        subprocess.run(["ip", *what.split()], check=True)
+
+    def cut(self, port: int) -> None:
+        """Nothing gets through to a port, or from it."""
+        self._ip(f"rule add pref 1 ipproto tcp dport {port} blackhole")
+        self._ip(f"rule add pref 2 ipproto tcp sport {port} blackhole")
+
+    def heal(self) -> None:
+        """All gets through again."""
+        self._ip("rule del pref 1")
+        self._ip("rule del pref 2")
+
+
+def in_own_network() -> None:
+    """Runs this program anew in a network namespace of its own, where that is possible."""
+    if OWN_NETWORK not in os.environ and os.geteuid() == 0:
+        with contextlib.suppress(OSError):
+            if not subprocess.run(["unshare", "--net", "ip", "rule"], capture_output=True).returncode:
+                os.execvpe("unshare", ["unshare", "--net", sys.executable, *sys.argv], {**os.environ, OWN_NETWORK: "1"})
+
+
+# ---- measurements -------------------------------------------------------------------------------------------------
+
+
+def measure_recovery(kills: int, torchft: str, say: Callable[[str], None]) -> list[str]:
+    """Kills one of 4 and starts it again, many times."""
+    lines = []
+    for kind in ("elastic", *(("torchft",) if torchft else ())):
+        job, chance = Job(4, 1e6, 0.02, kind, torchft=torchft), random.Random(1)
+        recovered: list[float] = []
+        started_up: list[float] = []
+        joined: list[float] = []
+        stalls: list[float] = []
+        try:
+            job.wait_for_commits([0, 1, 2, 3], 0)
+            for kill in range(kills):
+                victim = chance.randrange(4)
+                others = [r for r in range(4) if r != victim]
+                time.sleep(chance.uniform(0.2, 0.4))
+                when = job.kill(victim)
+                recovered.append(max(job.wait_for_commits(others, when)) - when)
+                began = job.restart(victim)
+                first = job.wait_for_commits([victim], began)[0]
+                ready = next(t for what, t, _ in job.lines(victim) if what == "ready" and t > began)
+                started_up.append(ready - began)
+                joined.append(first - ready)
+                times = [t for t, _ in job.commits(others[0]) if began < t <= first]
+                stalls.append(max((b - a for a, b in pairwise(times)), default=0.0))
+                say(f"{kind}, kill {kill + 1}: worker {victim}, {recovered[-1]:.3f} s; started after "
+                    f"{started_up[-1]:.2f} s; then {joined[-1]:.3f} s to its first commit")  # fmt: skip
+        finally:
+            job.close()
+        name = "" if kind == "elastic" else f"{kind}: "
+        measured = {
+            f"time from kill -9 of one of 4 to the next commit of all others, {kills} kills": recovered,
+            "time that the new process needs for imports and the model": started_up,
+            "time from there to its first commit": joined,
+            "longest time between two commits of the others meanwhile (padded with 20 ms)": stalls,
+        }
+        lines += [f"| {name}{what} | {_spread(values)} |" for what, values in measured.items()]
+    return lines
+
+
+def measure_restart(kills: int, say: Callable[[str], None]) -> list[str]:
+    """Kills one of 4 where nothing is elastic: all end, all are started again, and go on at the last checkpoint."""
+    job, chance = Job(4, 1e6, 0.02, "restart"), random.Random(1)
+    recovered: list[float] = []
+    try:
+        job.wait_for_commits([0, 1, 2, 3], 0, SAVE_EVERY)
+        for kill in range(kills):
+            time.sleep(chance.uniform(1, 3))
+            when = job.kill(chance.randrange(4))
+            done = max(number for _, number in job.commits(0) + job.commits(1))
+            job.restart_all()
+            recovered.append(max(job.wait_for_commits([0, 1, 2, 3], when, done)) - when)
+            say(f"restart, kill {kill + 1}: {recovered[-1]:.3f} s")
+    finally:
+        job.close()
+    return [
+        f"| without elastic=, all start again from the last checkpoint (one each {SAVE_EVERY} steps): time to the next "
+        f"step that is new, {kills} kills | {_spread(recovered)} |"
+    ]
+
+
+def measure_cost(torchft: str, say: Callable[[str], None]) -> list[str]:
+    """Steps that only sleep and compute a little, with and without elastic=, in turns."""
+    kinds = ["plain", "elastic", "elastic, check_every=100", *(["torchft"] if torchft else [])]
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(3):
+        for name, times in found.items():
+            kind = name.partition(",")[0]
+            job = Job(2, 12, 0.05, kind, check_every=100 if "check" in name else 0, torchft=torchft)
+            try:
+                job.wait_for_commits([0, 1], 0)
+                for process in job.processes:
+                    process.wait(120)
+                commits = [t for t, _ in job.commits(0)][5:]
+                times += [b - a for a, b in pairwise(commits)]
+            finally:
+                job.close()
+            say(f"{name}: median {statistics.median(times) * 1e3:.2f} ms a step")
+    base = statistics.median(found["plain"])
+    return [
+        f"| a step of 2 workers, padded with 50 ms, {name} | median {statistics.median(t) * 1e3:.2f} ms "
+        f"({statistics.median(t) / base - 1:+.1%}) |"
+        for name, t in found.items()
+    ]
+
+
+def measure_alarms(steps: int, say: Callable[[str], None]) -> list[str]:
+    """Many steps that compare all copies each time; with two workers a difference ends both."""
+    job = Job(2, 1e6, 0.0, replicas=4, check_every=1)
+    try:
+        while min(len(job.commits(rank)) for rank in (0, 1)) < steps:
+            if any(process.poll() is not None for process in job.processes):
+                raise RuntimeError(f"a worker ended after {len(job.commits(0))} steps: a false alarm; run with SHOW=1")
+            time.sleep(1)
+    finally:
+        job.close()
+    say(f"{steps} steps without an alarm")
+    return [f"| false alarms in {steps:,} steps of 2 workers with 4 replicas, check_every=1 | 0 |"]
+
+
+def measure_chaos(
+    seconds: float, every: float, workers: int, partitions: Partitions, say: Callable[[str], None]
+) -> list[str]:
+    """A fault every so many seconds: a kill, a stop of 3 s, or a partition of 3 s."""
+    counts: list[int] = []
+    faults: Counter[str] = Counter()
+    for chaotic in (False, True):
+        job = Job(workers, seconds, 0.3, suspect_after=1.0)
+        try:
+            began = max(job.wait_for_commits(list(range(workers)), 0))
+            faults += _chaos(job, began, seconds, every if chaotic else seconds, partitions, say)
+            counts.append(max(n for r in range(workers) for t, n in job.commits(r) if t <= began + seconds - 5))
+        finally:
+            job.close()
+        say(f"{'with' if chaotic else 'without'} faults: {counts[-1]} steps")
+    named = ", ".join(f"{number} {what}" for what, number in sorted(faults.items()))
+    return [
+        f"| committed steps with {faults.total()} faults ({named}) in {seconds:.0f} s, {workers} workers, over those "
+        f"without | {counts[1]} / {counts[0]} = {counts[1] / counts[0]:.1%} |"
+    ]
+
+
+def _chaos(
+    job: Job, began: float, seconds: float, every: float, partitions: Partitions, say: Callable[[str], None]
+) -> Counter[str]:
+    """Until 5 s before the end; returns what was done."""
+    chance, next_fault, heals = random.Random(2), began + every, 0.0
+    faults: Counter[str] = Counter()
+    kinds = ["kills", "stops of 3 s", *(["partitions of 3 s"] if partitions.possible else [])]
+    while time.time() < began + seconds - 5:
+        time.sleep(0.1)
+        job.restart_the_dead()
+        if heals and time.time() > heals:
+            partitions.heal()
+            heals = 0.0
+        if time.time() > next_fault and time.time() < began + seconds - every:
+            what, victim, next_fault = chance.choice(kinds), chance.randrange(len(job.processes)), next_fault + every
+            faults[what] += 1
+            if what == "kills":
+                job.kill(victim)
+            elif what == "stops of 3 s":
+                job.processes[victim].send_signal(signal.SIGSTOP)
+                subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {job.processes[victim].pid}"])
+            else:
+                victim, heals = 0, time.time() + 3
+                partitions.cut(int(job.addresses[0].rpartition(":")[2]))
+            say(f"{time.time() - began:.0f} s: {what}, worker {victim}")
+    return faults
+
+
+def _spread(values: list[float]) -> str:
+    ordered = sorted(values)
+    high = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return f"median {statistics.median(values):.3f} s, p95 {high:.3f} s, most {ordered[-1]:.3f} s"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        log, time_of_all, pad, kind, replicas, check_every, suspect = sys.argv[2:]
+        work(log, float(time_of_all), float(pad), kind, int(replicas), int(check_every), float(suspect))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--long", action="store_true", help="50 kills, 10,000 steps, 10 minutes of chaos")
+    parser.add_argument("--only", choices=["recovery", "restart", "cost", "alarms", "chaos"])
+    parser.add_argument("--kills", type=int, default=0, help="another number of kills")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="of an environment with torchft 0.2")
+    parser.add_argument("--no-write", action="store_true", help="print the table only")
+    options = parser.parse_args()
+    in_own_network()
+    partitions = Partitions()
+    kills, seconds, every, workers = (50, 600.0, 15.0, 8) if options.long else (10, 60.0, 10.0, 4)
+    kills = options.kills or kills
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    parts: dict[str, Callable[[], list[str]]] = {
+        "recovery": lambda: measure_recovery(kills, options.torchft, say),
+        "restart": lambda: measure_restart(max(kills // 5, 3), say),
+        "cost": lambda: measure_cost(options.torchft, say),
+        "alarms": lambda: measure_alarms(10_000 if options.long else 1_000, say),
+        "chaos": lambda: measure_chaos(seconds, every, workers, partitions, say),
+    }
+    lines = [
+        f"| load average before | {' '.join(f'{load:.1f}' for load in os.getloadavg())} on {os.cpu_count()} cores |"
+    ]
+    for name, measure in parts.items():
+        if options.only in (None, name):
+            lines += measure()
+    table = "\n".join(["| | |", "|---|---|", *lines])
+    print(table)
+    if not options.no_write:
+        RESULTS.write_text(f"# What faults cost an elastic job\n\n`python benchmarks/elastic.py`\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Connections and members: what is known of other workers, and who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from until import wait_until
+
+from tfstyle_dist.core import network
+from tfstyle_dist.core.errors import PeerLostError
+from tfstyle_dist.elastic import forks, lookup
+from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic.messages import Epoch
+from tfstyle_dist.elastic.options import Elastic
+from tfstyle_dist.elastic.protocol import Member
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT = timedelta(seconds=300)
+
+
+def _started(addresses: list[Any], *numbers: int, min_workers: int = 1) -> list[Membership]:
+    options = Elastic(replicas=4, min_workers=min_workers)
+    made = [Membership(number, addresses, options, LIMIT) for number in numbers]
+    threads = [threading.Thread(target=each.start, args=(LIMIT,)) for each in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.fixture
+def addresses() -> list[tuple[str, int]]:
+    return [("127.0.0.1", port) for port in network.free_ports(2)]
+
+
+def test_who_waits_to_be_let_in_is_told_when_the_last_member_is_gone(addresses: list[Any]) -> None:
+    """Worker 0 comes back, then worker 1, its only host, dies and comes back: neither is a member."""
+    zero, one = _started(addresses, 0, 1)
+    zero.close()
+    (zero,) = _started(addresses, 0)
+    assert zero.came_back
+    one.close()
+    one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
+    try:
+        with pytest.raises(PeerLostError, match="have ended before it became a member"):
+            zero.join(LIMIT)
+    finally:
+        zero.close()
+        one.close()
+
+
+def test_a_worker_that_comes_back_is_not_taken_for_the_one_that_was_lost(addresses: list[Any]) -> None:
+    """Its connection is there already when a vote is sent, and the thread of the connections waits to say so."""
+    zero, one = _started(addresses, 0, 1)
+    one.close()
+    wait_until(lambda: _has_lost(zero, 1))
+    with zero._changed:
+        one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
+        wait_until(lambda: 1 in zero._links.known())
+        zero._send([])
+    try:
+        looked = threading.Event()
+        zero._links._order(looked.set)
+        assert looked.wait(60)
+        assert zero._links.known() == [1]
+        one.start(LIMIT)
+        assert one.came_back
+    finally:
+        zero.close()
+        one.close()
+
+
+def _has_lost(membership: Membership, other: int) -> bool:
+    with membership._changed:
+        return other in membership._running().lost
+
+
+def test_an_order_to_close_a_connection_is_for_that_one(addresses: list[Any]) -> None:
+    """Another process has the number by the time when it is carried out."""
+    zero, one = _started(addresses, 0, 1)
+    hold, held = threading.Event(), threading.Event()
+    zero._links._order(lambda: (held.set(), hold.wait(60)))  # type: ignore[func-returns-value]
+    assert held.wait(60)
+    zero._links.drop(1)
+    orders, zero._links._orders = zero._links._orders, []
+    hold.set()
+    one.close()
+    one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
+    try:
+        one.start(LIMIT)
+        for order in orders:
+            zero._links._order(order)
+        looked = threading.Event()
+        zero._links._order(looked.set)
+        assert looked.wait(60)
+        assert zero._links.known() == [1]
+    finally:
+        zero.close()
+        one.close()
+
+
+def test_too_few_workers_do_not_wait_for_a_lost_one(addresses: list[Any]) -> None:
+    """The limit of this test is shorter than that of the wait."""
+    zero, one = _started(addresses, 0, 1, min_workers=2)
+    one.close()
+    try:
+        with pytest.raises(PeerLostError, match=r"cannot go on.*min_workers"):
+            _look_for_ever(zero)
+    finally:
+        zero.close()
+
+
+def _look_for_ever(membership: Membership) -> None:
+    while True:
+        membership.view()
+
+
+class _Sockets:
+    def __init__(self, *sockets: socket.socket) -> None:
+        self._sockets = sockets
+
+    def sockets(self) -> tuple[socket.socket, ...]:
+        return self._sockets
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+def test_a_forked_child_does_not_hold_connections_open(pair: tuple[socket.socket, socket.socket]) -> None:
+    mine, theirs = pair
+    holder = _Sockets(mine)
+    forks.close_in_children(holder)
+    end, wait = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(end, 1)  # lives on after the parent has closed its socket
+        os._exit(0)
+    mine.close()
+    theirs.settimeout(60)
+    assert theirs.recv(1) == b""
+    os.write(wait, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(end)
+    os.close(wait)
+
+
+def test_a_slow_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, ask = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, port: int, *rest: Any, **options: Any) -> Any:
+        if options.get("flags"):
+            return ask(host, port, *rest, **options)
+        answer.wait(60)
+        return ask("127.0.0.1", port, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    asked = lookup.Lookup(("worker-1.example", 80))
+    assert asked.found() is None
+    assert asked.found() is None
+    answer.set()
+    assert asked._thread is not None
+    asked._thread.join()
+    found = asked.found()
+    assert found is not None
+    assert found[4] == ("127.0.0.1", 80)
+    assert lookup.Lookup(("127.0.0.1", 80)).found() is not None
+
+
+def _with_a_guest() -> Member:
+    member = Member(0, Epoch(1, 0, (0, 1)))
+    member.receive(1, member_vote := member.vote()[0][1])
+    assert member_vote.step == 0
+    assert member.step == 1
+    member.reach(2, "life")
+    return member
+
+
+def test_a_loss_alone_lets_nobody_in() -> None:
+    """Only a step that begins can give a newcomer the state."""
+    member = _with_a_guest()
+    member.lose(1, dead=True)
+    assert member.epoch.members == (0,)
+    assert member.joined == ()
+    member.admit()
+    assert member.epoch.members == (0, 2)
+    assert member.joined == (2,)
+
+
+def test_a_newcomer_is_new_for_one_step() -> None:
+    member = _with_a_guest()
+    member.lose(1, dead=True)
+    member.admit()
+    vote = member.vote()[0][1]
+    member.receive(2, vote)
+    assert member.step == 2
+    assert member.joined == ()

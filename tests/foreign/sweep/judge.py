@@ -1,0 +1,160 @@
+"""Runs one case in all its forms and says of each whether it is as on one device."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from forms import Answer, answers_of
+from programs import CASES, REPLICAS, Case, Each
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+AGREES, REFUSED, DOCUMENTED = "agrees", "refused", "differs as documented"
+DIFFERS, RAISES, HANGS, INVALID = "differs", "raises", "hangs", "is no case"
+GOOD = (AGREES, REFUSED, DOCUMENTED)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one case in one form.
+
+    Attributes:
+        case: its title.
+        form: its name.
+        verdict: one of the words above.
+        difference: the largest, relative to the largest value where that is above 1.
+        dtype: in which it was measured.
+        said: of an exception, of what differs, or why that is right.
+    """
+
+    case: str
+    form: str
+    verdict: str
+    difference: float | None = None
+    dtype: str = ""
+    said: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.verdict in GOOD
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _distance(reference: torch.Tensor, found: torch.Tensor) -> float:
+    if reference.shape != found.shape:
+        return math.inf
+    if not reference.numel() or torch.equal(reference, found):
+        return 0.0
+    same = (reference == found) | (reference.isnan() & found.isnan())
+    apart = (reference - found).abs().masked_fill(same, 0.0).max().item()
+    finite = reference[reference.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    return math.inf if math.isnan(apart) else apart / max(1.0, largest)
+
+
+def difference(reference: Mapping[str, Any], found: Mapping[str, Any], rank: int = 0) -> tuple[float, str]:
+    """The largest difference between the results of a program, and in which of its values.
+
+    Args:
+        reference: what is expected; of what differs by replica, one value for all, or one for each replica of the job.
+        found: in one process.
+        rank: its number.
+    """
+    worst, where = 0.0, ""
+    for key, expected in reference.items():
+        value = found.get(key)
+        if isinstance(expected, str) or isinstance(value, str) or value is None:
+            apart = 0.0 if expected == value else math.inf
+        else:
+            wanted = expected if isinstance(expected, Each) else [expected]
+            values = value if isinstance(value, Each) else [value]
+            if len(wanted) > len(values):
+                wanted = wanted[rank * len(values) : (rank + 1) * len(values)]
+            elif len(wanted) != len(values):
+                wanted = [wanted[0]] * len(values)
+            apart = max((_distance(w, v) for w, v in zip(wanted, values, strict=True)), default=0.0)
+        if apart > worst:
+            worst, where = apart, key
+    return worst, where
+
+
+def _joined(answers: Sequence[Answer]) -> Answer:
+    """The answer of all ranks: their replicas' values together, or the first thing that went wrong."""
+    for wrong in ("hang", "raised"):
+        for kind, value in answers:
+            if kind == wrong:
+                return kind, value
+    values = dict(answers[0][1])
+    for _, other in answers[1:]:
+        for key, value in other.items():
+            if isinstance(value, Each):
+                values[key] = Each([*values[key], *value])
+    return "values", values
+
+
+def _expected(table: Mapping[str, str], form: str) -> str | None:
+    return table.get(form, table.get("*"))
+
+
+def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Sequence[Answer]) -> Verdict:
+    def verdict(word: str, apart: float | None = None, said: str = "") -> Verdict:
+        return Verdict(case.title, form, word, apart, dtype, said)
+
+    refused = _expected(case.refused, form)
+    if any(kind == "hang" for kind, _ in answers):
+        return verdict(HANGS, said=_joined(answers)[1])
+    if refused is not None:
+        wrong = [v for kind, v in answers if kind != "raised" or not re.search(refused, v)]
+        return verdict(RAISES, said=f"no refusal: {wrong[0]!s:.300}") if wrong else verdict(REFUSED, said=answers[0][1])
+    kind, value = _joined(answers)
+    if reference[0] != "values":
+        if case.raises is None or reference[0] != "raised" or not re.search(case.raises, reference[1]):
+            return verdict(INVALID, said=f"one device: {reference[1]}")
+        alike = kind == "raised" and re.search(case.raises, value)
+        return verdict(AGREES if alike else DIFFERS, 0.0 if alike else None, f"one device raises; here: {value!s:.300}")
+    if kind == "raised":
+        return verdict(RAISES, said=value)
+    found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
+    apart, where = max(found, key=lambda pair: pair[0])
+    if apart <= (case.tolerance or TOLERANCE[dtype]):
+        return verdict(AGREES, apart)
+    why = _expected(case.differs, form)
+    return verdict(DIFFERS if why is None else DOCUMENTED, apart, where if why is None else why)
+
+
+def _reference(case: Case, form: str, dtype: str, folder: Path, known: dict[tuple[str, int], Answer]) -> Answer:
+    shares = REPLICAS[form] if case.reference == "shares" else 1
+    key = (dtype, shares)
+    if key not in known:
+        source = "ranks" if case.reference == "ranks" else "one"
+        known[key] = _joined(answers_of(case, source, dtype, folder, shares))
+    return known[key]
+
+
+def judge(title: str, forms: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs a case in those of its forms that are asked for."""
+    case = CASES[title]
+    known: dict[tuple[str, int], Answer] = {}
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="foreign-") as name:
+        folder = Path(name)
+        for form in [f for f in case.forms if f in forms and f != "servers"]:
+            for dtype in ("fp32", "fp64") if case.dtype == "auto" else (case.dtype,):
+                reference = _reference(case, form, dtype, folder, known)
+                if case.reference == "ranks" and form == "ranks":
+                    answers = [reference]
+                else:
+                    answers = answers_of(case, form, dtype, folder)
+                verdict = _judged(case, form, dtype, reference, answers)
+                if verdict.verdict != DIFFERS:
+                    break
+            verdicts.append(verdict.as_dict())
+    return verdicts

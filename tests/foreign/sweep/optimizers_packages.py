@@ -1,0 +1,286 @@
+"""Optimizers of other packages: every class of pytorch-optimizer and torch-optimizer, and some more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ema_pytorch
+import lion_pytorch
+import prodigyopt
+import pytorch_optimizer
+import schedulefree
+import torch
+import torch_ema
+import torch_optimizer
+from programs import Program, Run, add
+from torch import nn, optim
+from torch.nn import functional as F
+
+FORMS = ("replicas", "ranks")
+GROUP = "optimizers"
+OF_THE_REPLICA = (
+    "calls torch.autograd.grad in its step, so each replica has estimates of its own and the replicas drift apart"
+)
+ROUNDING = (
+    "eigenvectors of equal eigenvalues depend on the rounding of the gradient, so the sum of two halves gives others"
+)
+Made = Callable[[nn.Module], Any]
+
+
+class Normed(nn.Module):
+    """Matrices, vectors and a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.n(self.a(x))))
+
+
+class Matrices(nn.Module):
+    """What optimizers of matrices take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16, bias=False), nn.Linear(16, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def trained(make: Made, kind: type[nn.Module] = Normed, how: str = "plain", ends: bool = False) -> Program:
+    """A program of one optimizer.
+
+    Args:
+        make: makes it for a model.
+        kind: of the model.
+        how: "plain", "closure", "two steps" (SAM), "graph" (``create_graph=True``), "loss" (a closure that returns a
+            number), "fused" (``fused_backward``).
+        ends: whether ``eval()`` is called on it at the end.
+    """
+
+    def program(run: Run) -> Any:
+        with run.scope():
+            model = kind()
+            optimizer = make(model)
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+
+        def loss(i: int) -> torch.Tensor:
+            x, y = run.xy(i)
+            return F.mse_loss(model(x), y)
+
+        def closure(i: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = loss(i)
+            value.backward()
+            return value
+
+        def step(i: int) -> None:
+            optimizer.zero_grad()
+            if how == "closure":
+                optimizer.step(lambda: closure(i))
+                return
+            if how == "fused":
+                optimizer.fused_backward(loss(i), lr=1e-3)
+                return
+            value = loss(i)
+            value.backward(create_graph=how == "graph")
+            if how == "two steps":
+                optimizer.first_step(zero_grad=True)
+                loss(i).backward()
+                optimizer.second_step(zero_grad=True)
+            elif how == "loss":
+                mean = float(run.mean(value.detach()))  # the step depends on it, so it must be that of all replicas
+                optimizer.step(lambda: mean)
+            else:
+                optimizer.step()
+
+        torch.manual_seed(0)  # on every rank: what an optimizer draws is the same on all
+        run.go(step)
+        if ends:
+            optimizer.eval()
+        return run.result(model)
+
+    return program
+
+
+def _of(kind: Any) -> Made:
+    """Makes an optimizer in the first way that it takes."""
+
+    def make(model: nn.Module) -> Any:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        ways = (
+            lambda: kind(model.parameters(), lr=1e-3),
+            lambda: kind(model.parameters()),
+            lambda: kind(
+                [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-3
+            ),
+            lambda: kind(model.parameters(), num_iterations=6),
+            lambda: kind(model),
+            lambda: kind(model, lr=1e-3),
+        )  # fmt: skip
+        errors = []
+        for way in ways:
+            try:
+                return way()
+            except Exception as error:
+                errors.append(error)
+        raise errors[0]
+
+    return make
+
+
+def _low_rank(kind: Any) -> Made:
+    options = {"rank": 2, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"}
+    return lambda model: kind([{"params": list(model.parameters()), **options}], lr=1e-3)
+
+
+def _classes(package: Any) -> dict[str, Any]:
+    found = {name: value for name, value in vars(package).items() if isinstance(value, type)}
+    return {name: kind for name, kind in sorted(found.items()) if issubclass(kind, optim.Optimizer)}
+
+
+P = pytorch_optimizer
+WRAPPERS: dict[str, Made] = {
+    "Lookahead": lambda m: P.Lookahead(optim.Adam(m.parameters(), lr=1e-3), k=2),
+    "OrthoGrad": lambda m: P.OrthoGrad(optim.AdamW(m.parameters(), lr=1e-3)),
+    "ScheduleFreeWrapper": lambda m: P.ScheduleFreeWrapper(optim.AdamW(m.parameters(), lr=1e-3)),
+    "TRAC": lambda m: P.TRAC(optim.AdamW(m.parameters(), lr=1e-3)),
+}
+SHARPNESS: dict[str, Made] = {
+    kind.__name__: lambda m, kind=kind: kind(m.parameters(), optim.SGD, lr=0.05)
+    for kind in (P.SAM, P.FriendlySAM, P.LookSAM)
+}
+SHARPNESS["WSAM"] = lambda m: P.WSAM(m, m.parameters(), optim.SGD, lr=0.05)
+ASKS: dict[str, str] = {
+    "AdaHessian": "graph",
+    "SophiaH": "graph",
+    "AliG": "loss",
+    "LBFGS": "closure",
+}
+FUSED = {"LOMO": P.LOMO, "AdaLOMO": P.AdaLOMO}
+SINGLE = ("FAdam", "Magma")
+"""Mix fp32 with the default type."""
+ONLY_MATRICES = ("SpectralSphere", "DistributedMuon", "DeMo")
+NOT_HERE = {
+    *WRAPPERS,
+    *SHARPNESS,
+    *ONLY_MATRICES,
+    *FUSED,
+    "GSAM",
+    "PCGrad",
+    "SafeFP16Optimizer",
+    "Optimizer",
+    "BaseOptimizer",
+    "BSAM",  # raises on one device, like DistributedMuon
+}
+
+for _name, _kind in _classes(P).items():
+    if _name in NOT_HERE:
+        continue
+    _make = _of(_kind)
+    _options: dict[str, Any] = {"dtype": "fp32", "tolerance": 2e-5} if _name in SINGLE else {}
+    if _name in ("AdaHessian", "SophiaH"):
+        _options["differs"] = OF_THE_REPLICA
+    if _name == "SOAP":
+        _options["differs"] = ROUNDING
+    if _name == "LBFGS":
+        _options["refused"] = r"LBFGS calls its closure a different number of times"
+    add(GROUP, f"pytorch_optimizer.{_name}", trained(_make, how=ASKS.get(_name, "plain")), **_options)
+for _name, _make in WRAPPERS.items():
+    add(GROUP, f"pytorch_optimizer.{_name}", trained(_make))
+for _name, _make in SHARPNESS.items():
+    add(GROUP, f"pytorch_optimizer.{_name}", trained(_make, how="two steps"))
+add(GROUP, "pytorch_optimizer.SAM-closure", trained(SHARPNESS["SAM"], how="closure"))
+for _name in ("SpectralSphere", "Muon", "GaLore", "SCION", "SOAP", "Alice", "Fira"):
+    _options = {"differs": ROUNDING} if _name == "SOAP" else {}
+    add(GROUP, f"pytorch_optimizer.{_name}-matrices", trained(_of(getattr(P, _name)), Matrices), **_options)
+for _name in ("GaLore", "APOLLO", "Fira", "Alice", "RACS", "Conda"):
+    add(GROUP, f"pytorch_optimizer.{_name}-low-rank", trained(_low_rank(getattr(P, _name)), Matrices))
+for _name, _kind in FUSED.items():
+    _make = lambda m, kind=_kind: kind(m, lr=1e-3)  # noqa: E731
+    add(GROUP, f"pytorch_optimizer.{_name}-fused-backward", trained(_make, how="fused"), differs=(
+        "updates inside of hooks, with the gradients of one replica: the replicas drift apart"
+    ))  # fmt: skip
+
+for _name, _kind in _classes(torch_optimizer).items():
+    if _name in ("Adafactor", "Lookahead", "Optimizer", "Shampoo", "Adahessian"):
+        continue
+    add(GROUP, f"torch_optimizer.{_name}", trained(_of(_kind)))
+add(GROUP, "torch_optimizer.Shampoo", trained(_of(torch_optimizer.Shampoo), Matrices))
+add(GROUP, "torch_optimizer.Adafactor", trained(_of(torch_optimizer.Adafactor)))
+add(GROUP, "torch_optimizer.Adahessian", trained(_of(torch_optimizer.Adahessian), how="graph"), differs=OF_THE_REPLICA)
+add(GROUP, "torch_optimizer.Lookahead", trained(
+    lambda m: torch_optimizer.Lookahead(torch_optimizer.Yogi(m.parameters(), lr=1e-2), k=2)
+))  # fmt: skip
+
+for _name in dir(schedulefree):
+    _kind = getattr(schedulefree, _name)
+    if not isinstance(_kind, type) or (not issubclass(_kind, optim.Optimizer) and "Wrapper" not in _name):
+        continue
+    if "Wrapper" in _name:
+        _make = lambda m, kind=_kind: kind(optim.SGD(m.parameters(), lr=1e-2))  # noqa: E731
+    else:
+        _make = lambda m, kind=_kind: kind(m.parameters(), lr=1e-2)  # noqa: E731
+    _how = "closure" if _name.endswith("Closure") else "plain"
+    add(GROUP, f"schedulefree.{_name}", trained(_make, how=_how))
+    if _how == "plain" and hasattr(_kind, "eval"):
+        add(GROUP, f"schedulefree.{_name}-eval", trained(_make, ends=True))
+
+OTHERS: dict[str, Made] = {
+    "lion_pytorch.Lion": lambda m: lion_pytorch.Lion(m.parameters(), lr=1e-3),
+    "lion_pytorch.Lion-decoupled": lambda m: lion_pytorch.Lion(
+        m.parameters(), lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "prodigyopt.Prodigy": lambda m: prodigyopt.Prodigy(m.parameters()),
+    "prodigyopt.Prodigy-slice": lambda m: prodigyopt.Prodigy(
+        m.parameters(), slice_p=3, safeguard_warmup=True, decouple=True
+    ),
+}
+for _name, _make in OTHERS.items():
+    add(GROUP, _name, trained(_make))
+
+
+def _averaged(make: Made, inside: bool, in_step: bool) -> Program:
+    def program(run: Run) -> Any:
+        with run.scope():
+            model = Normed()
+            optimizer = optim.Adam(model.parameters(), lr=0.01)
+            average = make(model) if inside else None
+        average = average or make(model)
+
+        def step(i: int) -> None:
+            x, y = run.xy(i)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if in_step:
+                average.update()
+
+        def shadow() -> list[torch.Tensor]:
+            own = getattr(average, "shadow_params", None)
+            return list(average.ema_model.parameters() if own is None else own)
+
+        for i in range(6):
+            run.run(step, i)
+            if not in_step:
+                average.update()
+        return {**run.result(model), "shadow": shadow(), "shadows": run.each(shadow)}
+
+    return program
+
+
+AVERAGES: dict[str, Made] = {
+    "ema_pytorch.EMA": lambda m: ema_pytorch.EMA(m, beta=0.9, update_after_step=1, update_every=2),
+    "ema_pytorch.KarrasEMA": lambda m: ema_pytorch.KarrasEMA(m, sigma_rel=0.05, update_every=1),
+    "torch_ema": lambda m: torch_ema.ExponentialMovingAverage(m.parameters(), 0.9),
+}
+for _name, _make in AVERAGES.items():
+    for _inside in (True, False):
+        for _in_step in (True, False):
+            _where = f"{'in-scope' if _inside else 'outside'}-{'in-step' if _in_step else 'after-run'}"
+            add(GROUP, f"{_name}-{_where}", _averaged(_make, _inside, _in_step))

@@ -1,0 +1,32 @@
+"""The steps of the ordinary tests (``tests/foreign/idioms*.py``), in every form."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from programs import Program, Run, add
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import idioms
+import idioms_of_graphs  # noqa: F401  # its cases join those of idioms
+
+
+def _program(name: str) -> Program:
+    def program(run: Run) -> Any:
+        with run.scope():
+            model, step = idioms.CASES[name]()
+
+        def share(i: int) -> None:
+            step(*run.xy(i))
+
+        run.go(share)
+        return run.result(model)
+
+    return program
+
+
+for _name in idioms.CASES:
+    add("steps", f"written-{_name}", _program(_name), forms=("replicas", "ranks", "central", "grouped"))

@@ -1,0 +1,82 @@
+"""Other people's code against one device: a small part of what ``make foreign`` measures, and how it measures."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEASURE = Path(__file__).parent / "sweep" / "measure.py"
+SECONDS = 240
+
+pytestmark = [pytest.mark.foreign, pytest.mark.slow, pytest.mark.timeout(SECONDS + 30)]
+
+STEPS = ("sam-class", "ema-moco", "trainer-actor-critic", "freeze-thaw-in-step", "parameter-subclass-attrs")
+STEPS += (
+    "raises-after-backward-step",
+    "raises-before-backward-weight",
+    "2nd-gradnorm",
+    "hook-optimizer",
+    "agrad-unreduced",
+)
+TORCH = ("Adafactor-maximize", "NAdam-capturable", "scaler-outside-unscale-inf", "average-ema-foreach-outside-in-step")
+TORCH += ("LBFGS", "torch-OneCycleLR-in-scope-in-step", "transformers-cosine-in-scope-in-step")
+MODELS = ("transformers/mixtral", "transformers/t5", "transformers/vit-with-dropout")
+
+
+def measured(folder: Path, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
+    """Runs the measurement: its exit code, its verdicts and its table."""
+    results, table = folder / "verdicts.json", folder / "table.md"
+    command = [sys.executable, "-P", str(MEASURE), *arguments, "--json", str(results), "--out", str(table)]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TFSTYLE_", "TF_CONFIG")) and k not in RANKS}
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode in (0, 1), done.stderr
+    verdicts = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    return done.returncode, verdicts, table.read_text(encoding="utf-8")
+
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.mark.parametrize(("group", "parts"), [("steps", STEPS), ("torch", TORCH), ("transformers", MODELS)])
+def test_a_part_of_the_cases_agrees(tmp_path: Path, group: str, parts: Sequence[str]) -> None:
+    if group == "transformers" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    code, verdicts, _ = measured(tmp_path, ["--group", group, "--case", *parts, "--forms", "replicas", "ranks"])
+    assert code == 0, [v for v in verdicts if v["verdict"] not in ("agrees", "refused", "differs as documented")]
+    assert all(any(part in v["case"] for v in verdicts) for part in parts), "a case was not run"
+    assert {v["form"] for v in verdicts} == {"replicas", "ranks"}
+
+
+def test_every_file_of_steps_is_in_the_table() -> None:
+    (tables,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(MEASURE.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TABLES"
+    )
+    files = {path.stem for path in MEASURE.parent.glob("steps_*.py")} - {"steps_module"}  # which others import
+    assert set(tables["steps"]) == files
+
+
+def test_what_is_wrong_is_found(tmp_path: Path) -> None:
+    code, verdicts, table = measured(tmp_path, ["--group", "broken"])
+    assert code == 1
+    expected = {
+        "agrees": "agrees", "hangs": "hangs", "differs": "differs", "differs-as-documented": "differs as documented",
+        "raises": "raises", "refused": "refused", "refused-in-other-words": "raises", "does-not-refuse": "raises",
+        "raises-as-one-device": "agrees", "raises-by-mistake": "is no case", "raises-on-one-device-alone": "differs",
+    }  # fmt: skip
+    for form in ("replicas", "ranks"):
+        assert {v["case"].removeprefix("broken/"): v["verdict"] for v in verdicts if v["form"] == form} == expected
+    hung = next(v for v in verdicts if v["verdict"] == "hangs")
+    assert "_hangs" in hung["said"], "the stack of a hang is shown"
+    assert "| broken | 11 | 2 of 9 + 1 refused + 1 documented, **1 hang** |" in table
+    assert "broken/refused-in-other-words" in table.partition("## What is refused")[0]

@@ -1,0 +1,240 @@
+"""Whole steps of local replicas on devices, and what lives longer than one. Run like ``cases_replicas.py``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from device_kind import KIND
+from on_replicas import ACCELERATOR, CPU, LOOSER, ONE, inputs, on_all, on_devices, plain_loss, three_layers
+from torch import nn
+
+import tfstyle_dist as td
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFSTYLE_TIMEOUT_SECONDS", "20")  # what waits for ever fails
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "kind", ["sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow", "bf16"]
+)
+def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
+    def weights(devices: Sequence[str]) -> list[torch.Tensor]:
+        with td.MirroredStrategy(devices) as strategy:
+            torch.manual_seed(0)
+            where = devices[0].partition(":")[0]
+            with strategy.scope():
+                model = three_layers()
+                optimizer: Any = {
+                    "adamw": lambda p: torch.optim.AdamW(p, 0.05),
+                    "foreach": lambda p: torch.optim.Adam(p, 0.05, foreach=True),
+                }.get(kind, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9))(model.parameters())
+                scaler = torch.amp.GradScaler(where, enabled=kind in ("scaler", "overflow"), init_scale=8.0)
+
+            def loss(x: torch.Tensor) -> torch.Tensor:
+                if kind == "unused" and td.get_replica_context().local_replica_id == 1:
+                    return (model[0](x) ** 2).sum()
+                with torch.autocast(where, torch.bfloat16, enabled=kind == "bf16"):
+                    return (model(x).float() ** 2).sum()
+
+            def step(x: torch.Tensor, number: int) -> torch.Tensor:
+                optimizer.zero_grad()
+                if kind == "overflow" and number == 1 and td.get_replica_context().local_replica_id == 1:
+                    x = x * torch.inf
+                if kind == "accumulate":
+                    with strategy.accumulate():
+                        loss(x * 2).backward()
+                scaler.scale(loss(x)).backward()
+                if kind == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                return torch.tensor(scaler.get_scale())
+
+            x = on_all(strategy, inputs)
+            for number in range(3):
+                scales = strategy.experimental_local_results(strategy.run(step, args=(x, number)))
+                scale = {"scaler": 8.0, "overflow": 4.0 if number else 8.0}.get(kind, 1.0)
+                assert [float(value) for value in scales] == [scale] * 2  # a step that overflows is left out by all
+            each = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
+            columns = [strategy.experimental_local_results(value) for value in each]
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in columns)
+            return [a.cpu() for a, _ in columns]
+
+    torch.testing.assert_close(weights(devices), weights(CPU), **LOOSER)
+
+
+@pytest.mark.parametrize("home", ["cpu:0", f"{KIND}:0"])
+@on_devices
+def test_central_storage(devices: list[str], home: str) -> None:
+    def weights(devices: Sequence[str], home: str) -> list[torch.Tensor]:
+        with td.experimental.CentralStorageStrategy(devices, home) as strategy:
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = three_layers()
+                optimizer = torch.optim.Adam(model.parameters(), 0.05)
+
+            def step(x: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                plain_loss(model, x).backward()
+                optimizer.step()
+
+            for _ in range(3):
+                strategy.run(step, args=(on_all(strategy, inputs),))
+            assert {p.device.type for p in model.parameters()} == {home.partition(":")[0]}
+            return [p.detach().cpu() for p in model.parameters()]
+
+    torch.testing.assert_close(weights(devices, home), weights(CPU, "cpu:0"), **LOOSER)
+
+
+@on_devices
+def test_save_and_restore(devices: list[str], tmp_path: Any) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            model = three_layers()
+            optimizer = torch.optim.Adam(model.parameters(), 0.05)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            plain_loss(model, x).backward()
+            optimizer.step()
+
+        x = on_all(strategy, inputs)
+        strategy.run(step, args=(x,))
+        saved = td.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "c"))
+        kept = io.BytesIO()
+        torch.save(model.state_dict(), kept)
+        strategy.run(step, args=(x,))
+        after = [p.detach().cpu() for p in model.parameters()]
+        td.train.Checkpoint(model=model, optimizer=optimizer).restore(saved)
+        strategy.run(step, args=(x,))
+        for parameter, value in zip(model.parameters(), after, strict=True):
+            assert torch.equal(parameter.detach().cpu(), value)
+        kept.seek(0)
+        model.load_state_dict(torch.load(kept))
+        each = strategy.run(lambda: model[0].weight.detach().clone())
+        first, second = strategy.experimental_local_results(each)
+        assert torch.equal(first.cpu(), second.cpu())
+        assert not torch.equal(first.cpu(), after[0])
+
+
+@on_devices
+def test_random_numbers_of_devices_are_saved_and_restored(devices: list[str], tmp_path: Any) -> None:
+    def drawn() -> list[list[float]]:
+        run = strategy.run(lambda: torch.rand(3, device=KIND))
+        return [t.cpu().tolist() for t in strategy.experimental_local_results(run)]
+
+    with td.MirroredStrategy(devices) as strategy, strategy.scope():
+        saved = td.train.Checkpoint(random=td.train.RandomState()).save(str(tmp_path / "c"))
+        first = drawn()
+        assert first != drawn()
+        td.train.Checkpoint(random=td.train.RandomState()).restore(saved).assert_consumed()
+        assert first == drawn()
+
+
+def test_a_sampler_leaves_the_random_numbers_of_devices_as_they_are() -> None:
+    with td.MirroredStrategy(ONE) as strategy:
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 8, 8, replacement=False)
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, sampler=sampler)
+        torch.manual_seed(5)
+        expected = torch.rand(3, device=KIND).cpu()
+        torch.manual_seed(5)
+        assert (
+            sum(float(b.values[0].sum() + b.values[1].sum()) for b in strategy.experimental_distribute_dataset(loader))
+            == 28.0
+        )
+        assert torch.equal(torch.rand(3, device=KIND).cpu(), expected)
+
+
+@pytest.mark.parametrize("default", ["cpu", KIND])
+@pytest.mark.parametrize("where", ["cpu", KIND])
+@on_devices
+def test_data_that_is_on_a_device_and_a_default_device(devices: list[str], where: str, default: str) -> None:
+    """A data set that was put on a GPU as a whole; ``torch.set_default_device``; the last batch has one example."""
+    with torch.device(default), td.MirroredStrategy(devices) as strategy:
+        data = torch.utils.data.TensorDataset(torch.arange(9.0, device=where), torch.arange(9, device="cpu"))
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        seen = []
+        for batch in strategy.experimental_distribute_dataset(loader):
+            for number, (first, second) in enumerate(
+                zip(*map(strategy.experimental_local_results, batch), strict=True)
+            ):
+                assert first.device == second.device == strategy.worker.torch_device(number)
+                assert torch.equal(first.cpu(), second.cpu().float())
+                seen += second.tolist()
+        assert sorted(seen) == list(range(9))
+        assert seen != sorted(seen)
+
+
+@on_devices
+def test_what_is_told_with_a_default_device(devices: list[str]) -> None:
+    with torch.device(KIND), td.MirroredStrategy(devices) as strategy:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            whole = td.get_replica_context().all_gather(x, 0)
+            (whole * torch.arange(float(len(whole)))[:, None]).sum().backward()
+            return x.grad
+
+        x = on_all(strategy, lambda n: torch.ones(1 + n, 1, device="cpu"))
+        grads = strategy.experimental_local_results(strategy.run(step, args=(x,)))
+        assert [g.reshape(-1).tolist() for g in grads] == [[0.0], [2.0, 4.0]]
+
+
+@on_devices
+def test_variables_and_reductions(devices: list[str]) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            total = td.Variable(
+                0.0, synchronization=td.VariableSynchronization.ON_READ, aggregation=td.VariableAggregation.SUM
+            )
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            total.assign_add(x.sum())
+            return td.get_replica_context().all_reduce("SUM", x)
+
+        result = strategy.run(step, args=(on_all(strategy, lambda n: torch.full((2,), n + 1.0)),))
+        assert [t.cpu().tolist() for t in strategy.experimental_local_results(result)] == [[3.0, 3.0]] * 2
+        assert float(total.read_value()) == 6.0
+        with strategy.scope():
+            mirrored = td.Variable([1.0, 2.0], trainable=False)
+        for delta in (1.0, torch.ones(2), torch.ones(2, device=devices[0].partition("#")[0])):
+            mirrored.assign_add([delta, delta] if isinstance(delta, float) else delta)  # of each copy where it is
+        mirrored.assign_sub(on_all(strategy, lambda n: torch.full((2,), 1.0 + n)))
+        assert [t.cpu().tolist() for t in strategy.experimental_local_results(mirrored)] == [[3.0, 4.0], [2.0, 3.0]]
+        assert strategy.reduce("MEAN", result, axis=None).cpu().tolist() == [3.0, 3.0]
+        assert strategy.gather(result, 0).cpu().tolist() == [3.0] * 4
+        assert float(strategy.reduce("SUM", strategy.run(lambda: torch.ones(())), axis=None)) == 2.0  # of the CPU
+
+
+@pytest.mark.parametrize("own", [None, lambda values: torch.stack(list(values)).sum(0)], ids=["default", "own sum"])
+@on_devices
+def test_what_replicas_give_from_their_own_devices_is_summed_on_one(devices: list[str], own: Any) -> None:
+    with td.MirroredStrategy(devices, td.ReductionToOneDevice(accumulation_fn=own)) as strategy:
+        with strategy.scope():
+            summed, apart = td.Variable([3.0, 4.0], aggregation=td.VariableAggregation.SUM), td.Variable([1.0, 2.0])
+        optimizer = td.train.GradientDescentOptimizer(1.0)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.apply_gradients([(x, summed)])
+            apart.scatter_add(td.IndexedSlices(x, torch.tensor([1, 0], device=x.device)))
+
+        x = on_all(strategy, lambda n: torch.tensor([1.0, 2.0 + n]))
+        strategy.run(step, args=(x,))
+        assert [t.tolist() for t in strategy.experimental_local_results(summed)] == [[1.0, -1.0]] * 2
+        assert [t.tolist() for t in strategy.experimental_local_results(apart)] == [[3.0, 3.0], [4.0, 3.0]]
+        assert strategy.reduce("SUM", x, axis=None).tolist() == [2.0, 5.0]
+
+
+def test_a_device_that_is_not_there() -> None:
+    seen = f"{KIND}:99 was asked for, but this process sees {ACCELERATOR.device_count()} {KIND.upper()} device"
+    with pytest.raises(ValueError, match=seen):
+        td.MirroredStrategy([f"{KIND}:99"])

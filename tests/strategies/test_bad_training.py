@@ -1,0 +1,231 @@
+"""What a user gets wrong with variables and optimizers, and what the error says about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.values import PerReplica
+
+# ---- variables ---------------------------------------------------------------------------------------------
+
+
+def variable(strategy: Any, value: Any = 0.0, **options: Any) -> Any:
+    with strategy.scope():
+        return td.Variable(value, name="v", **options)
+
+
+def test_assigning_what_does_not_fit(two: Any) -> None:
+    v = variable(two, torch.zeros(2))
+    with pytest.raises(
+        InvalidArgumentError, match=r"Variable 'v' has shape \(2,\), but the assigned value has shape \(3,\)"
+    ):
+        v.assign(torch.ones(3))
+    with pytest.raises(
+        InvalidArgumentError, match=r"dtype torch.float32, but the assigned tensor has torch.int64; write"
+    ):
+        v.assign(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(InvalidArgumentError, match="Variable 'v' was assigned 'two', which is no tensor"):
+        v.assign("two")
+    assert v.tolist() == [0.0, 0.0]
+
+
+def test_reading_an_unaggregated_variable_across_replicas(two: Any) -> None:
+    v = variable(two, synchronization=td.VariableSynchronization.ON_READ)
+    with pytest.raises(
+        ValueError, match=r"'v' has aggregation NONE: its copies cannot be read.*Read it inside strategy.run"
+    ):
+        v.value()
+
+
+def test_a_number_under_sum(two: Any) -> None:
+    v = variable(two, aggregation=td.VariableAggregation.SUM)
+    with pytest.raises(
+        ValueError,
+        match=r"1.0 cannot be reduced: .*Pass a tensor, e.g. variable.assign\(torch.tensor\(1.0\)\)",
+    ):
+        two.run(lambda: v.assign(1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"synchronization": "ON_READ"}, "must be a VariableSynchronization, got 'ON_READ'"),
+        ({"aggregation": "SUM"}, "must be a VariableAggregation, got 'SUM'"),
+        (
+            {"synchronization": td.VariableSynchronization.NONE},
+            "NONE is not supported by MirroredStrategy.*Use AUTO",
+        ),
+        (
+            {"aggregation": td.VariableAggregation.MEAN, "value": 3},
+            "MEAN needs a floating point variable, got dtype",
+        ),
+        ({"value": None}, "needs an initial_value: a number"),
+        ({"value": "text"}, "initial_value 'text' is not a number"),
+        ({"value": PerReplica((1.0, 2.0))}, "must be the same on all replicas, got a PerReplica"),
+    ],
+)
+def test_variable_options(two: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        variable(two, **options)
+
+
+def test_a_variable_of_another_strategy(two: Any) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
+        v = variable(other, aggregation=td.VariableAggregation.MEAN)
+        with pytest.raises(RuntimeError, match=r"Mixing different tf.distribute strategies: assigning variable 'v'"):
+            two.run(lambda: v.assign(1.0))
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_another_strategy(two: Any) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as other:
+        with other.scope():
+            model = torch.nn.Linear(2, 1)
+        with pytest.raises(
+            RuntimeError,
+            match=r"Mixing different .*: '(weight|bias)' already belongs to .*a module of its own",
+        ):
+            two.experimental_adopt(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=r"Mixing different .*: SGD holds parameters of"):
+            two.run(optimizer.step)
+        with two.scope():
+            own = torch.nn.Linear(2, 1)
+        both = torch.optim.SGD([*model.parameters(), *own.parameters()], lr=0.1)
+        with pytest.raises(
+            RuntimeError, match=r"SGD holds parameters of several strategies.*Use one optimizer for each"
+        ):
+            both.step()
+
+
+def test_parameters_of_no_strategy(two: Any) -> None:
+    plain = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"none of its parameters belongs to the strategy.*experimental_adopt\(module\)"
+    ):
+        two.run(plain.step)
+    with two.scope():
+        own = torch.nn.Linear(2, 1)
+    mixed = torch.optim.SGD([*own.parameters(), *torch.nn.Linear(2, 1).parameters()], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"mixes parameters of .* that belong to no strategy.*shape \(1, 2\)"):
+        two.run(mixed.step)
+
+
+def test_lbfgs_and_schedulers(two: Any) -> None:
+    with two.scope():
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
+        two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 "):
+            central.run(scheduler.step)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(RuntimeError, match=r"ReduceLROnPlateau.step\(\) inside strategy.run would run once per"):
+            central.run(plateau.step, args=(1.0,))
+    assert "tfstyle_dist" not in torch.optim.lr_scheduler.ReduceLROnPlateau.step.__module__
+
+
+class HalvingSchedule:
+    """A scheduler of nobody's: of no class of torch's, with a ``step`` of its own."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+class HalvingInTorch(torch.optim.lr_scheduler.LRScheduler):
+    """A subclass whose ``step`` calls nothing of torch's."""
+
+    def step(self, epoch: int | None = None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("kind", [HalvingSchedule, HalvingInTorch])
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_schedulers_that_only_their_work_shows(kind: Any, place: str) -> None:
+    """Central storage has one optimizer: what changes its rate once per replica is noticed, wherever it stands."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = kind(optimizer)
+
+        def step(scheduled: str) -> None:
+            if scheduled == "before":
+                scheduler.step()
+            model(torch.ones(1, 2)).sum().backward()
+            if scheduled == "between":
+                scheduler.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduled == "after":
+                scheduler.step()
+
+        central.run(step, args=("nowhere",))
+        with pytest.raises(RuntimeError, match=r"SGD.param_groups\[0\]\['lr'\] was changed by replica \d and then by"):
+            central.run(step, args=(place,))
+
+
+def test_settings_that_a_step_may_change() -> None:
+    """The same value given by every replica, by one replica alone, or in merge_call: the optimizer has it once."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def give(rate: float) -> None:
+            optimizer.param_groups[0]["lr"] = rate
+
+        def step(rate: float) -> None:
+            context = td.get_replica_context()
+            give(rate)
+            model(torch.ones(1, 2)).sum().backward()
+            give(rate / 2)
+            context.all_reduce("SUM", torch.ones(()))
+            give(rate)
+            optimizer.step()
+            optimizer.zero_grad()
+            if context.replica_id_in_sync_group == 0:
+                optimizer.param_groups[0]["momentum"] *= 0.5
+            context.merge_call(lambda strategy: give(rate * 10))
+
+        for number, rate in enumerate((0.1, 0.2, 0.3)):
+            central.run(step, args=(rate,))
+            assert optimizer.param_groups[0]["lr"] == rate * 10
+            assert optimizer.param_groups[0]["momentum"] == 0.9 * 0.5 ** (number + 1)
+
+
+def test_adopting_what_is_no_module(two: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got list"
+    ):
+        two.experimental_adopt([torch.nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=r"Parameter weight has no shape yet \(lazy module\). Run the module once"):
+        two.experimental_adopt(torch.nn.LazyLinear(2))
+
+
+def test_gradient_policy(two: Any) -> None:
+    with two.scope():
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match=r"reduce_at must be one of .*got 'never'"):
+        two.set_gradient_policy(reduce_at="never")
+    with pytest.raises(ValueError, match="must be a valid ReduceOp"):
+        two.set_gradient_policy(model.parameters(), scale="MAX")
+    with pytest.raises(ValueError, match=r"shape \(3,\) does not belong to .*build its module in scope\(\)"):
+        two.set_gradient_policy([torch.nn.Parameter(torch.ones(3))])

@@ -1,0 +1,266 @@
+"""``tf.train.Checkpoint``: the state of a job under names, saved and restored by all workers together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tfstyle_dist.checkpoint.leaves import Leaf
+from tfstyle_dist.checkpoint.listing import CheckpointState, write_state
+from tfstyle_dist.checkpoint.restoring import restore
+from tfstyle_dist.checkpoint.saving import Save, Then, save_by_one
+from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
+from tfstyle_dist.checkpoint.tracking import find_leaves, group_of, worker_of
+from tfstyle_dist.runtime.worker import Worker
+
+_COUNTER = "save_counter"
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of saving and restoring (``tf.train.CheckpointOptions``).
+
+    Args:
+        enable_async: write in the background; ``sync()``, or the next save, tells how it went.
+        experimental_enable_async_checkpoint: the older name of the same.
+    """
+
+    enable_async: bool = False
+    experimental_enable_async_checkpoint: bool = False
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether one of the two was asked for."""
+        return self.enable_async or self.experimental_enable_async_checkpoint
+
+
+def _make_latest(path: str, time: float) -> None:
+    """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
+    write_state(os.path.dirname(path) or ".", CheckpointState(path, [path], [time]))
+
+
+def _do_nothing(path: str, time: float) -> None:
+    """``write`` leaves the folder's latest checkpoint what it is."""
+
+
+class Checkpoint:
+    """Saves and restores objects under names (``tf.train.Checkpoint``).
+
+    It holds modules, ``torch.optim`` and ``train`` optimizers, schedulers and whatever else has ``state_dict`` and
+    ``load_state_dict`` (an iterator of a distributed dataset: its position), variables, tensors, ``torch.Generator``,
+    ``RandomState``, plain values, nested checkpoints, and lists and dicts of these. What is saved does not depend on
+    the numbers of workers and replicas. ``save``, ``write``, ``restore``, ``read`` and ``sync`` are collective: all
+    workers call them, in cross-replica context.
+
+    An object can be added or replaced later as an attribute; plain values are read and written so.
+
+    Args:
+        root: an object to be tracked under the name ``root``.
+        **kwargs: the objects by name.
+
+    Raises:
+        ValueError: a name that the class needs for itself.
+
+    Example:
+        >>> checkpoint = Checkpoint(model=model, optimizer=optimizer, epoch=0)
+        >>> path = checkpoint.save("training/ckpt")
+        >>> checkpoint.epoch = 7
+        >>> checkpoint.restore(path).assert_consumed().matched, checkpoint.epoch
+        (3, 0)
+
+    Source: ``tf.train.Checkpoint``.
+    """
+
+    def __init__(self, root: Any = None, **kwargs: Any) -> None:
+        self._tfstyle_tracked: dict[str, Any] = {}
+        self._save: Save | None = None
+        self._on_finish: Then = _do_nothing
+        self._counters = {_COUNTER: 0}
+        objects = kwargs if root is None else {"root": root, **kwargs}
+        for name, value in objects.items():
+            if hasattr(Checkpoint, name) or name.startswith("_") or name == _COUNTER:
+                raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Tracks ``value`` under ``name``."""
+        if name.startswith("_") or name in vars(Checkpoint):
+            object.__setattr__(self, name, value)
+        else:
+            self._tfstyle_tracked[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """The object tracked under ``name``."""
+        tracked = self.__dict__.get("_tfstyle_tracked", {})
+        if name in tracked:
+            return tracked[name]
+        raise AttributeError(f"This Checkpoint has no {name!r}; it tracks {sorted(tracked)}.")
+
+    def __delattr__(self, name: str) -> None:
+        """Does not track it any more."""
+        if self._tfstyle_tracked.pop(name, None) is None:
+            object.__delattr__(self, name)
+
+    @property
+    def save_counter(self) -> int:
+        """How often ``save`` was called, in the runs before this one too; it is saved and restored."""
+        return self._counters[_COUNTER]
+
+    def counter(self, name: str) -> int:
+        """A number that is saved and restored with the objects."""
+        return self._counters[name]
+
+    def add_counter(self, name: str) -> None:
+        """Keeps a number under ``name``, from 0; that an older checkpoint does not have it is no mismatch."""
+        self._counters.setdefault(name, 0)
+
+    def add_to_counter(self, name: str) -> None:
+        """Adds one."""
+        self._counters[name] += 1
+
+    def worker(self) -> Worker:
+        """The worker of the strategy that the objects belong to.
+
+        Raises:
+            RuntimeError: see ``save``.
+        """
+        return worker_of(self._leaves(), "this call")
+
+    # ---- saving -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        file_prefix: str | os.PathLike[str],
+        options: CheckpointOptions | None = None,
+        *,
+        block: bool = True,
+    ) -> str:
+        """Writes a numbered checkpoint and makes it the latest one of its folder; collective.
+
+        Args:
+            file_prefix: folder and beginning of the name, e.g. ``"/data/job1/ckpt"``.
+            options: see ``CheckpointOptions``.
+            block: with ``False`` it returns when the state is copied, and the files are written while training goes on.
+                Call ``sync()`` at the end; the next save or restore does, too. In an elastic job it always blocks.
+
+        Returns:
+            The path of the checkpoint, ``<file_prefix>-<number>``.
+
+        Raises:
+            OSError: the disk is full, the folder read-only, ...; raised on all workers. Earlier checkpoints are intact,
+                and training can go on.
+            TypeError: an object has a state that a checkpoint cannot hold.
+            ValueError: an ON_READ variable of aggregation NONE.
+            RuntimeError: called in replica context.
+            CollectiveMismatchError: the workers save different things.
+            PeerLostError, DeadlineExceededError: a worker did not call it, or is gone; the message names it.
+        """
+        self.sync()
+        self.catch_up()
+        counter = self.save_counter + 1
+        path = f"{os.fspath(file_prefix)}-{counter}"
+        return self._write(path, is_async(options, block), counter, _make_latest)
+
+    def write(
+        self,
+        file_prefix: str | os.PathLike[str],
+        options: CheckpointOptions | None = None,
+        *,
+        block: bool = True,
+    ) -> str:
+        """Writes a checkpoint under exactly this path, replacing one of that name; the folder's latest stays.
+
+        Arguments, result and errors as for ``save``.
+        """
+        self.sync()
+        return self._write(os.fspath(file_prefix), is_async(options, block), self.save_counter, _do_nothing)
+
+    def _write(
+        self, path: str, asynchronous: bool, counter: int, on_commit: Then, on_finish: Then = _do_nothing
+    ) -> str:
+        before, self._counters[_COUNTER] = self.save_counter, counter
+        try:
+            leaves = self._leaves()
+            group = group_of(leaves, "Checkpoint.save")
+            if group.one_writes:
+                on_finish(path, save_by_one(group, path, leaves, on_commit))
+                return path
+            save = Save(group, path, leaves, on_commit)
+            if asynchronous:
+                self._save, self._on_finish = save, on_finish
+                save.later()
+            else:
+                save.now()
+                on_finish(path, save.time)
+        except Exception:
+            self._counters[_COUNTER] = before
+            raise
+        return path
+
+    def sync(self) -> None:
+        """Waits for a save in the background, if there is one; collective.
+
+        Raises:
+            OSError, PeerLostError, DeadlineExceededError: it failed, as for ``save``.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.finish()
+            self._on_finish(save.path, save.time)
+
+    def catch_up(self) -> bool:
+        """A worker that came back to an elastic job may not have counted all saves: the largest number counts.
+
+        Returns:
+            Whether the job is one of workers that may come back.
+        """
+        group = group_of(self._leaves(), "Checkpoint.save")
+        if group.one_writes:
+            self._counters[_COUNTER] = max(group.gather_objects(self.save_counter, "Checkpoint.save: number"))
+        return group.one_writes
+
+    # ---- restoring --------------------------------------------------------------------------------------------
+
+    def restore(
+        self, save_path: str | os.PathLike[str] | None, options: CheckpointOptions | None = None
+    ) -> CheckpointLoadStatus:
+        """Reads a checkpoint into the objects; collective.
+
+        Works for any numbers of workers and replicas. Objects that the checkpoint does not have stay as they are; the
+        result's methods check that, and a warning tells if none of them is called.
+
+        Args:
+            save_path: what ``save`` or ``latest_checkpoint`` returned; with ``None`` nothing happens.
+            options: accepted for TF's signature.
+
+        Raises:
+            NotFoundError: there is no such checkpoint.
+            DataLossError: it is damaged; the message names the file and the other checkpoints of the folder.
+            InvalidArgumentError: shapes, dtypes or kinds differ; nothing was changed.
+            CollectiveMismatchError: the workers restore different checkpoints.
+        """
+        self.sync()
+        if save_path is None:
+            return CheckpointLoadStatus(None, (), (), 0)
+        leaves = self._leaves()
+        group = group_of(leaves, "Checkpoint.restore")
+        return restore(group, os.fspath(save_path), leaves, optional=self._counters.keys())
+
+    def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
+        """As ``restore``, but ``save_counter`` and the other counters stay what they are."""
+        before = dict(self._counters)
+        status = self.restore(save_path, options)
+        self._counters = before
+        return status
+
+    def _leaves(self) -> list[Leaf]:
+        def replace(name: str, value: Any) -> None:
+            (self._counters if name in self._counters else self._tfstyle_tracked)[name] = value
+
+        return find_leaves(self._tfstyle_tracked, self._counters, replace)
+
+
+def is_async(options: CheckpointOptions | None, block: bool) -> bool:
+    """Whether a save returns before the files are written."""
+    return not block or (options is not None and options.asynchronous)

@@ -1,0 +1,165 @@
+"""Python values as JSON, with their tensors kept apart under names: nothing in an index file can be executed."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+Put = Callable[[str, torch.Tensor], str]
+Get = Callable[[str], torch.Tensor]
+
+_PLAIN = (type(None), bool, int, float, str)
+_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", deque: "$deque"}
+_MAPPING_TYPES: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+}
+_SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _SEQUENCES.items()}
+
+
+def encode(value: Any, path: str, put: Put) -> Any:
+    """``value`` as something that JSON can hold.
+
+    Args:
+        value: numbers, texts, tensors, and the containers of Python around them.
+        path: where it is, for names and messages.
+        put: keeps a tensor and returns the name under which it is found again.
+
+    Raises:
+        TypeError: something else is in it; the message says where.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": put(path, value)}
+    if kind is list:
+        return [encode(entry, f"{path}/{i}", put) for i, entry in enumerate(value)]
+    if kind in _MAPPINGS:
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: encode(entry, f"{path}/{key}", put) for key, entry in value.items()}
+        pairs = [[encode(k, f"{path} (a key)", put), encode(v, f"{path}/{k}", put)] for k, v in value.items()]
+        return {_MAPPINGS[kind]: pairs}
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: [encode(entry, f"{path}/{i}", put) for i, entry in enumerate(value)]}
+    return _encode_rare(value, path, put)
+
+
+def _encode_rare(value: Any, path: str, put: Put) -> Any:
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {"$complex": [value.real, value.imag]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, torch.Size):
+        return {"$tuple": list(value)}
+    if type(value).__module__ == "numpy":
+        # Without importing numpy: whoever made the value has it.
+        if hasattr(value, "dtype") and not value.shape:
+            return encode(value.item(), path, put)
+        return {"$ndarray": put(path, torch.from_numpy(value.copy()))}
+    if isinstance(value, dict):
+        return encode(dict(value), path, put)
+    raise TypeError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+        f"{str(value)[:80]}. Checkpoints hold modules, optimizers, variables, tensors, objects with state_dict() and "
+        "load_state_dict(), numbers, texts, and lists, tuples, sets and dicts of these."
+    )
+
+
+def decode(tree: Any, get: Get) -> Any:
+    """What ``encode`` was given.
+
+    Args:
+        tree: the result of ``encode``.
+        get: the tensor of a name.
+
+    Raises:
+        ValueError: ``encode`` makes nothing like that; see ``check``.
+    """
+    if isinstance(tree, list):
+        return [decode(entry, get) for entry in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1 or not (mark := next(iter(tree))).startswith("$"):
+        return {key: decode(entry, get) for key, entry in tree.items()}
+    inner = tree[mark]
+    if mark == "$tensor":
+        return get(inner)
+    if mark in _MAPPING_TYPES:
+        return _MAPPING_TYPES[mark]([(decode(k, get), decode(v, get)) for k, v in map(_listed, _listed(inner))])
+    if mark in _SEQUENCE_TYPES:
+        return _SEQUENCE_TYPES[mark]([decode(entry, get) for entry in _listed(inner)])
+    if mark not in _RARE:
+        raise ValueError(f"{mark[:80]!r} is no kind of value")
+    return _RARE[mark](inner, get)
+
+
+_RARE: dict[str, Callable[[Any, Get], Any]] = {
+    "$bytes": lambda inner, get: base64.b64decode(inner, validate=True),
+    "$complex": lambda inner, get: complex(*_listed(inner)),
+    "$dtype": lambda inner, get: _dtype(inner),
+    "$device": lambda inner, get: torch.device(inner),
+    "$ndarray": lambda inner, get: get(inner).numpy(),
+}
+
+
+def check(tree: Any, tensors: Container[str]) -> None:
+    """Finds out whether ``decode`` understands a value.
+
+    Args:
+        tree: what is to be the result of ``encode``.
+        tensors: names of the tensors there are.
+
+    Raises:
+        ValueError: it does not; the message says why.
+    """
+
+    def get(name: str) -> torch.Tensor:
+        if not isinstance(name, str) or name not in tensors:
+            raise ValueError(f"there is no tensor {str(name)[:80]!r}")
+        return torch.empty(0, device="cpu")
+
+    try:
+        decode(tree, get)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"it is no value that a checkpoint holds: {why}") from None
+
+
+def _listed(inner: Any) -> list[Any]:
+    if not isinstance(inner, list):
+        raise ValueError(f"{str(inner)[:80]} is no list")
+    return inner
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not is_dtype(name):
+        raise ValueError(f"{str(name)[:80]!r} is no element type")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def is_dtype(name: Any) -> bool:
+    """Whether it is the name of an element type, e.g. ``"float32"``."""
+    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def tensor_names(tree: Any) -> list[str]:
+    """The names of the tensors in an encoded value, in order."""
+    if isinstance(tree, list):
+        return [name for entry in tree for name in tensor_names(entry)]
+    if not isinstance(tree, dict):
+        return []
+    if len(tree) == 1 and (mark := next(iter(tree))) in ("$tensor", "$ndarray"):
+        return [tree[mark]]
+    return [name for entry in tree.values() for name in tensor_names(entry)]

@@ -1,0 +1,213 @@
+"""The files of a checkpoint, and how they come and go so that a crash at any moment loses none.
+
+A checkpoint ``ckpt-7`` is the file ``ckpt-7.index`` and the folder that this file names, ``ckpt-7.data-<token>``. The
+folder is written as ``ckpt-7.data-<token>.tmp`` and renamed when it is complete. The checkpoint exists from the moment
+the index file gets its name. The file ``checkpoint`` says which one is the latest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tfstyle_dist.checkpoint import index_content
+from tfstyle_dist.core import json_text
+from tfstyle_dist.core.errors import DataLossError, NotFoundError
+
+FORMAT = "tfstyle_dist checkpoint"
+VERSION = 1
+INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
+_FOLDER = re.compile(rf"[^/\\\0]*{re.escape(DATA)}[0-9a-f]+")
+
+
+def sync_folder(directory: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Gives ``path`` this content in one step: whoever reads it finds the old or the new one."""
+    temporary = path.with_name(f"{path.name}{UNFINISHED}")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """Size and checksum of a file."""
+    checksum, size = 0, 0
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+    return {"bytes": size, "crc32": checksum}
+
+
+# ---- the index file -----------------------------------------------------------------------------------------------
+
+
+def index_file(path: str) -> Path:
+    """The index file of a checkpoint."""
+    return Path(f"{path}{INDEX}")
+
+
+def write_index(path: str, content: Mapping[str, Any]) -> None:
+    """Makes a checkpoint exist."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **content})
+    write_atomically(index_file(path), f'{{"crc32": {zlib.crc32(text.encode())}, "content":\n{text}}}\n')
+
+
+def read_index(path: str) -> dict[str, Any]:
+    """The content of an index file.
+
+    Raises:
+        NotFoundError: there is no such checkpoint; the message lists what is there.
+        DataLossError: the file is damaged, or was not written by this package.
+    """
+    file = index_file(path)
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise NotFoundError(f"There is no checkpoint {path!r}: {_what_is_there(Path(path).parent)}.") from None
+    except UnicodeDecodeError as error:
+        raise DataLossError(f"The index file {file} is damaged: {error}.") from error
+    first, _, rest = text.partition("\n")
+    found = re.fullmatch(r'\{"crc32": ([0-9]{1,10}), "content":', first)
+    body = rest.removesuffix("\n").removesuffix("}")
+    if found is None or zlib.crc32(body.encode()) != int(found[1]):
+        raise DataLossError(
+            f"The index file {file} is damaged: {len(text)} characters that are not what was written. "
+            "Restore an earlier checkpoint."
+        )
+    try:
+        return index_content.checked(json_text.parse(body), FORMAT, VERSION, _FOLDER)
+    except ValueError as error:
+        raise DataLossError(
+            f"The index file {file} cannot be used: {error}. This package reads {FORMAT!r} up to version {VERSION}; "
+            f"the data of a checkpoint are beside its index, in a folder such as {Path(path).name}{DATA}0a1b2c. "
+            "Restore an earlier checkpoint."
+        ) from None
+
+
+def _what_is_there(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{str(directory)!r} is no folder"
+    names = sorted(file.name.removesuffix(INDEX) for file in directory.glob(f"*{INDEX}"))
+    return f"{str(directory)!r} holds {', '.join(names)}" if names else f"{str(directory)!r} holds no checkpoint"
+
+
+def data_folder(path: str, content: Mapping[str, Any]) -> Path:
+    """Where the tensors of a checkpoint are."""
+    return Path(path).parent / str(content["data"])
+
+
+def verify(path: str, content: Mapping[str, Any], share: int = 0, of: int = 1) -> None:
+    """Compares the files of a checkpoint with their checksums.
+
+    Args:
+        path: the checkpoint.
+        content: of its index file.
+        share: which of ``of`` shares of the files to read; the sizes of all are looked at.
+        of: number of shares, so that several workers can divide the reading.
+
+    Raises:
+        DataLossError: a file is missing, or not what was written.
+    """
+    folder = data_folder(path, content)
+    for number, (name, expected) in enumerate(sorted(content["files"].items())):
+        file = folder / name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise DataLossError(f"Checkpoint {path!r} is damaged: {file} cannot be read ({error}).") from error
+        if size != expected["bytes"]:
+            raise DataLossError(
+                f"Checkpoint {path!r} is damaged: {file} has {size} bytes, {expected['bytes']} were written."
+            )
+        if number % of == share and fingerprint(file) != expected:
+            raise DataLossError(f"Checkpoint {path!r} is damaged: the checksum of {file} is wrong.")
+
+
+# ---- coming and going ---------------------------------------------------------------------------------------------
+
+
+def new_folder(path: str, token: str) -> Path:
+    """The folder in which a checkpoint is written."""
+    return Path(f"{path}{DATA}{token}{UNFINISHED}")
+
+
+def publish(folder: Path, path: str, content: Mapping[str, Any]) -> None:
+    """Turns a complete folder into the checkpoint ``path``, replacing an older one of that name.
+
+    Args:
+        folder: from ``new_folder``, with everything in it on the disk.
+        path: the checkpoint.
+        content: for the index file, without the name of the folder.
+    """
+    before = None
+    if index_file(path).exists():
+        with suppress(DataLossError):
+            before = read_index(path).get("data")
+    sync_folder(folder)
+    final = folder.with_name(folder.name.removesuffix(UNFINISHED))
+    folder.rename(final)
+    sync_folder(final.parent)
+    write_index(path, {"data": final.name, **content})
+    if before is not None:
+        shutil.rmtree(final.with_name(before), ignore_errors=True)
+
+
+def remove_checkpoint(path: str) -> None:
+    """Deletes a checkpoint, its name first: half of a deletion leaves no half of a checkpoint."""
+    file = index_file(path)
+    folder = None
+    with suppress(DataLossError, NotFoundError):
+        folder = data_folder(path, read_index(path))
+    file.unlink(missing_ok=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        remove_leftovers(path)
+
+
+def remove_leftovers(path: str) -> None:
+    """Deletes what interrupted saves of ``path``, or of its other numbers, left behind.
+
+    Args:
+        path: a checkpoint; ``dir/ckpt-7`` stands for all ``dir/ckpt-<number>``.
+    """
+    directory, stem = Path(path).parent, re.sub(r"-\d+$", "", Path(path).name)
+    name = rf"(?P<name>{re.escape(stem)}(-\d+)?)"
+    pattern = re.compile(rf"{name}{re.escape(DATA)}[0-9a-f]+(?P<unfinished>{re.escape(UNFINISHED)})?")
+    for entry in list(directory.iterdir()):
+        found = pattern.fullmatch(entry.name)
+        if found and (found["unfinished"] or not _in_use(directory / found["name"], entry.name)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _in_use(path: Path, folder: str) -> bool:
+    """Whether a checkpoint has this folder, or has an index that cannot tell."""
+    try:
+        return bool(read_index(str(path))["data"] == folder)
+    except NotFoundError:
+        return False
+    except DataLossError:
+        return True

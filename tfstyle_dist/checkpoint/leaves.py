@@ -1,0 +1,243 @@
+"""The objects a checkpoint can hold: how the state of each becomes names with tensors, and comes back."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tfstyle_dist.checkpoint import codec
+from tfstyle_dist.checkpoint.codec import Get, Put
+from tfstyle_dist.checkpoint.on_servers import Restore, source_of
+from tfstyle_dist.variables import Variable
+from tfstyle_dist.variables.logical_state import write_logical
+
+
+class Read:
+    """What restores tensors of a checkpoint.
+
+    Args:
+        pieces: reads tensors by name, a few at a time.
+        servers: collects what parameter servers are to read.
+    """
+
+    def __init__(self, pieces: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]], servers: Restore) -> None:
+        self._pieces, self.servers = pieces, servers
+
+    def __call__(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of some names."""
+        return self._pieces(names)
+
+    def into(self, targets: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Puts tensors into variables, parameters and buffers, here or on servers."""
+        here: dict[str, list[torch.Tensor]] = {}
+        for name, tensors in targets.items():
+            for tensor in tensors:
+                source = source_of(tensor)
+                if source is None:
+                    here.setdefault(name, []).append(tensor)
+                else:
+                    self.servers.tensor(name, source)
+        for name, value in self(here):
+            for tensor in here[name]:
+                write_logical(tensor, value)
+
+
+@dataclass
+class Match:
+    """How an object and its saved state fit.
+
+    Attributes:
+        used: names of the saved tensors that the object takes.
+        missing: parts of the object that were not saved.
+        problems: why the state cannot be taken, in words.
+    """
+
+    used: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Leaf(abc.ABC):
+    """One tracked object.
+
+    Args:
+        path: its name in the checkpoint.
+        target: the object.
+    """
+
+    kind = ""
+    same_on_all: bool | None = False
+    """Whether all workers have the same tensors: yes, no, or ``None``: each tensor's record knows."""
+    per_worker = False
+
+    worker = 0
+    """Number of the worker that restores."""
+
+    def __init__(self, path: str, target: Any) -> None:
+        self.path, self.target = path, target
+
+    @abc.abstractmethod
+    def encode(self, put: Put) -> Any:
+        """The state as JSON; its tensors go to ``put``."""
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        """Compares the object with its saved state ``tree``; ``facts`` are those of the tensors by name."""
+        return Match(used=set(codec.tensor_names(tree)))
+
+    @abc.abstractmethod
+    def load(self, tree: Any, read: Read) -> None:
+        """Puts the saved state back."""
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Its parameters and variables, from which the strategy is known."""
+        return ()
+
+
+def all_of(tree: Any, read: Read) -> Get:
+    """The tensors of an encoded value, to be asked for by name."""
+    return dict(read(codec.tensor_names(tree))).__getitem__
+
+
+def _shape_problem(name: str, tensor: torch.Tensor, facts: Mapping[str, Any]) -> str | None:
+    here, saved = list(tensor.shape), list(facts["shape"])
+    if here != saved:
+        return f"{name} has shape {here}, saved was {saved}"
+    here_dtype = str(tensor.dtype).removeprefix("torch.")
+    if isinstance(tensor, Variable) and here_dtype != facts["dtype"]:
+        return f"{name} has dtype {here_dtype}, saved was {facts['dtype']}"
+    return None
+
+
+class ValueLeaf(Leaf):
+    """A number, a text, or a container of such; it is replaced by the saved one."""
+
+    kind = "value"
+
+    def __init__(self, path: str, target: Any, replace: Callable[[Any], None]) -> None:
+        super().__init__(path, target)
+        self._replace = replace
+
+    def encode(self, put: Put) -> Any:
+        return codec.encode(self.target, self.path, put)
+
+    def load(self, tree: Any, read: Read) -> None:
+        self._replace(codec.decode(tree, all_of(tree, read)))
+
+
+class CounterLeaf(ValueLeaf):
+    """A number of the checkpoint's own."""
+
+    kind = "counter"
+
+
+class TensorLeaf(Leaf):
+    """A variable, or any tensor; written in place."""
+
+    kind = "tensor"
+    same_on_all = None
+
+    def encode(self, put: Put) -> Any:
+        return codec.encode(self.target, self.path, put)
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        found = super().match(tree, facts)
+        (name,) = found.used
+        if problem := _shape_problem(self.path, self.target, facts[name]):
+            found.problems.append(problem)
+        return found
+
+    def load(self, tree: Any, read: Read) -> None:
+        (name,) = codec.tensor_names(tree)
+        read.into({name: [self.target]})
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return (self.target,)
+
+
+class ModuleLeaf(Leaf):
+    """An ``nn.Module``: what its ``state_dict`` has; tensors are written in place, name by name."""
+
+    kind = "module"
+    same_on_all = None
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Its parameters, by the names by which an optimizer's state goes."""
+        return self.target.named_parameters()  # type: ignore[no-any-return]
+
+    def encode(self, put: Put) -> Any:
+        return {k: codec.encode(v, f"{self.path}/{k}", put) for k, v in self.target.state_dict(keep_vars=True).items()}
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        found = Match()
+        for key, entry in self.target.state_dict(keep_vars=True).items():
+            if key not in tree:
+                found.missing.append(f"{self.path}/{key}")
+                continue
+            names = codec.tensor_names(tree[key])
+            found.used.update(names)
+            if not isinstance(entry, torch.Tensor):
+                continue
+            if torch.nn.parameter.is_lazy(entry):
+                found.problems.append(f"{self.path}/{key} has no shape yet: run the lazy module once before restoring")
+            elif problem := _shape_problem(f"{self.path}/{key}", entry, facts[names[0]]):
+                found.problems.append(problem)
+        return found
+
+    def load(self, tree: Any, read: Read) -> None:
+        targets: dict[str, list[torch.Tensor]] = {}
+        for key, entry in self.target.state_dict(keep_vars=True).items():
+            if key not in tree:
+                continue
+            if isinstance(entry, torch.Tensor):
+                targets.setdefault(codec.tensor_names(tree[key])[0], []).append(entry)
+            else:
+                owner = self.target.get_submodule(key.rpartition(".")[0])
+                owner.set_extra_state(codec.decode(tree[key], all_of(tree[key], read)))
+        read.into(targets)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [*self.target.parameters(), *self.target.buffers()]
+
+
+class StatefulLeaf(Leaf):
+    """Any object with ``state_dict`` and ``load_state_dict``: a scheduler, a GradScaler, an input iterator."""
+
+    kind = "state_dict"
+
+    def encode(self, put: Put) -> Any:
+        return codec.encode(self.target.state_dict(), self.path, put)
+
+    def load(self, tree: Any, read: Read) -> None:
+        self.target.load_state_dict(codec.decode(tree, all_of(tree, read)))
+
+
+class GeneratorLeaf(Leaf):
+    """A ``torch.Generator``."""
+
+    kind = "generator"
+
+    def encode(self, put: Put) -> Any:
+        return codec.encode(self.target.get_state(), self.path, put)
+
+    def load(self, tree: Any, read: Read) -> None:
+        self.target.set_state(codec.decode(tree, all_of(tree, read)))
+
+
+class RandomStateLeaf(Leaf):
+    """A ``RandomState``: each worker saves its own."""
+
+    kind = "random_state"
+    per_worker = True
+
+    def encode(self, put: Put) -> Any:
+        return codec.encode(self.target.state_dict(), self.path, put)
+
+    def load(self, tree: Any, read: Read) -> None:
+        """See ``Leaf``; ``tree`` has the states of all workers that there were."""
+        get = all_of(tree, read)
+        states = {int(worker): codec.decode(state, get) for worker, state in tree.items()}
+        self.target.load_states(states, self.worker)

@@ -1,0 +1,235 @@
+"""``tf.train.CheckpointManager``: keeps the last checkpoints of a folder and deletes older ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfstyle_dist.checkpoint import files
+from tfstyle_dist.checkpoint.checkpoint import Checkpoint, CheckpointOptions, is_async
+from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
+from tfstyle_dist.core.errors import DataLossError, NotFoundError
+from tfstyle_dist.core.logging import get_logger
+
+
+class CheckpointManager:
+    """Saves numbered checkpoints in a folder and keeps the last ones (``tf.train.CheckpointManager``).
+
+    A folder belongs to one manager of one job. All workers build one and make the same calls.
+
+    Args:
+        checkpoint: what is saved.
+        directory: the folder; made at the first save.
+        max_to_keep: how many to keep; ``None`` keeps all.
+        keep_checkpoint_every_n_hours: of those that would be deleted, keep one for each so many hours for good.
+        checkpoint_name: beginning of the file names.
+        step_counter: tells the training step, for ``checkpoint_interval``: a variable, or a function.
+        checkpoint_interval: ``save`` does nothing until so many steps after the last checkpoint.
+        init_fn: called by ``restore_or_initialize`` when there is no checkpoint.
+
+    Raises:
+        ValueError: ``max_to_keep`` below 1, an interval without a counter, or a counter that cannot be asked again.
+
+    Example:
+        >>> manager = CheckpointManager(Checkpoint(model=model), "training", max_to_keep=3)
+        >>> manager.restore_or_initialize() is None
+        True
+        >>> os.path.basename(manager.save())
+        'ckpt-1'
+
+    Source: ``tf.train.CheckpointManager``.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep <= 0:
+            raise ValueError(f"max_to_keep is {max_to_keep}; give the number of checkpoints to keep, or None for all.")
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError("checkpoint_interval needs a step_counter that tells how far the training is.")
+        if isinstance(step_counter, int | float):
+            raise ValueError(
+                f"step_counter is the number {step_counter}, which never changes. Give a variable, or a function such "
+                "as lambda: checkpoint.step."
+            )
+        self._checkpoint, self._directory, self._max_to_keep = checkpoint, os.fspath(directory), max_to_keep
+        self._keep_seconds = None if keep_checkpoint_every_n_hours is None else keep_checkpoint_every_n_hours * 3600
+        self._prefix = os.path.join(self._directory, checkpoint_name)
+        self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        self._last_step: float | None = None
+        self._kept: dict[str, float] = {}
+        # A little back, so that managers made one after the other agree.
+        self._last_preserved = time.time() - 1
+        self._latest: str | None = None
+        self._recover()
+
+    def _recover(self) -> None:
+        """Goes on with what an earlier manager of the folder left."""
+        state = get_checkpoint_state(self._directory)
+        if state is None:
+            return
+        stamps = state.all_model_checkpoint_timestamps or [time.time()] * len(state.all_model_checkpoint_paths)
+        paths = dict(zip(state.all_model_checkpoint_paths, stamps, strict=True))
+        self._kept = {path: stamp for path, stamp in paths.items() if files.index_file(path).exists()}
+        self._latest = state.model_checkpoint_path if state.model_checkpoint_path in self._kept else None
+        if state.last_preserved_timestamp is not None:
+            self._last_preserved = state.last_preserved_timestamp
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The folder."""
+        return self._directory
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """Steps between two checkpoints, if one was given."""
+        return self._interval
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest checkpoint, which ``Checkpoint.restore`` takes; ``None`` when there is none."""
+        return self._latest
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those that are kept, oldest first; not of those that are kept for good."""
+        return list(self._kept)
+
+    # ---- saving -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+        options: CheckpointOptions | None = None,
+        *,
+        block: bool = True,
+    ) -> str | None:
+        """Saves a checkpoint, then deletes what is too old; collective.
+
+        Args:
+            checkpoint_number: its number; default: one more than the last.
+            check_interval: whether to save nothing before ``checkpoint_interval`` steps have passed.
+            options: see ``CheckpointOptions``.
+            block: as for ``Checkpoint.save``; ``checkpoints`` lists it after ``sync()``, or the next save.
+
+        Returns:
+            Its path; ``None`` when it was not due.
+
+        Raises:
+            OSError, TypeError, ValueError, RuntimeError: as for ``Checkpoint.save``.
+        """
+        step = None if self._interval is None else self._step()
+        if step is not None and check_interval and self._last_step is not None:
+            assert self._interval is not None
+            if step - self._last_step < self._interval:
+                return None
+        checkpoint = self._checkpoint
+        checkpoint.sync()
+        if checkpoint.catch_up():
+            self._recover()
+        number = checkpoint.save_counter + 1
+        path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
+        counter = number if checkpoint_number is None else checkpoint.save_counter
+        checkpoint._write(path, is_async(options, block), counter, self._commit, self._finish)
+        self._last_step = step
+        return path
+
+    def sync(self) -> None:
+        """Waits for a save in the background; collective. Raises what ``Checkpoint.sync`` raises."""
+        self._checkpoint.sync()
+
+    def _step(self) -> float:
+        value = self._step_counter() if callable(self._step_counter) else self._step_counter
+        return float(value)
+
+    def _plan(self, path: str, saved: float) -> tuple[dict[str, float], list[str], float]:
+        """What is kept, what is deleted and what was last kept for good, with ``path`` as the newest."""
+        kept = {k: v for k, v in self._kept.items() if k != path}
+        kept[path] = saved
+        old, preserved = [], self._last_preserved
+        while self._max_to_keep is not None and len(kept) > self._max_to_keep:
+            oldest = next(iter(kept))
+            stamp = kept.pop(oldest)
+            if self._keep_seconds is not None and stamp - self._keep_seconds >= preserved:
+                preserved = stamp
+            else:
+                old.append(oldest)
+        return kept, old, preserved
+
+    def _commit(self, path: str, saved: float) -> None:
+        """On worker 0, maybe in another thread."""
+        kept, old, preserved = self._plan(path, saved)
+        if old:
+            # Still listed while they are deleted: a manager that comes after a crash tries again.
+            both = {**self._kept, path: saved}
+            write_state(self._directory, CheckpointState(path, list(both), list(both.values()), preserved))
+        for unwanted in old:
+            self._delete(unwanted)
+        write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
+
+    def _delete(self, path: str) -> None:
+        if not Path(path).resolve().is_relative_to(Path(self._directory).resolve()):
+            get_logger().warning(
+                "The old checkpoint %s is not in the folder of its manager, %s, and is not deleted", path,
+                self._directory,
+            )  # fmt: skip
+            return
+        try:
+            files.remove_checkpoint(path)
+        except OSError as error:
+            get_logger().warning("The old checkpoint %s could not be deleted: %s", path, error)
+
+    def _finish(self, path: str, saved: float) -> None:
+        """On every worker; from worker 0's time, so that all have the same list."""
+        self._kept, _, self._last_preserved = self._plan(path, saved)
+        self._latest = path
+
+    # ---- restoring --------------------------------------------------------------------------------------------
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint, or calls ``init_fn`` when there is none; collective.
+
+        A damaged checkpoint is reported as an error in the log, and the one before it is restored.
+
+        Returns:
+            The path of the restored checkpoint; ``None`` when there was none.
+
+        Raises:
+            DataLossError: all checkpoints are damaged.
+            InvalidArgumentError: it does not fit the objects.
+        """
+        candidates = [path for path in reversed(self._kept) if path != self._latest]
+        candidates = [self._latest, *candidates] if self._latest is not None else candidates
+        for place, path in enumerate(candidates):
+            try:
+                self._checkpoint.restore(path)
+            except (DataLossError, NotFoundError) as error:
+                if place + 1 == len(candidates):
+                    raise
+                get_logger().error("%s GOING BACK TO THE CHECKPOINT BEFORE IT, %s.", error, candidates[place + 1])
+                continue
+            if self._interval is not None:
+                self._last_step = self._step()
+            return path
+        if self._init_fn is not None:
+            self._init_fn()
+        return None

@@ -1,0 +1,167 @@
+"""Optimizers in a checkpoint: their state goes by the names of the parameters, not by numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from tfstyle_dist.checkpoint import codec
+from tfstyle_dist.checkpoint.codec import Put
+from tfstyle_dist.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
+from tfstyle_dist.checkpoint.on_servers import Source, read_slots, strategy_of
+from tfstyle_dist.comm import mesh
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.variables import find_record
+
+
+class ParameterNames:
+    """Names for the parameters that an optimizer numbers.
+
+    Args:
+        leaves: the tracked objects; modules and variables give the names.
+
+    Attributes:
+        leaves: the same.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self._known: dict[int, tuple[str, torch.Tensor]] = {}
+        self.leaves = list(leaves)
+        for leaf in self.leaves:
+            if isinstance(leaf, ModuleLeaf):
+                for name, parameter in leaf.named_parameters():
+                    self._known.setdefault(id(parameter), (f"{leaf.path}/{name}", parameter))
+            elif isinstance(leaf, TensorLeaf):
+                self._known.setdefault(id(leaf.target), (leaf.path, leaf.target))
+
+    def of(self, parameter: torch.Tensor, otherwise: str) -> str:
+        """The name of a parameter; ``otherwise`` for one of an object that is not tracked."""
+        return self._known.get(id(parameter), (otherwise, None))[0]
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """All parameters."""
+        return dict(self._known.values())
+
+
+class OptimizerLeaf(Leaf):
+    """A ``torch.optim`` optimizer: state by parameter name."""
+
+    kind = "optimizer"
+
+    def __init__(self, path: str, target: Any, names: ParameterNames) -> None:
+        super().__init__(path, target)
+        self._names = names
+        # Equal steps on equal gradients: the state is the same wherever the strategy keeps the parameters equal.
+        self.same_on_all = all(find_record(parameter) is not None for parameter in self.tensors())
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [parameter for group in self.target.param_groups for parameter in group["params"]]
+
+    def _named(self) -> list[str]:
+        names, number = [], 0
+        for group in self.target.param_groups:
+            own = group.get("param_names", ())
+            for place, parameter in enumerate(group["params"]):
+                otherwise = own[place] if place < len(own) else f"parameter_{number}"
+                names.append(self._names.of(parameter, otherwise))
+                number += 1
+        return names
+
+    def encode(self, put: Put) -> Any:
+        names, state = self._named(), self.target.state_dict()
+        strategy = strategy_of(list(self.tensors()))
+        if strategy is not None:
+            state = {**state, "state": dict(enumerate(self._on_servers(strategy)))}
+            state["state"] = {place: entry for place, entry in state["state"].items() if entry}
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        return {
+            "state": {names[i]: self._entry(names[i], entry, put) for i, entry in state["state"].items()},
+            "param_groups": codec.encode(groups, f"{self.path}/param_groups", put),
+            "others": codec.encode(others, self.path, put),
+        }
+
+    def _on_servers(self, strategy: ParameterServerStrategy) -> list[dict[str, Any]]:
+        """The slots of each parameter, which the servers hold."""
+        rule = strategy.known_optimizer_number(self.target)
+        records = [find_record(parameter) for parameter in self.tensors()]
+        remote = [record for record in records if isinstance(record, RemoteRecord)]
+        slots = iter([{} for _ in remote] if rule is None else read_slots(strategy, rule, remote)[0])
+        return [next(slots) if isinstance(record, RemoteRecord) else {} for record in records]
+
+    def _entry(self, name: str, entry: Any, put: Put) -> Any:
+        return codec.encode(entry, f"{self.path}/state/{name}", put)
+
+    def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        names, groups = set(self._named()), tree["param_groups"]
+        found = Match(used=set(codec.tensor_names([tree["param_groups"], tree["others"]])))
+        if len(groups) != len(self.target.param_groups):
+            here = len(self.target.param_groups)
+            found.problems.append(f"{self.path} has {here} parameter group(s), saved were {len(groups)}")
+        for name, entry in tree["state"].items():
+            if name in names:
+                found.used.update(codec.tensor_names(entry))
+        if tree["state"]:
+            saved = {name for group in groups for name in group["params"]}
+            found.missing += [f"{self.path}/state/{name}" for name in sorted(names - saved)]
+        return found
+
+    def load(self, tree: Any, read: Read) -> None:
+        """See ``Leaf``: as a state_dict with the numbers that the parameters have here."""
+        numbers = {name: i for i, name in enumerate(self._named())}
+        strategy = strategy_of(list(self.tensors()))
+        if strategy is not None:
+            self._load_on_servers(strategy, tree, read, numbers)
+            tree = {**tree, "state": {}}
+        states = {name: entry for name, entry in tree["state"].items() if name in numbers}
+        parameters, state = list(self.tensors()), {}
+        for name, entry in states.items():  # one by one: the whole state of a divided model may not fit
+            number = numbers[name]
+            state[number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
+        get = all_of([tree["param_groups"], tree["others"]], read)
+        groups = []
+        for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
+            groups.append({**codec.decode(saved, get), "params": here["params"]})
+        self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
+        if strategy is not None:
+            strategy.send_hyperparameters()
+
+    def _load_on_servers(
+        self, strategy: ParameterServerStrategy, tree: Any, read: Read, numbers: Mapping[str, int]
+    ) -> None:
+        rule, parameters = strategy.optimizer_number(self.target), list(self.tensors())
+        for name, entry in tree["state"].items():
+            record = find_record(parameters[numbers[name]]) if name in numbers else None
+            if isinstance(record, RemoteRecord):
+                put_on_servers(read, Source(record, rule), entry)
+
+
+def put_on_servers(read: Read, source: Source, entry: Mapping[str, Any]) -> None:
+    """Has the servers take the saved slots of one parameter.
+
+    Args:
+        read: of the restore.
+        source: parameter and optimizer.
+        entry: encoded slots by name.
+    """
+    for slot, saved in entry.items():
+        place = dataclasses.replace(source, slot=slot)
+        names = codec.tensor_names(saved)
+        if names:
+            read.servers.tensor(names[0], place)
+        else:
+            read.servers.literal(codec.decode(saved, all_of(saved, read)), place)
+
+
+def _placed(entry: Any, like: torch.Tensor) -> Any:
+    """The state of one parameter; its tensors are divided as the parameter is."""
+    if not mesh.is_divided(like) or not isinstance(entry, dict):
+        return entry
+    return {
+        name: mesh.divided_like(value, like) if isinstance(value, torch.Tensor) and value.shape == like.shape else value
+        for name, value in entry.items()
+    }

@@ -1,0 +1,121 @@
+"""Putting a checkpoint back into objects, for any numbers of workers and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.checkpoint import codec, files
+from tfstyle_dist.checkpoint.exchange import exchange
+from tfstyle_dist.checkpoint.leaves import Leaf, Match, Read
+from tfstyle_dist.checkpoint.listing import checkpoints_in
+from tfstyle_dist.checkpoint.on_servers import Restore
+from tfstyle_dist.checkpoint.reader import CheckpointReader
+from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
+from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
+
+_BYTES_AT_A_TIME = 64 * 1024 * 1024
+
+
+def restore(
+    group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: Collection[str] = ()
+) -> CheckpointLoadStatus:
+    """Reads a checkpoint into objects; collective.
+
+    Nothing is changed before all workers have found the checkpoint whole and fit for their objects.
+
+    Args:
+        group: the workers that restore together.
+        path: the checkpoint.
+        leaves: the objects.
+        optional: names of objects that may be missing.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        DataLossError: it is damaged; the message names the file and the other checkpoints.
+        InvalidArgumentError: shapes, dtypes or kinds differ; the message lists them all.
+        CollectiveMismatchError: the workers restore different checkpoints.
+    """
+    error: Exception | None = None
+    found: dict[str, Match] = {}
+    reader, saved = None, ""
+    try:
+        reader = CheckpointReader(path)
+        saved = reader.content["data"]
+        files.verify(path, reader.content, group.rank, group.size)
+        reader.check()
+        found = _match(reader, leaves)
+    except (AttributeError, KeyError, TypeError) as failure:
+        error = DataLossError(f"The index of checkpoint {path!r} lacks what its objects need: {failure!r}.")
+    except Exception as failure:
+        error = failure
+    failed = f"Checkpoint {path!r} was not restored (nothing was changed)"
+    others = [other for other in checkpoints_in(_folder_of(path)) if other != path]
+    if isinstance(error, DataLossError) and others:
+        error = DataLossError(f"{error} Other checkpoints in that folder: {', '.join(others)}.")
+    exchange(group, "Checkpoint.restore", failed, error, same={"path": path, "data": saved if not error else ""})
+    assert reader is not None
+    used: set[str] = set()
+    servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])
+    read = Read(lambda names: _pieces(reader, names), servers)
+    for leaf in leaves:
+        if leaf.path in found:
+            leaf.worker = group.rank
+            leaf.load(reader.content["objects"][leaf.path]["tree"], read)
+            used |= found[leaf.path].used
+    servers.run()
+    missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path not in optional]
+    missing += [name for match in found.values() for name in match.missing]
+    return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used), len(found.keys() - set(optional)))
+
+
+def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:
+    objects, facts = reader.content["objects"], reader.content["tensors"]
+    found, problems = {}, []
+    for leaf in leaves:
+        if leaf.path not in objects:
+            continue
+        kind = objects[leaf.path]["kind"]
+        if kind != leaf.kind:
+            problems.append(f"{leaf.path} is of kind {leaf.kind}, saved was a {kind}")
+            continue
+        found[leaf.path] = match = leaf.match(objects[leaf.path]["tree"], facts)
+        problems += match.problems
+    if problems:
+        raise InvalidArgumentError("the objects do not fit: " + "; ".join(problems) + ".")
+    return found
+
+
+def _unused(content: dict[str, Any], found: dict[str, Match], used: set[str]) -> list[str]:
+    unused = []
+    for path, about in content["objects"].items():
+        if path not in found and about["kind"] != "counter":
+            unused += codec.tensor_names(about["tree"]) or [path]
+        elif path in found:
+            unused += [name for name in codec.tensor_names(about["tree"]) if name not in used]
+    return list(dict.fromkeys(unused))
+
+
+def _pieces(reader: CheckpointReader, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads so much at a time that memory for a whole model is not needed beside the model."""
+    facts = reader.content["tensors"]
+    piece: list[str] = []
+    size = 0
+    for name in dict.fromkeys(names):
+        piece.append(name)
+        numel = 1
+        for length in facts[name]["shape"]:
+            numel *= length
+        size += numel * getattr(torch, facts[name]["dtype"]).itemsize
+        if size >= _BYTES_AT_A_TIME:
+            yield from reader.read(piece).items()
+            piece, size = [], 0
+    if piece:
+        yield from reader.read(piece).items()
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0] or "."

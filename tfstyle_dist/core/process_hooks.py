@@ -1,0 +1,161 @@
+"""What is changed in the whole process as long as somebody needs it: hooks of torch, and functions that are wrapped."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class CountedUsers:
+    """Something in force for the whole process while at least one user needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def install(self) -> None:
+        """One more needs it."""
+        with self._lock:
+            self._users += 1
+            self._needed(self._users == 1)
+
+    def uninstall(self) -> None:
+        """One fewer needs it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._not_needed()
+
+    def _needed(self, first: bool) -> None:
+        """Puts it in force; called for each user."""
+        raise NotImplementedError
+
+    def _not_needed(self) -> None:
+        """Takes it away after the last user."""
+        raise NotImplementedError
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+class Hooks(CountedUsers):
+    """Public hooks of torch that are registered for the whole process, and patches that go with them.
+
+    Args:
+        register: each registers one hook and returns its handle.
+        patches: what is wrapped because torch has no hook for it.
+    """
+
+    def __init__(self, *register: Callable[[], _Handle], patches: Sequence[Patch] = ()) -> None:
+        super().__init__()
+        self._register, self._patches = register, patches
+        self._handles: list[_Handle] = []
+
+    def _needed(self, first: bool) -> None:
+        if first:
+            self._handles = [register() for register in self._register]
+        for patch in self._patches if first else ():
+            patch.install()
+
+    def _not_needed(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        for patch in self._patches:
+            patch.uninstall()
+
+
+class Patch(CountedUsers):
+    """A function that is wrapped as long as somebody needs it.
+
+    What another library has wrapped around it meanwhile stays, and what it has put in its place is wrapped when the
+    next user comes. Of several wrappers of ours in one chain only the last one does something; others pass calls on.
+
+    Args:
+        owner: the module or class that has the function.
+        name: of the function.
+        wrapper: called with the original function, then the call's arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        super().__init__()
+        self._owner, self._name, self._wrapper = owner, name, wrapper
+        self._original: Any = None
+        self._inherited = False
+        self._installed: Any = None
+        self._number = 0  # of the wrapper that does something
+
+    def _needed(self, first: bool) -> None:
+        if self._installed is None or self._owner.__dict__.get(self._name) is not self._installed:
+            self._inherited = self._name not in self._owner.__dict__
+            self._original = getattr(self._owner, self._name)
+            self._number += 1
+            self._installed = self._made(self._original, self._number)
+            setattr(self._owner, self._name, self._installed)
+
+    def _not_needed(self) -> None:
+        if self._owner.__dict__.get(self._name) is not self._installed:
+            return  # another library's, around ours or in its place
+        if self._inherited:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._original)
+        self._installed = None
+
+    def _made(self, original: Any, number: int) -> Any:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._users == 0 or number != self._number:
+                return original(*args, **kwargs)
+            return self._wrapper(original, *args, **kwargs)
+
+        return wrapped
+
+
+class DataPatch(Patch):
+    """Tells who asks a parameter for its ``.data``: what is written to that leaves no mark on the parameter.
+
+    Args:
+        noticed: called with the parameter.
+    """
+
+    def __init__(self, noticed: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(torch.nn.Parameter, "data", noticed)
+
+    def _made(self, original: Any, number: int) -> Any:
+        def read(parameter: torch.Tensor) -> Any:
+            if self._users and number == self._number:
+                self._wrapper(parameter)
+            return original.__get__(parameter)
+
+        def write(parameter: torch.Tensor, value: torch.Tensor) -> None:
+            original.__set__(parameter, value)
+
+        return property(read, write, doc=original.__doc__)
+
+
+def install_for(owner: object, hooks: Sequence[CountedUsers]) -> Callable[[], object]:
+    """Installs hooks as long as an object lives.
+
+    Args:
+        owner: the object, which is not kept alive.
+        hooks: what it needs.
+
+    Returns:
+        A function that takes them away sooner.
+    """
+    for hook in hooks:
+        hook.install()
+    taken = weakref.finalize(owner, _uninstall, hooks)
+    taken.atexit = False
+    return taken
+
+
+def _uninstall(hooks: Sequence[CountedUsers]) -> None:
+    for hook in hooks:
+        hook.uninstall()

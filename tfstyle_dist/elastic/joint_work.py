@@ -1,0 +1,89 @@
+"""What the replicas do together in a step: each worker sends what its replicas gave, and gets what the others did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import nest
+from tfstyle_dist.elastic import gradient_parts
+from tfstyle_dist.elastic.gradient_parts import GradientParts
+from tfstyle_dist.elastic.leaves import Reader, check_same_everywhere, describe
+from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.variables.store import ParameterStore
+
+_EXCHANGED = ("all_reduce", "gradient of all_reduce", "all_gather", "gradient of all_gather", "merge_call")
+
+
+class JointWork:
+    """See ``Exchanger``.
+
+    Args:
+        membership: the other workers.
+        store: what the strategy owns.
+        reducer: of its gradients.
+        replicas: R.
+
+    Attributes:
+        held: the replicas of this worker.
+        parts: gradients on their way.
+    """
+
+    def __init__(self, membership: Membership, store: ParameterStore, reducer: GradientReducer, replicas: int) -> None:
+        self._membership, self._store, self._replicas = membership, store, replicas
+        self.parts = GradientParts(reducer)
+        self.held: tuple[int, ...] = ()
+
+    def exchange(self, kind: str, own: dict[int, Any]) -> list[Any]:
+        """See ``Exchanger``."""
+        if kind == gradient_parts.KIND:
+            return self._exchange_gradients(own)
+        if not (kind in _EXCHANGED or " of variable " in kind):
+            raise NotImplementedError(
+                f"{kind} is not supported in an elastic job yet. Use a torch.optim optimizer instead of a TF-style "
+                "one, and create variables in strategy.scope() before strategy.run."
+            )
+        first, spec = nest.flatten(next(iter(own.values())))
+        packet = Packet({"replicas": {}})
+        tensors: list[torch.Tensor] = []
+        for replica, payload in own.items():
+            leaves = nest.flatten(payload)[0]
+            what, sent = describe(leaves, self._store.owns)
+            check_same_everywhere(leaves, what, kind)
+            packet.header["replicas"][str(replica)] = what
+            tensors += sent
+        packet.tensors = tensors
+        found: list[Any] = [None] * self._replicas
+        for member, came in self._membership.gather(kind, packet).items():
+            reader = Reader(came.tensors)
+            for name, what in came.header["replicas"].items():
+                if member != self._membership.me:
+                    found[int(name)] = nest.unflatten(reader.leaves(what, first, kind), spec)
+        for replica, payload in own.items():
+            found[replica] = payload
+        return found
+
+    def _exchange_gradients(self, own: dict[int, Any]) -> list[Any]:
+        packet, tensors = Packet({"replicas": {}}), []
+        for replica, touched in own.items():
+            numbers, what, sent = self.parts.describe(replica, touched)
+            packet.header["replicas"][str(replica)] = [numbers, what]
+            tensors += sent
+        packet.tensors = tensors
+        found: list[Any] = [None] * self._replicas
+        for member, came in self._membership.gather(gradient_parts.KIND, packet).items():
+            reader = Reader(came.tensors)
+            for name, (numbers, what) in came.header["replicas"].items():
+                if member != self._membership.me:
+                    found[int(name)] = self.parts.take(int(name), self.held[0], numbers, what, reader)
+        for replica, touched in own.items():
+            found[replica] = touched
+        return found
+
+    def settled(self, kind: str) -> None:
+        """See ``Exchanger``."""
+        if kind == gradient_parts.KIND:
+            self.parts.settle()

@@ -1,0 +1,42 @@
+"""Whether those who have reported may go on without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from tfstyle_dist.elastic.messages import Epoch, Report
+
+
+def without_broken_links(alive: Sequence[int], reports: Mapping[int, Report]) -> list[int]:
+    """Of two that have lost each other the later one goes."""
+    kept: list[int] = []
+    for member in alive:
+        if not any(member in reports[k].lost or k in reports[member].lost for k in kept):
+            kept.append(member)
+    return kept
+
+
+def why_not(
+    kept: Sequence[int], reports: Mapping[int, Report], newest: Epoch, dead: Collection[int], min_workers: int
+) -> str:
+    """What keeps workers from going on; empty if nothing does.
+
+    Args:
+        kept: the workers.
+        reports: theirs.
+        newest: the last membership that one of them knows.
+        dead: those whose processes are known to be gone.
+        min_workers: fewer do not go on.
+    """
+    gone = [m for m in newest.members if m not in kept]
+    unsure = [m for m in gone if m not in dead]
+    if all(reports[m].blank for m in kept):
+        return "no worker is left that has the state of the training"
+    if 2 * len(kept) <= len(newest.members) and unsure:
+        return (
+            f"{len(kept)} of the last {len(newest.members)} workers are no majority, and worker {unsure} may be alive "
+            "and going on without this one"
+        )
+    if len(kept) < min_workers:
+        return f"{len(kept)} worker(s) are left, fewer than min_workers={min_workers}"
+    return ""

@@ -1,0 +1,117 @@
+"""Models of ``DistributedDataParallel``, and tensors of the processes, summed by a strategy; for all libraries."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
+from tfstyle_dist.cross_device_ops.collective import widened_type
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies import Strategy
+
+_PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
+
+
+def is_elastic(strategy: Strategy) -> bool:
+    """Whether the workers of a strategy may change: no library's processes do."""
+    from tfstyle_dist.strategies.elastic import ElasticWorker
+
+    return isinstance(strategy.worker, ElasticWorker)
+
+
+def sum_gradients_by(strategy: Strategy, model: Any) -> None:
+    """Gives a model its communication hook: each bucket of gradients becomes the strategy's mean.
+
+    Args:
+        strategy: its group has the same members as the one of the model.
+        model: of ``DistributedDataParallel``.
+    """
+    model.register_comm_hook(strategy, mean_of_bucket)
+
+
+def mean_of_bucket(strategy: Strategy, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: replaces a bucket of gradients by their mean over the workers.
+
+    The sum is the strategy's: in the order of its aggregation method, through its group. float16 and bfloat16 are
+    summed in float32.
+
+    Args:
+        strategy: its group has the same members as the one of the model.
+        bucket: a ``GradBucket`` of torch.
+
+    Returns:
+        A future that is done and holds the bucket's buffer.
+    """
+    buffer: torch.Tensor = bucket.buffer()
+    flat = buffer.to(widened_type(buffer.dtype))
+    group = strategy.worker.group
+    if group.size > 1:
+        name = f"gradients[{bucket.index()}]"
+        # DistributedDataParallel has compared the models: the workers' buckets are of one size.
+        ops = strategy.cross_device_ops
+        method = ops.aggregation_method
+        if ops.own_sum is not None:
+            flat = ops.own_sum([flat])
+        group.all_reduce_async(flat, name, agreed=True, method=method).wait()
+        flat.div_(group.size)
+    if flat is not buffer:
+        buffer.copy_(flat)
+    devices = [buffer.device] if buffer.device.type != "cpu" else None
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+    done.set_result(buffer)
+    return done
+
+
+# DistributedDataParallel takes a hook without annotations, but none whose annotations are text.
+mean_of_bucket.__annotations__.clear()
+
+
+def sum_of_processes(strategy: Strategy, value: torch.Tensor, name: str, mean: bool) -> torch.Tensor:
+    """The sum, or the mean, of one tensor of each worker, in the order of the strategy's aggregation method.
+
+    Args:
+        strategy: through its group.
+        value: of one shape on all workers.
+        name: of what is computed, for errors.
+        mean: whether to divide by the number of workers.
+
+    Returns:
+        A new tensor, the same on all workers, without gradients; the mean of whole numbers has fractions.
+    """
+    group, ops = strategy.worker.group, strategy.cross_device_ops
+    flat = value.detach().to(widened_type(value.dtype), copy=True).contiguous().reshape(-1)
+    group.all_reduce(flat, name, ops.aggregation_method)
+    total = flat.reshape(value.shape)
+    if mean:
+        total = total / group.size
+    return total.to(value.dtype) if value.is_floating_point() else total
+
+
+def outlive_threads(model: Any) -> None:
+    """Lets the threads of the process group end their last call before the model frees it.
+
+    torch frees the group while it holds Python's global lock. A thread of Gloo that at that moment wants the lock, to
+    let go of the tensors of the last call, would never get it, and both would wait for ever.
+
+    Args:
+        model: of ``DistributedDataParallel``; maybe it holds the last reference to its group.
+    """
+    watch = weakref.finalize(model, _let_threads_finish, weakref.ref(default_process_group()))
+    watch.atexit = False
+
+
+def _let_threads_finish(known: Callable[[], Any]) -> None:
+    """Called when a model is about to be freed; waits a moment if it holds the last reference to its process group.
+
+    Args:
+        known: gives the default group of the time when the model was prepared, if it is still there.
+    """
+    group = known()
+    if group is None or group is not default_process_group():
+        time.sleep(_PATIENCE)

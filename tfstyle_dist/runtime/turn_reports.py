@@ -1,0 +1,121 @@
+"""What is said of replicas in messages: where they wait, where their threads are, and how their calls differ."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError
+from tfstyle_dist.runtime.replica_run import Action
+
+_NOT_THE_USERS = ("tfstyle_dist.", "torch", "contextlib")
+
+
+def users_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is not of this package or of torch, as ``file:line``."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Call:
+    """What one replica waits in.
+
+    Attributes:
+        result: a 1-tuple once the joint work is done.
+    """
+
+    __slots__ = ("action", "anywhere", "frame", "joint", "kind", "payload", "result")
+
+    def __init__(self, kind: str, payload: Any, action: Action, anywhere: bool, frame: FrameType) -> None:
+        self.kind, self.payload, self.action, self.anywhere, self.frame = kind, payload, action, anywhere, frame
+        self.result: tuple[Any] | None = None
+        self.joint: Sequence[float] = ()
+
+    def describe(self) -> str:
+        """The call and the user's line."""
+        line = users_line(self.frame)
+        return f"{self.kind} at {line}" if line else self.kind
+
+
+def stacks_of(threads: Sequence[int | None], replicas: Sequence[int]) -> str:
+    """Where the threads of some replicas are right now.
+
+    Args:
+        threads: of all replicas.
+        replicas: whose stacks are wanted.
+    """
+    frames = sys._current_frames()
+    parts = []
+    for replica in replicas:
+        frame = frames.get(threads[replica] or -1)
+        text = "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
+        parts.append(f"replica {replica} is at:\n{text}")
+    return "\n".join(parts)
+
+
+def differ(calls: Sequence[Call | None], done: Sequence[bool]) -> bool:
+    """Whether some replica waits in a call that not all will make; arguments as for ``different_calls``."""
+    open_calls = [call for call in calls if call is not None]
+    if not open_calls:
+        return False
+    return any(done) or any(call.kind != open_calls[0].kind for call in open_calls)
+
+
+def different_calls(calls: Sequence[Call | None], done: Sequence[bool]) -> CollectiveMismatchError:
+    """The error of replicas that made different calls.
+
+    Args:
+        calls: what each replica waits in.
+        done: whose functions are over.
+    """
+    lines = []
+    for replica, call in enumerate(calls):
+        if call is not None:
+            did = call.describe()
+        elif done[replica]:
+            did = "finished without another call"
+        else:
+            did = "has not come to a call yet"
+        lines.append(f"  replica {replica}: {did}")
+    return CollectiveMismatchError(
+        "The replicas made different calls: a different number of merge_call / all_reduce / all_gather calls or "
+        "gradient reductions. Every replica must make the same ones in the same order:\n" + "\n".join(lines)
+    )
+
+
+def came_late(
+    holder: int, count: int, call: Call | None, timeout: timedelta | None, stacks: str
+) -> DeadlineExceededError:
+    """The error of a replica that kept its turn for too long.
+
+    Args:
+        holder: that replica.
+        count: the replicas of this process.
+        call: what another one waits in; ``None``: for the end of the others.
+        timeout: the limit.
+        stacks: where the replica is.
+    """
+    limit = f"{timeout.total_seconds() if timeout else 0:g} s"
+    if call is not None:
+        said = f"Replica(s) [{holder}] of {count} did not come to {call.describe()} within {limit}."
+    else:
+        said = (
+            f"Replica(s) [{holder}] did not finish within the limit of {limit} after replica 0 did. Set "
+            "TFSTYLE_TIMEOUT_SECONDS (0: no limit) if the work is just long."
+        )
+    return DeadlineExceededError(f"{said}\n{stacks}")
+
+
+def first_is_late(call: Call | None, deadline: Deadline, stacks: str) -> str:
+    """What is said of replica 0 when it keeps its turn for too long; arguments as for ``came_late``."""
+    where = "a call that all replicas make" if call is None else call.describe()
+    return (
+        f"replica 0 did not come to {where} within {deadline}. It runs in the thread that called run, which cannot be "
+        f"abandoned: the error is raised when its function returns.\n{stacks}"
+    )

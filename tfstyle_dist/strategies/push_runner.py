@@ -1,0 +1,65 @@
+"""``optimizer.step()`` under parameter servers, and the settings of optimizers that the servers are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.variables import Record
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
+    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
+
+    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
+    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+class PushRunner(UpdateRunner):
+    """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        super().__init__(strategy)
+        self._kept: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+
+    def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
+        """Pushes, and takes the gradients away so that the local step changes nothing."""
+        strategy = cast("ParameterServerStrategy | None", self._strategy())
+        if strategy is None:
+            return None
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise RuntimeError("torch.optim.LBFGS needs the loss again and again, which a parameter server has not.")
+        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+            raise RuntimeError(
+                "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
+            )
+        pairs: list[tuple[Any, torch.Tensor]] = [
+            (r, r.components[0].grad) for r in records if r.components[0].grad is not None
+        ]
+        if strategy.cluster_resolver is not None:  # on the coordinator, where a scheduler may have changed them
+            strategy.send_hyperparameters()
+        if pairs:
+            strategy.push_gradients(optimizer, pairs)
+        self._kept[id(optimizer)] = pairs
+        for record, _ in pairs:
+            record.components[0].grad = None
+        return None
+
+    def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
+        """Gives the gradients back."""
+        for record, grad in self._kept.pop(id(optimizer), ()):
+            record.components[0].grad = grad

@@ -1,0 +1,60 @@
+"""The records of what a strategy takes over from modules: plain parameters and buffers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.comm import mesh
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.known_tensors import WeakComponents
+from tfstyle_dist.variables.partitioned import LocalParts
+from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.replica_copies import BufferCopies, ParameterCopies
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.store import ParameterStore
+
+
+def parameter_record(store: ParameterStore, parameter: torch.nn.Parameter) -> Record:
+    """The record of a parameter; with one local replica it stays a plain ``nn.Parameter``."""
+    components: Any = [parameter]
+    if store.contents is not None:
+        components = ParameterCopies(store.contents, parameter)
+    record = Record(store, parameter, components, "parameter", policy=GradientPolicy())
+    if store.contents is None and mesh.is_divided(parameter):
+        _take_divided(store, record, parameter)
+    elif store.contents is None:
+        # The store must not keep the user's parameter alive: with one replica the record refers to it weakly.
+        record.components = WeakComponents(record)
+    return record
+
+
+def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Parameter) -> None:
+    """A parameter in parts over the model mesh, or one that somebody else (FSDP) divides and reduces."""
+    reference = weakref.ref(parameter)
+    record.components, record.placement = LocalParts(reference), Placement.SHARDED
+    if store.model_mesh is not None and mesh.is_on(parameter, store.model_mesh):
+        return
+    over = mesh.num_workers(parameter)
+    if over < store.worker.group.size:
+        raise ValueError(
+            f"A parameter is divided over {over} of {store.worker.group.size} workers, and nobody would sum its "
+            "gradients over the others. Make the strategy with logical_devices_per_replica, and divide with it."
+        )
+    record.policy = GradientPolicy("elsewhere")
+
+
+def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> Record:
+    """The record of a buffer: floating ones are ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
+    mean = buffer.is_floating_point() or buffer.is_complex()
+    aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
+    record = Record(store, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
+    if store.contents is not None and module is not None:
+        record.components = BufferCopies(store.contents, module, name)  # type: ignore[assignment]
+    else:
+        record.components = WeakComponents(record)
+    return record

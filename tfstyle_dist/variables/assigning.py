@@ -1,0 +1,117 @@
+"""What ``assign``, ``assign_add`` and ``assign_sub`` of a variable mean in each context."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.runtime.context import Replica, current_frame, mixing_error
+from tfstyle_dist.values import Share
+from tfstyle_dist.variables.component import (
+    checked,
+    combine,
+    per_component,
+    read_across_replicas,
+    without_nan,
+    write_all,
+    write_component,
+)
+from tfstyle_dist.variables.record import Placement
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.variable import Variable
+
+
+def assign(variable: Variable, op: str, value: Any) -> Any:
+    """Writes to a variable in the context that this thread is in.
+
+    Args:
+        variable: the variable.
+        op: ``assign``, ``assign_add`` or ``assign_sub``.
+        value: what it is given.
+
+    Returns:
+        What the method of this name returns.
+    """
+    record = variable._tfstyle_record
+    record.store.ensure_equal()
+    strategy, frame = record.store.strategy, current_frame()
+    if frame is not None and frame.strategy is not strategy and not variable._tfstyle_plain():
+        raise mixing_error(strategy, frame.strategy, f"assigning variable {variable.name!r}")
+    index = record.index()
+    if variable._tfstyle_plain():
+        component = record.components[0]
+        write_component(component, op, checked(value, component, variable.name))
+        return variable
+    if index is None:
+        return _in_cross_replica_context(variable, op, value)
+    assert frame is not None
+    component = record.components[index]
+    local = (
+        frame.component is not None
+        or record.synchronization is VariableSynchronization.ON_READ
+        or record.aggregation is VariableAggregation.NONE
+    )
+    if local:
+        if frame.component is None and record.placement is Placement.CENTRAL and strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"You must specify an aggregation method to update the variable {variable.name!r} in replica context: "
+                "under central storage it has one copy, and aggregation NONE does not say how the replicas' values "
+                "combine. Create it with aggregation SUM, MEAN or ONLY_FIRST_REPLICA."
+            )
+        value = checked(value, component, variable.name)
+        share = None if frame.replica is None else frame.replica.share
+        if share is not None and share.examples == 0:
+            value = without_nan(op, value, component)
+        write_component(component, op, value)
+        return variable
+    assert frame.replica is not None
+    _together(variable, op, value, frame.replica)
+    return variable
+
+
+def _together(variable: Variable, op: str, value: Any, replica: Replica) -> None:
+    """ON_WRITE with SUM, MEAN or ONLY_FIRST_REPLICA in replica context: one joint write."""
+    record = variable._tfstyle_record
+    aggregation, worker = record.aggregation, record.store.worker
+    if aggregation is VariableAggregation.SUM and not isinstance(value, torch.Tensor) and worker.num_replicas > 1:
+        raise ValueError(
+            f"{value!r} cannot be reduced: variable {variable.name!r} has aggregation SUM over {worker.num_replicas} "
+            "replicas, and a Python value is the same on all of them, so its sum is not defined. Pass a tensor, "
+            f"e.g. variable.{op}(torch.tensor({value!r}))."
+        )
+    value = checked(value, record.components[replica.local_replica_id], variable.name)
+
+    def write(given: list[tuple[torch.Tensor, Share | None]]) -> list[None]:
+        values, shares = zip(*given, strict=True)
+        write_all(record, op, combine(record, values, shares))
+        return [None] * len(values)
+
+    replica.barrier(f"{op} of variable {variable.name!r}", (value, replica.share), write)
+
+
+def _in_cross_replica_context(variable: Variable, op: str, value: Any) -> Any:
+    record = variable._tfstyle_record
+    first, on_read = record.components[0], record.synchronization is VariableSynchronization.ON_READ
+    count = len(record.copies())
+    values = [checked(v, first, variable.name) for v in per_component(value, count)[:count]]
+    if not on_read:
+        if len({id(v) for v in values}) > 1:
+            for component, part in zip(record.components, values, strict=True):
+                write_component(component, op, part)
+        else:
+            write_all(record, op, values[0])
+        return variable
+    if record.aggregation is VariableAggregation.SUM:
+        if op != "assign":
+            raise ValueError(
+                f"{op} of ON_READ variable {variable.name!r} with aggregation SUM is not defined in cross-replica "
+                "context: each replica holds a part of the sum. Call it inside strategy.run, or use assign."
+            )
+        count = record.store.worker.num_replicas
+        values = [v / count if v.is_floating_point() or v.is_complex() else v // count for v in values]
+    for component, part in zip(record.components, values, strict=True):
+        write_component(component, op, part)
+    return read_across_replicas(record, variable.name)

@@ -1,0 +1,68 @@
+"""Which record belongs to a tensor."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.record import Record
+
+_records: torch_internals.WeakIdKeyDictionary = torch_internals.WeakIdKeyDictionary()
+_records_lock = threading.Lock()
+
+
+def find_record(tensor: Any) -> Record | None:
+    """The record of any tensor a strategy owns: replicated, variable, component or plain adopted parameter."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    record: Record | None = getattr(tensor, "_tfstyle_record", None)
+    if record is None:
+        entry = _records.get(tensor)
+        record = entry() if isinstance(entry, weakref.ref) else entry
+    return record
+
+
+def remember(tensor: torch.Tensor, record: Record) -> None:
+    """From now on the tensor has this record, which lives as long as the tensor."""
+    with _records_lock:
+        _records[tensor] = record
+
+
+def remember_components(record: Record) -> None:
+    """Lets a component be traced to its record; weakly, because the record holds the component."""
+    reference = weakref.ref(record)
+    with _records_lock:
+        for tensor in record.components:
+            _records[tensor] = reference
+
+
+def follow_buffer(record: Record) -> None:
+    """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
+    module = record.module() if record.module is not None else None
+    current = None if module is None else torch_internals.buffers_of(module).get(record.local_name)
+    if current is not None and current is not record.tensor:
+        record.rebind(current)
+        remember(current, record)
+
+
+class WeakComponents(list[torch.Tensor]):
+    """The one-entry component list of a plain parameter, without a strong reference to it."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__([torch.empty(0)])
+        self._record = weakref.ref(record)
+
+    def __getitem__(self, index: Any) -> Any:
+        record = self._record()
+        tensor = None if record is None else record.tensor
+        if tensor is None:
+            raise ReferenceError("the parameter of this record is gone")
+        return [tensor][index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([self[0]])

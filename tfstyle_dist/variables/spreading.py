@@ -1,0 +1,116 @@
+"""What cross-replica context wrote to the objects of one replica reaches the objects of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.copies import Copier, Mark
+from tfstyle_dist.variables.object_content import ObjectContent
+
+Things = Sequence[tuple[Any, ObjectContent]]
+
+
+class Spreader:
+    """Copies attributes to the other replicas; what they have in the place of what was not written to stays.
+
+    Args:
+        count: the local replicas.
+        take: makes what is found content; returns whether it is.
+        device: where a replica's copy of a tensor on a device belongs.
+        adopt: called with a parameter that a module got outside of every scope, and the module.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        take: Callable[[Any], bool],
+        device: Callable[[int, torch.device], torch.device],
+        adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+    ) -> None:
+        self._count, self._take, self._device, self._adopt = count, take, device, adopt
+        self.forget()
+
+    def forget(self) -> None:
+        """All objects that name each other were copied."""
+        self._known: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(self._count)]
+
+    def copier(self, replica: int) -> Copier:
+        """What copies values for a replica, each once."""
+        return Copier(self._take, lambda like: self._device(replica, like), self._known[replica])
+
+    def copy_all(self, things: Things, others: Sequence[int]) -> None:
+        """Gives all replicas copies of what the first one has.
+
+        Args:
+            things: the objects with their contents.
+            others: the replicas but the first one.
+        """
+        for thing, content in things:
+            for replica in others:
+                copier, own = self.copier(replica), content.dicts[replica]
+                own.clear()
+                own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
+        self.forget()
+
+    def copy_changed(self, changed: Things, things: Things, others: Sequence[int]) -> None:
+        """Copies the attributes that changed to the other replicas.
+
+        Args:
+            changed: the objects that were written to, with their contents.
+            things: all objects with their contents.
+            others: the replicas but the first one.
+        """
+        if not changed:
+            return
+        self._find_twins(things, others)
+        for thing, content in changed:
+            now = thing.__dict__
+            written, gone = content.changes(now)
+            for replica in others:
+                copier, own = self.copier(replica), content.dicts[replica]
+                own.update({name: copier(now[name]) for name in written})
+                for name in gone:
+                    own.pop(name, None)
+            if isinstance(thing, torch.nn.Module):
+                for parameter in torch_internals.parameters_of(thing).values():
+                    if parameter is not None:
+                        self._adopt(parameter, thing)
+        self.forget()
+
+    def _find_twins(self, things: Things, others: Sequence[int]) -> None:
+        """Notes for each replica what it has in the place of what replica 0 has and was not written to."""
+        for thing, content in things:
+            now = thing.__dict__
+            for name, value, mark in content.marks():
+                for replica in others:
+                    self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
+
+    def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:
+        known = self._known[replica]
+        if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
+            if now is old:
+                if own is not old and (type(mark) is not Mark or mark.same()):
+                    known[id(now)] = (now, own)
+            elif _is_converted(old, now):
+                known[id(now)] = (now, own.to(self._device(replica, now.device), now.dtype))
+            return
+        if type(mark) is not Mark or type(now) is not type(old) or type(own) is not type(old) or own is old:
+            return
+        if now is old and mark.same():
+            known[id(now)] = (now, own)
+        if isinstance(old, dict):
+            for key, part in mark.entries():
+                if key in now and key in own:
+                    was = part.value if type(part) is Mark else part
+                    self._pair(now[key], was, own[key], part, replica)
+
+
+def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a buffer was replaced by itself in another type or on another device."""
+    if old.shape != new.shape or (old.dtype, old.device) == (new.dtype, new.device) or old.is_meta or new.is_meta:
+        return False
+    return torch.equal(old.to(new.device, new.dtype), new)
