@@ -163,7 +163,7 @@ def main() -> None:
         die("step")
         return loss
 
-    losses, held = [], ()
+    losses, held = [], []
     manager, iterator = None, iter(dataset)
     if "CHECKPOINTS" in os.environ:
         publish = files.publish
@@ -183,7 +183,7 @@ def main() -> None:
             if "ASK" in os.environ and strategy.should_stop(False):
                 break
             per_replica = strategy.run(train, args=batch)
-            held = strategy._elastic_steps.job.held  # not at the end: those that are done leave, and others take over
+            held.append(strategy._elastic_steps.job.held)
             losses.append(float(strategy.reduce("MEAN", per_replica, axis=None)))
             die("end")
             schedule.step()

@@ -25,6 +25,11 @@ def undisturbed(run_job: Any) -> Any:
     return result
 
 
+def held_before_the_last_step(job: list[dict[str, Any]]) -> list[int]:
+    """All replicas that the workers held; in the last step who is done leaves, and the others may do it again."""
+    return sorted(replica for worker in job for replica in worker["result"]["held"][-2])
+
+
 def assert_same(job: list[dict[str, Any]], expected: dict[str, Any], killed: set[int]) -> None:
     for index, worker in enumerate(job):
         if index in killed:
@@ -42,7 +47,7 @@ def assert_same(job: list[dict[str, Any]], expected: dict[str, Any], killed: set
 def test_it_does_not_matter_who_holds_which_replica(run_job: Any, undisturbed: Any, workers: int) -> None:
     job = run_job(workers, "cnn", STEPS)
     assert_same(job, undisturbed("cnn"), set())
-    assert sorted(r for worker in job for r in worker["result"]["held"]) == [0, 1, 2, 3]
+    assert held_before_the_last_step(job) == [0, 1, 2, 3]
 
 
 @pytest.mark.timeout(600)
@@ -50,7 +55,7 @@ def test_it_does_not_matter_who_holds_which_replica(run_job: Any, undisturbed: A
 def test_the_weights_after_kills_are_those_of_the_undisturbed_run(run_job: Any, undisturbed: Any, kind: str) -> None:
     job = run_job(4, kind, STEPS, "2:2:backward", "0:4:step", "3:6:forward")
     assert_same(job, undisturbed(kind), {0, 2, 3})
-    assert job[1]["result"]["held"] == [0, 1, 2, 3]
+    assert job[1]["result"]["held"][-1] == [0, 1, 2, 3]
     assert job[1]["result"]["retried"] >= 1
 
 
@@ -92,11 +97,11 @@ def test_a_worker_that_stands_still_is_given_up_and_says_so(run_job: Any, undist
 def test_the_weights_after_kills_and_rejoins_are_those_of_the_undisturbed_run(
     run_job: Any, undisturbed: Any, kind: str
 ) -> None:
-    faults = ["2:2:backward", "0:4:step", "3:6:forward"]
+    faults = ["2:2:backward", "0:4:step", "3:5:forward"]
     job = run_job(4, kind, STEPS, *faults, restarts={0: 1, 2: 1, 3: 1}, REJOIN="3")
     assert_same(job, undisturbed(kind), set())
     assert [worker["result"]["joined"] for worker in job] == [True, False, True, True], job
-    assert sorted(r for worker in job for r in worker["result"]["held"]) == [0, 1, 2, 3]
+    assert held_before_the_last_step(job) == [0, 1, 2, 3]
     assert job[2]["result"]["first"] in range(2, 5)
 
 
