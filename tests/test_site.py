@@ -33,7 +33,7 @@ PHONE = 390
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(700),
-    pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs pip install '.[docs]'"),
+    pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs pip install '.[docs,test]'"),
 ]
 
 LOOK = """<!doctype html><body><script>

@@ -192,10 +192,11 @@ def test_editable_install_imports(source: Path, tmp_path: Path, from_root: bool)
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_bench_runs_the_benchmarks() -> None:
-    """All but those that need TensorFlow or a GPU, and nothing that writes into the documentation."""
+    """All but those that need TensorFlow, torchft or a GPU, and nothing that writes into the documentation."""
     said = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     run = set(re.findall(r"benchmarks/(\w+)\.py", said))
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert there - run == {name for name in there if name.endswith("_tf")} | {"aggregation_gpu", "draw_speed"}
+    others = {"aggregation_gpu", "draw_speed", "elastic_torchft"}
+    assert there - run == {name for name in there if name.endswith("_tf")} | others
     assert run <= there
     assert "sync_step" in run

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from started_together import outputs
-
-from tfstyle_dist.core.launch_env import LAUNCHER_VARIABLES
+from started_together import clean_environment, outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
 import torch
@@ -74,16 +70,10 @@ assert fabric.all_gather(torch.tensor([fabric.global_rank])).flatten().tolist() 
 """
 
 
-def environment() -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER_VARIABLES, "TF_CONFIG")}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return clean | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
 def agreeing(*commands: list[str]) -> list[str]:
     """The ranks that say that their weights agree with one device."""
-    text = outputs([(command, environment()) for command in commands], 250)
-    return sorted(re.findall(r"rank (\d) agrees", text))
+    texts = outputs([(command, clean_environment()) for command in commands], 250)
+    return sorted(re.findall(r"rank (\d) agrees", "".join(texts)))
 
 
 def test_of_a_plain_script(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from started_together import outputs
+from started_together import clean_environment, outputs
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.launch_env import LAUNCHER_VARIABLES
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.testing.runner import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("fabric_program.py")
 needs_fabric = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -32,11 +29,9 @@ pytestmark = pytest.mark.timeout(500)
 
 
 def environment(**others: str) -> dict[str, str]:
-    """That of a shell in which nothing is launched."""
-    launched = (*LAUNCHER_VARIABLES, "TF_CONFIG", "NODE_RANK", "PL_GLOBAL_SEED")
-    clean = {name: value for name, value in os.environ.items() if name not in launched}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return clean | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **others}
+    """Without the variables of Fabric's launchers too."""
+    clean = clean_environment(**others)
+    return {name: value for name, value in clean.items() if name not in ("NODE_RANK", "PL_GLOBAL_SEED")}
 
 
 def run(command: Sequence[object]) -> None:
@@ -125,18 +120,9 @@ def test_sums_have_one_order(tmp_path: Path) -> None:
 def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     """Also where: in the program, not in Fabric."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    started = []
-    for index in range(2):
-        cluster = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-        command = [sys.executable, str(PROGRAM), str(tmp_path), "--lost=1"]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env=environment(TF_CONFIG=cluster), **pipes))
-    try:
-        texts = [process.communicate(timeout=400)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [1, 7], texts
+    command = [sys.executable, PROGRAM, tmp_path, "--lost=1"]
+    tasks = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}} for index in range(2)]
+    texts = outputs([(command, environment(TF_CONFIG=json.dumps(task))) for task in tasks], 400, codes=[1, 7])
     where = re.escape(str(PROGRAM))
     assert re.search(rf"PeerLostError: Worker 1 is missing.* called at {where}:\d", texts[0]), texts[0]
 

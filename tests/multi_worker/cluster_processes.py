@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import started_together
 
 from tfstyle_dist.core import launch_env, network
 
@@ -18,8 +19,7 @@ LAUNCHER_VARIABLES = (*launch_env.LAUNCHER_VARIABLES, "TF_CONFIG")
 
 def clean_environment(**changes: str) -> dict[str, str]:
     """This environment without a launcher's variables."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TFSTYLE_TIMEOUT_SECONDS": "20", **changes}
+    return started_together.clean_environment(**{"TFSTYLE_TIMEOUT_SECONDS": "20", **changes})
 
 
 def loopback_cluster(workers: int) -> dict[str, list[str]]:

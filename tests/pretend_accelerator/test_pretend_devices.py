@@ -68,7 +68,7 @@ MORE = {
     "train": ["test_optimizers.py"],
     "parity": ["test_parity.py", "test_central_parity.py"],
 }
-PARITY = "not test_central_parity and not test_parity or adam and fp64 and (mlp or cnn or tied) and not sum"
+PARITY = "not test_central_parity and not test_parity or adam and fp64 and (mlp or cnn or gpt2) and not sum"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -133,8 +134,8 @@ def test_a_killed_server_actor_comes_back_with_its_variables(local_ray: Any, tmp
 def test_two_clusters_share_the_generated_key_until_the_last_one_ends(local_ray: Any) -> None:
     from tfstyle_dist.integrations.ray import parameter_server_cluster
 
-    first = parameter_server_cluster(workers=1, ps=1, start_seconds=200)
-    with parameter_server_cluster(workers=1, ps=1, start_seconds=200) as second:
+    make = functools.partial(parameter_server_cluster, workers=1, ps=1, start_seconds=200)
+    with make() as first, make() as second:
         first.close()
         assert Path(os.environ["TFSTYLE_PS_KEYS"]).read_bytes()
         with tfd.ParameterServerStrategy(second) as strategy:
@@ -155,15 +156,17 @@ def test_a_task_that_is_lost_before_it_listens_enters_again(local_ray: Any) -> N
     directory = local_ray.remote(Directory).options(num_cpus=0, name=name).remote({"ps": 1}, key)
     options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1}
     task = local_ray.remote(ParameterServerTask).options(**options).remote("ps", 0, name)
-    address = local_ray.get(task.enter.remote(), timeout=200)
-    (before,) = local_ray.get(directory.tasks.remote())["ps"]
-    os.kill(before["pid"], signal.SIGKILL)
-    local_ray.get(task.start.remote({"ps": [address], "worker": ["127.0.0.1:1"]}), timeout=200)
-    (after,) = local_ray.get(directory.tasks.remote())["ps"]
-    assert (after["address"], after["lives"]) == (address, 2)
-    assert after["pid"] != before["pid"]
-    for actor in (task, directory):
-        local_ray.kill(actor)
+    try:
+        address = local_ray.get(task.enter.remote(), timeout=200)
+        (before,) = local_ray.get(directory.tasks.remote())["ps"]
+        os.kill(before["pid"], signal.SIGKILL)
+        local_ray.get(task.start.remote({"ps": [address], "worker": ["127.0.0.1:1"]}), timeout=200)
+        (after,) = local_ray.get(directory.tasks.remote())["ps"]
+        assert (after["address"], after["lives"]) == (address, 2)
+        assert after["pid"] != before["pid"]
+    finally:
+        for actor in (task, directory):
+            local_ray.kill(actor)
     wait_until(lambda: local_ray.available_resources().get("CPU") == 4, 30)
 
 

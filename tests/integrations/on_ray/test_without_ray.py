@@ -21,4 +21,4 @@ def test_the_message_says_what_to_install() -> None:
 
 @pytest.mark.skipif(not FOUND, reason="Ray is not installed: `make test-ray` runs the tests of this folder with it")
 def test_the_tests_of_this_folder_run() -> None:
-    assert FOUND
+    """Passes where Ray is; elsewhere it is the one line that tells of tests which were not even collected."""
