@@ -7,6 +7,7 @@ Reads one JSON line on its standard input for each job: {"workers": N, "argument
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
@@ -41,6 +42,7 @@ def work(index: int, life: int, addresses: list[str], job: dict[str, Any], outpu
         handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        faulthandler.register(signal.SIGUSR1)
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         os.environ.update({"TF_CONFIG": json.dumps(cluster), "LIFE": str(life), **job.get("environment", {})})
         script = _HERE / job.get("script", "elastic_train.py")
@@ -61,7 +63,7 @@ def work(index: int, life: int, addresses: list[str], job: dict[str, Any], outpu
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs a job to its end, or kills it at the limit."""
+    """Runs a job to its end, or kills it at the limit, after its stacks were printed."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(job["workers"])]
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
@@ -99,9 +101,12 @@ def wait(
                 if code == 0:
                     ended.touch()
         if time.monotonic() > end:
-            for pid, index in pids.items():
-                if index not in codes:
-                    os.kill(pid, signal.SIGKILL)
+            hung = [pid for pid, index in pids.items() if index not in codes]
+            for pid in hung:
+                os.kill(pid, signal.SIGUSR1)  # its stacks go to its output
+            time.sleep(1)
+            for pid in hung:
+                os.kill(pid, signal.SIGKILL)
             end += 10
         time.sleep(0.01)
     return codes

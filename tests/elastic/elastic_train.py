@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -26,24 +27,36 @@ SAMPLES = 39
 
 
 class Joint(torch.nn.Module):
-    """Calls everything that replicas can do together in a step, and has a sparse gradient."""
+    """Calls everything that replicas can do together in a step; its replicas do not all do the same.
+
+    It has a sparse gradient, a tensor whose memory is not in the order of its rows, and state that only some replicas
+    change.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(10, 8, sparse=True)
         self.last = torch.nn.Linear(8, 3)
-        self.calls = 0
+        self.register_buffer("scale", torch.ones(8))
+        self.calls = self.first_calls = 0
+        self.recent: deque[float] = deque(maxlen=3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         context = tfd.get_replica_context()
         hidden = self.table((x[:, :4].abs() * 3).long().clamp(0, 9)).mean(1)
         mean = context.all_reduce("MEAN", hidden.mean(0))
+        if context.replica_id_in_sync_group == 0:
+            self.first_calls += 1
+        if context.replica_id_in_sync_group % 2:
+            hidden = hidden * self.scale.mul_(1.01)
+            self.recent.append(float(hidden.detach().sum()))
         everyone = context.all_gather(hidden, axis=0)
+        turned = context.all_reduce("SUM", self.table.weight.detach().t() * (1 + self.first_calls / 7)).norm()
         merged = context.merge_call(
             lambda strategy, value: strategy.reduce("SUM", value, axis=None), args=(hidden.detach().sum(),)
         )
-        return self.last(hidden + mean + everyone.mean(0)) + merged * 1e-3
+        return self.last(hidden + mean + everyone.mean(0)) + (merged + turned + sum(self.recent)) * 1e-3
 
 
 def make_model(kind: str) -> torch.nn.Module:

@@ -46,6 +46,6 @@ def test_random_kills(run_job: Any) -> None:
             elif index in come_back and worker["code"] == 1:
                 assert any(text in worker["output"] for text in TOO_LATE), (what, worker["output"])
             else:
-                assert worker["code"] == 0, (what, index, worker["output"])
+                assert worker["code"] == 0, (what, index, [w["output"] for w in job])
                 for name in EXACT:
                     assert worker["result"][name] == undisturbed[kind, optimizer][name], (what, index, name)

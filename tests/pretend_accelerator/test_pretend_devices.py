@@ -118,7 +118,9 @@ def test_models_in_parts_and_keras_on_ranks() -> None:
 
 def ranks(*arguments: str) -> list[dict[str, Any]]:
     result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=250, env=PRETEND)
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert said, result.stderr
+    return said
 
 
 @pytest.mark.slow

@@ -65,8 +65,8 @@ class DataAxis(WorkerGroup):
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self.data.shares_memory(dtype, device)
 
-    def carrier_of(self, device: torch.device) -> str:
-        return self.data.carrier_of(device)
+    def backend_of(self, device: torch.device) -> str:
+        return self.data.backend_of(device)
 
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         return self.data.explain(numel, dtype, method)

@@ -96,7 +96,7 @@ class WorkerGroup(abc.ABC):
         """Whether sums of such values go through memory that all workers share: nothing is gained by sending early."""
         return False
 
-    def carrier_of(self, device: torch.device) -> str:
+    def backend_of(self, device: torch.device) -> str:
         """What moves values of a device: the kind of accelerator whose library does, or ``"cpu"``.
 
         Workers that gave one value to different libraries would wait for each other for ever.

@@ -107,7 +107,7 @@ class TorchGroup(WorkerGroup):
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self._sums.shares_memory(dtype, device.type)
 
-    def carrier_of(self, device: torch.device) -> str:
+    def backend_of(self, device: torch.device) -> str:
         return device.type if device.type == self._transport.accelerator else "cpu"
 
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:

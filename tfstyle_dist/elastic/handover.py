@@ -12,8 +12,9 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.positions import Positions
+from tfstyle_dist.elastic.replica_state import count_tensors
 from tfstyle_dist.elastic.streams import StepStreams
-from tfstyle_dist.elastic.votes import Call, Votes, count_tensors
+from tfstyle_dist.elastic.votes import Call, Votes, said
 from tfstyle_dist.elastic.whole_state import WholeState
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -108,7 +109,7 @@ class Handover:
         self._votes.known = {}
         for replica, entries in state["known"]:
             for entry in entries:
-                count = count_tensors([entry])
+                count = count_tensors(entry)
                 own = [t.clone() for t in tensors[number : number + count]]
                 self._votes.known.setdefault(replica, []).append((entry, own))
                 number += count
@@ -131,7 +132,7 @@ class Handover:
         if state["call"] != call:
             raise InvalidArgumentError(
                 f"This worker came back to an elastic job in step {state['step']}, where the others call "
-                f"{_said(state['call'])}; it calls {_said(call)}. A worker that comes back begins at the top of its "
+                f"{said(state['call'])}; it calls {said(call)}. A worker that comes back begins at the top of its "
                 "loop. Call tfd.experimental.join(strategy) right before the loop, keep the numbers that the loop "
                 "depends on (the epoch, the step) in tfd.Variables, and take one batch for each call of strategy.run."
             )
@@ -157,7 +158,3 @@ def _shares(tensors: Sequence[torch.Tensor], equal: Sequence[bool], count: int) 
         shares[donor].append(number)
         bytes_of[donor] += tensors[number].nbytes
     return shares
-
-
-def _said(call: Call) -> str:
-    return f"{call[0]} with batch {call[1]}"

@@ -161,7 +161,7 @@ class ElasticJob:
                 except BaseException:
                     self._abort()
                     raise
-                committed = self._commit(view, results, arguments)
+                committed = self._commit(view, results, call)
                 if committed is not None:
                     self._positions.run_ended()
                     self.committed += 1
@@ -192,13 +192,13 @@ class ElasticJob:
         self.refresh()
         self.retried += 1
 
-    def _commit(self, view: View, results: list[Any], arguments: Any) -> list[Any] | None:
+    def _commit(self, view: View, results: list[Any], call: Call) -> list[Any] | None:
         """Votes; returns the results of all replicas, or ``None`` when the step is to be done again."""
         self._streams.end_step()
         optimizers = [thing for thing, _ in self._contents.objects() if isinstance(thing, torch.optim.Optimizer)]
         try:
             self.joint_work.parts.check_nothing_waits(self.held)
-            packet = self._votes.make(self.held, results, arguments, optimizers)
+            packet = self._votes.make(self.held, results, call, optimizers)
         except BaseException:
             self._abort()
             raise

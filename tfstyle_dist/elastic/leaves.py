@@ -19,7 +19,8 @@ from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.values import Division, Share
 
 _SAME_EVERYWHERE = (torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, enum.Enum, type)
-_VALUES = (bool, int, float, str, type(None))
+VALUES = frozenset({bool, int, float, str, type(None)})
+"""What JSON carries."""
 Described = list[list[Any]]
 
 
@@ -33,7 +34,7 @@ def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[t
     described: Described = []
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
-        if type(leaf) in _VALUES:
+        if type(leaf) in VALUES:
             described.append(["v", leaf])
         elif isinstance(leaf, torch.Tensor) and not (keep is not None and keep(leaf)):
             value = leaf.detach()

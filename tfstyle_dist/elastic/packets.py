@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +57,7 @@ def check_can_be_sent(tensor: torch.Tensor) -> None:
 
 def encode(packet: Packet) -> list[memoryview]:
     """The bytes of a packet; they are those of the tensors, not copies."""
-    what = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in packet.tensors]
+    what = [[str(t.dtype).removeprefix("torch."), list(t.shape), *_strides(t)] for t in packet.tensors]
     header = json.dumps([packet.header, what], separators=(",", ":")).encode()
     views: list[memoryview] = [bytes_of(t).numpy().data for t in packet.tensors if t.numel()]
     prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
@@ -83,7 +85,7 @@ def decode(header: bytes | bytearray, body: bytearray) -> Packet:
     try:
         values, what = json.loads(bytes(header))
         tensors, offset = [], 0
-        for name, shape in what:
+        for name, shape, *strides in what:
             dtype, count = _DTYPES[name], math.prod(shape)
             # frombuffer wants the offset of a whole number of elements; a copy has it, and is the rule for mixed types.
             size = count * dtype.itemsize
@@ -91,8 +93,8 @@ def decode(header: bytes | bytearray, body: bytearray) -> Packet:
             if part.nbytes != size:
                 raise DataLossError("A message of an elastic job ended too early.")
             offset += size
-            tensors.append(_tensor(part, dtype, count).view(shape))
-    except (ValueError, KeyError, TypeError) as error:
+            tensors.append(_laid_out(_tensor(part, dtype, count).view(shape), *strides))
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataLossError(f"A message of an elastic job cannot be read: {error}.") from error
     return Packet(values, tensors)
 
@@ -102,6 +104,24 @@ def _tensor(part: memoryview, dtype: torch.dtype, count: int) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     raw = torch.frombuffer(part, dtype=torch.uint8)
     return raw.view(dtype) if raw.data_ptr() % dtype.itemsize == 0 else raw.clone().view(dtype)
+
+
+def _strides(tensor: torch.Tensor) -> list[list[int]]:
+    """Those that a copy of the tensor has, if they are unusual: sums of other layouts have other last bits."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return []
+    usual = list(itertools.accumulate(reversed(tensor.shape[1:]), operator.mul, initial=1))[::-1]
+    strides = list(torch.empty_like(tensor).stride())
+    return [] if strides == usual else [strides]
+
+
+def _laid_out(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    if strides is None:
+        return tensor
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    if last >= tensor.numel():
+        raise DataLossError("A tensor in a message of an elastic job has strides that do not fit its sizes.")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
 # ---- messages of the protocol -------------------------------------------------------------------------------------

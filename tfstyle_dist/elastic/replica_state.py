@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import nest, torch_internals
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.elastic.leaves import Reader, describe
+from tfstyle_dist.elastic.leaves import VALUES
+from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.copies import CONTAINERS, Copier, Mark, tensor_state
 from tfstyle_dist.variables.record import Record, raw
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -26,8 +28,6 @@ MACHINERY = frozenset(
     name for name in torch.nn.Module().__dict__ if name not in ("training", "_buffers", "_non_persistent_buffers_set")
 )
 """Attributes of modules that are the same on all workers."""
-_SENT = (torch.Tensor, bool, int, float, str, type(None))
-_MOST_LEAVES = 256
 _GONE = object()
 Known = list[tuple[Any, list[torch.Tensor]]]
 """Values that a replica has of its own: descriptions as ``ReplicaStates.changed`` makes them, and their tensors."""
@@ -44,39 +44,39 @@ class ReplicaStates:
 
     def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
         self._contents, self._variables = contents, variables
-        self._before: dict[tuple[int, Place], tuple[Any, ...]] = {}
+        self._before: dict[int, dict[Place, _Image]] = {}
 
     # ---- of this worker's replicas ----------------------------------------------------------------------------
 
     def mark(self, held: Sequence[int]) -> None:
         """A step begins."""
-        self._before = {(r, place): _image(value) for r in held for place, value in self._values(r)}
+        writer = ValueWriter(self._contents)
+        before, self._before = self._before, {}
+        for replica in held:
+            old, now = before.get(replica, {}), self._before.setdefault(replica, {})
+            for place, value in self._values(replica):
+                image = old.get(place)
+                now[place] = image if image is not None and image.holds(value) else _Image(writer, value)
 
-    def changed(self, replica: int) -> tuple[list[Any], list[torch.Tensor]]:
+    def changed(self, replica: int) -> Known:
         """What the step has changed for a replica of this worker, to be sent; called when all have finished."""
-        described, tensors = [], []
-        types = self._types()
+        types, writer, found = self._types(), ValueWriter(self._contents), []
+        before = dict(self._before.get(replica, {}))
         for place, value in self._values(replica):
-            leaves, before = _leaves(value), self._before.get((replica, place))
-            if len(leaves) > _MOST_LEAVES or (before is not None and _is_same(before, leaves)):
-                continue
-            if strange := {type(leaf).__name__ for leaf in leaves if type(leaf) not in _SENT}:
-                _warn_not_sent(_type_at(place, types), place[2], strange)
-                continue
-            what, sent = describe(leaves)
-            described.append([*place, what, _type_at(place, types)])
-            tensors += sent
-        return described, tensors
-
-    def now(self, replica: int, known: Known) -> Known:
-        """The same values of a replica as they are now; those that are gone or cannot be sent now are left out."""
-        values, found = dict(self._values(replica)), []
-        for (kind, number, name, _, of), _ in known:
-            leaves = _leaves(values.get((kind, number, name), _GONE))
-            if len(leaves) <= _MOST_LEAVES and all(type(leaf) in _SENT for leaf in leaves):
-                what, tensors = describe(leaves)
-                found.append(([kind, number, name, what, of], [tensor.clone() for tensor in tensors]))
+            was = before.pop(place, None)
+            if was is None or was.differs(writer, value):
+                found.append(_entry(place, value, writer, types))
+            if was is None or was.left_out != _marks(writer.left_out):
+                _warn_not_sent(_type_at(place, types), place[2], writer.left_out)
+        found += [_entry(place, _GONE, writer, types) for place in before if place[1] in types]
         return found
+
+    def now(self, replica: int, places: Iterable[Place]) -> Known:
+        """What a replica has at these places now."""
+        values, types, writer = dict(self._values(replica)), self._types(), ValueWriter(self._contents)
+        wanted = [place for place in places if place in values or place[1] in types]
+        entries = [_entry(place, values.get(place, _GONE), writer, types) for place in wanted]
+        return [(state, [tensor.clone() for tensor in tensors]) for state, tensors in entries]
 
     def _types(self) -> dict[int, str]:
         return {content.number: type(thing).__name__ for thing, content in self._contents.objects()}
@@ -90,9 +90,7 @@ class ReplicaStates:
                 if value is not None:
                     yield ("b", content.number, name), value
             for name, value in list(now.items()):
-                if isinstance(thing, torch.nn.Module) and (name in MACHINERY or name == "_buffers"):
-                    continue
-                if type(value) in _SENT or type(value) in (list, tuple, dict):
+                if is_content(thing, name) and name != "_buffers":
                     yield ("a", content.number, name), value
         for number, (generator, states) in enumerate(self._contents.generators.living()):
             yield ("g", number, ""), generator.get_state() if replica == self._contents.first else states[replica]
@@ -103,31 +101,31 @@ class ReplicaStates:
 
     # ---- of replicas of other workers -------------------------------------------------------------------------
 
-    def install(self, replica: int, described: Sequence[Any], reader: Reader) -> None:
+    def install(self, replica: int, known: Known) -> None:
         """Gives a replica what it has of its own.
 
         Args:
             replica: any replica; its content must not be the one that has the turn.
-            described: as ``changed`` gave it.
-            reader: of the tensors.
+            known: as ``changed`` gave it.
         """
         objects = {content.number: thing for thing, content in self._contents.objects()}
         records, types = {record.number: record for record in self._variables()}, self._types()
-        for kind, number, name, what, of in described:
+        reader = ValueReader(self._contents)
+        for (kind, number, name, what, of, _), tensors in known:
             here = _type_at((kind, number, name), types)
             if of != here:
                 raise CollectiveMismatchError(
                     f"The workers found different objects in the step: object {number} is {of!r} on one worker and "
                     f"{here!r} here. Build the same objects in the same order on every worker."
                 )
-            values = reader.leaves(what, [None] * len(what), f"state {name!r} of a replica")
+            reader.tensors = tensors
             if kind == "v":
                 with torch.no_grad(), raw():
-                    records[number].components[replica].copy_(values[0])
+                    records[number].components[replica].copy_(tensors[0])
             elif kind == "g":
-                self._set_generator(number, replica, values[0])
+                self._set_generator(number, replica, tensors[0])
             elif number in objects:
-                self._put(objects[number], kind, name, values, replica)
+                self._put(objects[number], kind, name, what, replica, reader)
 
     def _set_generator(self, number: int, replica: int, state: torch.Tensor) -> None:
         generator, states = self._contents.generators.living()[number]
@@ -135,23 +133,96 @@ class ReplicaStates:
         if replica == self._contents.first:
             generator.set_state(state)
 
-    def _put(self, thing: Any, kind: str, name: str, leaves: list[Any], replica: int) -> None:
-        own = self._contents.attributes(thing, replica)
+    def _put(self, thing: Any, kind: str, name: str, what: Any, replica: int, reader: ValueReader) -> None:
+        own, shown = self._contents.attributes(thing, replica), thing.__dict__
         if kind == "b":
-            buffers = torch_internals.buffers_among(own)
-            buffers[name] = written(buffers.get(name), leaves[0])
+            own, shown = torch_internals.buffers_among(own), torch_internals.buffers_among(shown)
+        if what is None:
+            own.pop(name, None)
             return
-        like = own.get(name, thing.__dict__.get(name))
-        _, spec = nest.flatten(like)
-        if spec.num_leaves != len(leaves):
-            warn_once(
-                f"elastic attribute {type(thing).__name__}.{name}",
-                f"The attribute {name!r} of {type(thing).__name__} has another structure on another replica; a replica "
-                "that moves to another worker begins with that worker's value.",
-            )
+        like = own[name] if name in own else _copied(shown.get(name, MISSING))
+        value = reader.value(what, like)
+        if value is not MISSING:
+            own[name] = value
+
+
+class _Image:
+    """What a value was; a module's own kernels may write to buffers without a version.
+
+    Attributes:
+        left_out: marks of what is in it and not sent.
+    """
+
+    __slots__ = ("_described", "_mark", "_tensors", "_value", "left_out")
+
+    def __init__(self, writer: ValueWriter, value: Any) -> None:
+        self.left_out: list[Any] = []
+        self._described, self._mark = "", None
+        if type(value) in VALUES:
+            self._value = value
             return
-        before, _ = nest.flatten(like)
-        own[name] = nest.unflatten([written(b, v) for b, v in zip(before, leaves, strict=True)], spec)
+        described, tensors, left_out = writer.describe(value)
+        self._described, self._tensors = repr(described), [tensor.clone() for tensor in tensors]
+        self.left_out = _marks(left_out)
+        if type(value) in CONTAINERS and type(value) is not set and {type(v) for v in _parts(value)} <= VALUES:
+            self._mark = Mark(value)
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is seen at once that the value is the same."""
+        if type(value) in VALUES:
+            return not self._described and type(value) is type(self._value) and bool(value == self._value)
+        return self._mark is not None and value is self._mark.value and self._mark.same()
+
+    def differs(self, writer: ValueWriter, value: Any) -> bool:
+        """Whether a value is another one; what the writer leaves out of it tells of the rest."""
+        writer.left_out = []
+        if self.holds(value):
+            return False
+        if type(value) in VALUES or not self._described:
+            return True
+        described, tensors, _ = writer.describe(value)
+        return repr(described) != self._described or not all(map(_is_same, self._tensors, tensors))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return False
+    return torch.equal(bytes_of(before), bytes_of(now))
+
+
+def _marks(values: Iterable[Any]) -> list[Any]:
+    """What tells whether something that is not sent was written to, as far as that shows from outside."""
+    return [
+        (
+            id(value),
+            tensor_state(value) if isinstance(value, torch.Tensor) else len(value) if type(value) in CONTAINERS else 0,
+        )
+        for value in values
+    ]
+
+
+def _entry(place: Place, value: Any, writer: ValueWriter, types: dict[int, str]) -> tuple[Any, list[torch.Tensor]]:
+    """A value as it is sent; of one that is gone ``None``."""
+    described, tensors, _ = (None, [], []) if value is _GONE else writer.describe(value)
+    return [*place, described, _type_at(place, types), len(tensors)], tensors
+
+
+def place_of(state: Any) -> Place:
+    """Where a value belongs that was sent."""
+    return tuple(state[:3])
+
+
+def count_tensors(state: Any) -> int:
+    """How many tensors belong to it."""
+    return int(state[5])
+
+
+def _copied(value: Any) -> Any:
+    return Copier(lambda _: False, lambda device: device)(value)
 
 
 def _type_at(place: Place, types: dict[int, str]) -> str:
@@ -159,49 +230,21 @@ def _type_at(place: Place, types: dict[int, str]) -> str:
     return types.get(place[1], "NoneType") if place[0] in ("a", "b") else ""
 
 
-def _leaves(value: Any) -> Sequence[Any]:
-    return nest.flatten(value)[0] if type(value) in (list, tuple, dict) else (value,)
-
-
-def _warn_not_sent(kind: str, name: str, strange: Iterable[str]) -> None:
+def _warn_not_sent(kind: str, name: str, values: Iterable[Any]) -> None:
+    strange = sorted({type(value).__name__ for value in values})
+    if not strange:
+        return
     warn_once(
         f"elastic attribute {kind}.{name} not sent",
-        f"The attribute {name!r} of {kind} holds {', '.join(sorted(strange))}, and an elastic job sends tensors, "
-        "numbers and text. A replica that moves to another worker begins with that worker's value.",
+        f"The attribute {name!r} of {kind} holds {', '.join(strange)}, which a step has set or written to, and an "
+        "elastic job sends tensors, numbers, text, and lists, dicts, sets and deques of them. A replica that moves to "
+        "another worker begins with that worker's value.",
     )
 
 
-def _image(value: Any) -> tuple[Any, ...]:
-    """The leaves of a value as they are now; a module's own kernels may write to buffers without a version."""
-    leaves = _leaves(value)
-    if len(leaves) > _MOST_LEAVES:
-        return ()
-    return tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-
-
-def _is_same(image: tuple[Any, ...], leaves: Sequence[Any]) -> bool:
-    return len(image) == len(leaves) and all(map(_is_same_leaf, image, leaves))
-
-
-def _is_same_leaf(before: Any, now: Any) -> bool:
-    if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
-        return type(before) is type(now) and bool(before == now) if type(now) in _SENT else before is now
-    if before.shape != now.shape or before.dtype != now.dtype or before.layout != now.layout:
-        return False
-    if now.layout is not torch.strided:
-        return False
-    return torch.equal(bytes_of(before), bytes_of(now))
-
-
-def written(before: Any, value: Any) -> Any:
-    """A value, in the tensor that is there if it fits."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if type(before) is torch.Tensor and before.shape == value.shape and before.dtype == value.dtype:
-        with torch.no_grad():
-            before.copy_(value)
-        return before
-    return value.clone()
+def is_content(thing: Any, name: str) -> bool:
+    """Whether an attribute is the program's, and not of the machinery of modules or of this package."""
+    return not name.startswith("_tfstyle") and not (isinstance(thing, torch.nn.Module) and name in MACHINERY)
 
 
 def has_own_value(record: Record) -> bool:

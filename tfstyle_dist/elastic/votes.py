@@ -12,10 +12,11 @@ import torch
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.elastic.leaves import Reader, describe
+from tfstyle_dist.elastic.leaves import VALUES, Reader, describe
 from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.replica_state import Known, ReplicaStates
+from tfstyle_dist.elastic.replica_state import Known, ReplicaStates, count_tensors, place_of
 from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables.replicated import Replicated
 
 Call = list[Any]
 """The name of a step function, and a small number of its batch."""
@@ -38,14 +39,14 @@ class Votes:
         self.known: dict[int, Known] = {}
 
     def make(
-        self, held: Sequence[int], results: Sequence[Any], arguments: Any, optimizers: Iterable[torch.optim.Optimizer]
+        self, held: Sequence[int], results: Sequence[Any], call: Call, optimizers: Iterable[torch.optim.Optimizer]
     ) -> Packet:
         """This worker's vote.
 
         Args:
             held: its replicas.
             results: theirs.
-            arguments: of the step.
+            call: the step.
             optimizers: whose settings must be the same everywhere.
 
         Raises:
@@ -61,10 +62,10 @@ class Votes:
                     f"A function that strategy.run was given returned a {strange}. In an elastic job every worker gets "
                     "the results of all replicas, so a step returns tensors, numbers, text, None, or nests of them."
                 )
-            states, state_tensors = self._states.changed(replica)
-            replicas[str(replica)] = [what, states]
-            tensors += [*sent, *state_tensors]
-        header = {"replicas": replicas, "batch": fingerprint(arguments), "settings": _settings(optimizers)}
+            states = self._states.changed(replica)
+            replicas[str(replica)] = [what, [state for state, _ in states]]
+            tensors += [*sent, *(tensor for _, own in states for tensor in own)]
+        header = {"replicas": replicas, "call": said(call), "settings": _settings(optimizers)}
         return Packet(header, tensors)
 
     def take(self, votes: dict[int, Packet], results: Sequence[Any], held: Sequence[int]) -> list[Any]:
@@ -78,7 +79,7 @@ class Votes:
         Raises:
             InvalidArgumentError: the workers do not do the same.
         """
-        _check_same(votes)
+        self._check_same(votes)
         mine, spec = nest.flatten(results[0])
         found: list[Any] = [None] * self._replicas
         for member, packet in votes.items():
@@ -88,45 +89,53 @@ class Votes:
                 leaves = reader.leaves(what, mine, "results of run")
                 here = member == self._me
                 found[replica] = results[held.index(replica)] if here else nest.unflatten(leaves, spec)
-                tensors = [reader.tensor() for _ in range(count_tensors(states))]
-                self._remember(replica, states, tensors)
+                came = [(state, [reader.tensor() for _ in range(count_tensors(state))]) for state in states]
+                self._remember(replica, [(state, [tensor.clone() for tensor in own]) for state, own in came])
                 if not here:
-                    self._states.install(replica, states, Reader(tensors))
+                    self._states.install(replica, came)
+        self._complete()
         return found
 
-    def _remember(self, replica: int, states: list[Any], tensors: list[torch.Tensor]) -> None:
+    def _check_same(self, votes: dict[int, Packet]) -> None:
+        for name, (what, advice) in _ADVICE.items():
+            prints = {member: packet.header[name] for member, packet in votes.items()}
+            here = list(prints.values()).count(prints[self._me])
+            if name == "settings" and 2 * here > len(prints):  # the gradients are good: those that differ leave
+                continue
+            if here < len(prints):
+                raise InvalidArgumentError(f"{what} (by worker: {prints}). {advice}")
+
+    def _remember(self, replica: int, states: Known) -> None:
         """Keeps the newest of each value, for the time when the replica's objects are made anew from another's."""
-        known = {tuple(entry[0][:3]): entry for entry in self.known.get(replica, [])}
-        reader = Reader(tensors)
-        for state in states:
-            own = [reader.tensor().clone() for _ in range(count_tensors([state]))]
-            known[tuple(state[:3])] = (state, own)
+        known = {place_of(state): (state, own) for state, own in [*self.known.get(replica, []), *states]}
         self.known[replica] = list(known.values())
+
+    def _complete(self) -> None:
+        """What one replica has changed, and another one has not, is the other one's own too."""
+        places = {r: {place_of(state) for state, _ in self.known.get(r, [])} for r in range(self._replicas)}
+        everywhere = dict.fromkeys(place_of(state) for known in self.known.values() for state, _ in known)
+        for replica, own in places.items():
+            if missing := [place for place in everywhere if place not in own]:
+                self._remember(replica, self._states.now(replica, missing))
 
     def renew(self) -> None:
         """What the program has written between two steps, such as a metric that begins anew, counts from now on."""
-        self.known = {replica: self._states.now(replica, entries) for replica, entries in self.known.items()}
+        for replica, known in self.known.items():
+            self.known[replica] = self._states.now(replica, [place_of(state) for state, _ in known])
 
     def install_known(self) -> None:
         """Gives each replica what it has of its own."""
-        for replica in range(self._replicas):
-            for state, tensors in self.known.get(replica, []):
-                self._states.install(replica, [state], Reader(tensors))
-
-
-def _check_same(votes: dict[int, Packet]) -> None:
-    for name, advice in _ADVICE.items():
-        prints = {member: packet.header[name] for member, packet in votes.items()}
-        if len(set(prints.values())) > 1:
-            raise InvalidArgumentError(f"{advice[0]} (fingerprints by worker: {prints}). {advice[1]}")
+        for replica, known in self.known.items():
+            self._states.install(replica, known)
 
 
 _ADVICE = {
-    "batch": (
-        "The workers gave strategy.run different batches",
+    "call": (
+        "The workers made different calls of strategy.run: another function, another batch or other arguments",
         "In an elastic job every worker reads the whole global batch, so the dataset must yield the same batches in "
         "the same order everywhere: use strategy.experimental_distribute_dataset, which shuffles alike on all workers, "
-        "or seed the shuffling.",
+        "or seed the shuffling. Numbers among the arguments, such as that of the epoch, must be the same: keep them "
+        "in tfd.Variables.",
     ),
     "settings": (
         "The optimizers of the workers have different settings (learning rate, momentum, ...)",
@@ -136,29 +145,38 @@ _ADVICE = {
 }
 
 
-def count_tensors(states: Sequence[Any]) -> int:
-    """How many tensors descriptions of states take."""
-    return sum({"t": 1, "s": 2}.get(entry[0], 0) for state in states for entry in state[3])
-
-
 def fingerprint(arguments: Any) -> int:
-    """A small number of the batch: its sizes, and the first numbers of each replica's tensors."""
+    """A small number of the batch: its numbers and texts, and of each tensor its sizes and some 64 of its elements."""
     digest = hashlib.blake2b(digest_size=6)
     for leaf in nest.flatten(arguments)[0]:
-        for value in leaf.values if isinstance(leaf, PerReplica) else ():
+        for value in leaf.values if isinstance(leaf, PerReplica) else (leaf,):
+            if isinstance(value, Replicated):  # such as a Variable: the same on all workers
+                continue
             if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+                flat = value.detach().reshape(-1)
                 digest.update(str(tuple(value.shape)).encode())
-                digest.update(bytes_of(value.detach().reshape(-1)[:64]).numpy().tobytes())
+                digest.update(bytes_of(flat[:: max(1, len(flat) // 64)]).numpy().tobytes())
+            elif type(value) in VALUES:
+                digest.update(repr(value).encode())
     return int.from_bytes(digest.digest(), "big")
+
+
+def said(call: Call) -> str:
+    """A call, for messages."""
+    return f"{call[0]} with batch {call[1]}"
 
 
 def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """A small number of the numbers in the groups of optimizers."""
     found = [
-        [name, float(value)]
+        [name, [float(number) for number in (value if isinstance(value, tuple) else (value,))]]
         for optimizer in optimizers
         for group in optimizer.param_groups
         for name, value in group.items()
-        if isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if all(map(_is_number, value if isinstance(value, tuple) else (value,)))
     ]
     return int.from_bytes(hashlib.blake2b(json.dumps(found).encode(), digest_size=6).digest(), "big")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)

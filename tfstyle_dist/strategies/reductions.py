@@ -83,7 +83,7 @@ def reduce_columns(
         if worker.group.size == 1:
             return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
         method = ops.aggregation_method
-        told = [(tuple(s.shape), str(s.dtype), worker.group.carrier_of(s.device)) for s in sums]
+        told = [(tuple(s.shape), str(s.dtype), worker.group.backend_of(s.device)) for s in sums]
         worker.group.agree(f"{op.name} of {told}, method {method!r}", name)
         results: dict[int, torch.Tensor] = {}
         dense: dict[tuple[torch.dtype, str], list[int]] = {}
@@ -92,7 +92,7 @@ def reduce_columns(
                 total = sparse_sum_over_workers(worker, total, name)
                 results[place] = total / worker.num_replicas if op is ReduceOp.MEAN else total
             else:
-                dense.setdefault((total.dtype, worker.group.carrier_of(total.device)), []).append(place)
+                dense.setdefault((total.dtype, worker.group.backend_of(total.device)), []).append(place)
         for places in dense.values():
             device = sums[places[0]].device
             flat = torch.cat([sums[p].reshape(-1).to(device) for p in places])

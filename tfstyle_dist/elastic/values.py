@@ -1,0 +1,201 @@
+"""Values of attributes as JSON-able descriptions and tensors, and making them again in the same objects elsewhere.
+
+All workers run the same program, so what cannot be sent (functions, hooks, devices) is what the receiver has in its
+place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfstyle_dist.elastic.leaves import VALUES
+from tfstyle_dist.elastic.packets import check_can_be_sent
+from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
+
+_MOST_DEPTH = 20
+_KEEP: list[Any] = ["k"]
+_NUMBERS = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64"})
+_NAMES: dict[type, str] = {deque: "deque", OrderedDict: "OrderedDict", defaultdict: "defaultdict"}
+MISSING = object()
+"""There is no such value."""
+
+
+class ValueWriter:
+    """Describes values.
+
+    Args:
+        contents: what the objects of the program hold.
+
+    Attributes:
+        tensors: those that descriptions name by number.
+        left_out: what each worker keeps of its own, because it is not sent.
+    """
+
+    def __init__(self, contents: ReplicaContents) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.left_out: list[Any] = []
+        self._parameters = {id(p): number for number, p in enumerate(contents.parameters())}
+        self._objects = {id(thing): content.number for thing, content in contents.objects()}
+
+    def describe(self, value: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
+        """One value by itself: its description, the tensors that it names from 0 on, and what is left out."""
+        self.tensors, self.left_out = [], []
+        described = self.value(value)
+        return described, self.tensors, self.left_out
+
+    def value(self, value: Any, depth: int = 0) -> list[Any]:
+        """The description of a value; its tensors are added to ``tensors``."""
+        kind = type(value)
+        if kind in VALUES:
+            return ["v", value]
+        if id(value) in self._parameters:
+            return ["p", self._parameters[id(value)]]
+        if id(value) in self._objects:
+            return ["o", self._objects[id(value)]]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.generic | np.ndarray) and value.dtype.name in _NUMBERS and value.dtype.isnative:
+            return ["n", self.put(torch.from_numpy(np.array(value))), isinstance(value, np.ndarray)]
+        if isinstance(value, random.Random):
+            return ["r", value.getstate()]
+        if depth > _MOST_DEPTH or not (kind in CONTAINERS or isinstance(value, tuple)) or len(value) > MOST_ENTRIES:
+            return self._leave_out(value)
+        if isinstance(value, dict):
+            entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]
+            return ["d", entries, _NAMES.get(kind, "")]
+        parts = [self.value(part, depth + 1) for part in (sorted(value, key=repr) if kind is set else value)]
+        if kind is deque:
+            return ["l", parts, "deque", value.maxlen]
+        return ["u" if isinstance(value, tuple) else "e" if kind is set else "l", parts]
+
+    def _tensor(self, value: torch.Tensor) -> list[Any]:
+        if value.layout is torch.sparse_coo:
+            whole = value.coalesce()
+            parts = [self.put(part) for part in (whole.indices(), whole.values())]
+            return ["s", *parts, list(value.shape)]
+        is_dense = value.layout is torch.strided and not value.is_nested
+        if type(value) not in PLAIN_TENSORS or not is_dense or (value.requires_grad and value.is_leaf):
+            return self._leave_out(value)
+        return ["t", self.put(value.detach())]
+
+    def put(self, value: torch.Tensor) -> int:
+        """Adds a tensor; returns its number."""
+        check_can_be_sent(value)
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+    def _leave_out(self, value: Any) -> list[Any]:
+        self.left_out.append(value)
+        return _KEEP
+
+
+class ValueReader:
+    """Makes values of descriptions, in the containers and tensors that are there where they fit.
+
+    Args:
+        contents: what the objects of the program hold.
+        tensors: those that descriptions name by number.
+
+    Attributes:
+        tensors: these.
+    """
+
+    def __init__(self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.tensors = tensors
+        self._parameters = contents.parameters()
+        self._objects = {content.number: thing for thing, content in contents.objects()}
+
+    def value(self, described: list[Any], own: Any) -> Any:
+        """The value.
+
+        Args:
+            described: as ``ValueWriter`` gave it.
+            own: what is in its place here.
+        """
+        kind = described[0]
+        what: Any = described[1] if len(described) > 1 else None
+        if kind == "v":
+            return own if type(own) is type(what) and own == what else what
+        if kind == "p":
+            return self._parameters[what]
+        if kind == "o":
+            return self._objects.get(what, own)
+        if kind == "t":
+            return written(own, self.tensors[what])
+        if kind == "s":
+            return torch.sparse_coo_tensor(self.tensors[what], self.tensors[described[2]], described[3])
+        if kind == "n":
+            array = self.tensors[what].numpy().copy()
+            return array if described[2] else array[()]
+        if kind == "r":
+            state = own if isinstance(own, random.Random) else random.Random()
+            state.setstate((what[0], tuple(what[1]), what[2]))
+            return state
+        return own if kind == "k" else self._container(described, own)
+
+    def _container(self, described: list[Any], own: Any) -> Any:
+        kind, parts = described[:2]
+        if kind == "d":
+            return self._dict(parts, own if isinstance(own, dict) else _EMPTY.get(described[2], dict)())
+        if kind == "e":
+            made = {self.value(part, None) for part in parts}
+            return own if own == made else made
+        before = list(own) if isinstance(own, list | tuple) or type(own) in CONTAINERS else []
+        before += [MISSING] * (len(parts) - len(before))
+        now = [v for part, b in zip(parts, before, strict=False) if (v := self.value(part, b)) is not MISSING]
+        if kind == "u":
+            return own if isinstance(own, tuple) and _same(own, now) else _tuple_like(own, now)
+        made_of = deque if len(described) > 2 else list
+        if type(own) is not made_of:
+            return deque(now, described[3]) if made_of is deque else now
+        own.clear()
+        own.extend(now)
+        return own
+
+    def _dict(self, parts: list[Any], target: dict[Any, Any]) -> dict[Any, Any]:
+        now: dict[Any, Any] = {}
+        for key, part in parts:
+            if key == _KEEP:
+                continue
+            name = self.value(key, None)
+            value = self.value(part, target.get(name, MISSING))
+            if value is not MISSING:
+                now[name] = value
+        kept = {k: v for k, v in target.items() if k not in now and not _is_sent_as_key(k)}
+        target.clear()
+        target.update({**now, **kept})
+        return target
+
+
+def written(before: Any, value: Any) -> Any:
+    """A value, in the tensor that is there if it fits; one of a graph belongs to whoever made it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fits = type(before) is torch.Tensor and before.shape == value.shape and before.dtype == value.dtype
+    if fits and before.stride() == value.stride() and not before.requires_grad:
+        with torch.no_grad():
+            before.copy_(value)
+        return before
+    return value.clone()
+
+
+_EMPTY: dict[str, type[dict[Any, Any]]] = {"OrderedDict": OrderedDict, "defaultdict": defaultdict}
+
+
+def _is_sent_as_key(key: Any) -> bool:
+    return type(key) in VALUES or isinstance(key, tuple | torch.Tensor | np.generic)
+
+
+def _same(own: tuple[Any, ...], now: list[Any]) -> bool:
+    return len(own) == len(now) and all(a is b for a, b in zip(own, now, strict=True))
+
+
+def _tuple_like(own: Any, now: list[Any]) -> Any:
+    return type(own)(*now) if hasattr(own, "_fields") else tuple(now)
