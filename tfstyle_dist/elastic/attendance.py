@@ -99,9 +99,7 @@ class Attendance:
                 if launch_env.job_has_ended():
                     raise PeerLostError(troubles.came_too_late(self.me))
                 if deadline.passed():
-                    raise DeadlineExceededError(
-                        troubles.did_not_start(self.me, entrance.absent, entrance.addresses, deadline)
-                    )
+                    raise DeadlineExceededError(troubles.did_not_start(self.me, entrance, deadline))
                 self._changed.wait(pause(deadline))
 
     def _begin(self) -> None:
