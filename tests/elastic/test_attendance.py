@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.elastic import forks, links, lookup, troubles
 from tfstyle_dist.elastic.entrance import Entrance
-from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.messages import Epoch
 from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
@@ -169,6 +170,40 @@ def test_too_few_workers_do_not_wait_for_a_lost_one(addresses: list[Any]) -> Non
             _look_for_ever(zero)
     finally:
         zero.close()
+
+
+def _voted(membership: Membership) -> int:
+    """Does a step; returns how many steps are committed then."""
+    before = membership.view()
+    try:
+        membership.commit(Packet({}))
+    except MembershipChanged:
+        membership.view()
+    assert before.step == 0
+    return membership._running().step
+
+
+def test_the_last_step_of_one_that_has_ended_is_done_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 alone gets all votes, and leaves; fewer than ``min_workers`` are enough for the end."""
+    addresses = [("127.0.0.1", port) for port in network.free_ports(3)]
+    zero, *others = made = _started(addresses, 0, 1, 2, min_workers=3)
+    for one in others:
+        send = one._links.send
+        monkeypatch.setattr(
+            one._links,
+            "send",
+            lambda other, packet, send=send: None if other and packet.header["is"] == "vote" else send(other, packet),
+        )
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(_voted, each) for each in made]
+        try:
+            assert steps[0].result() == 1
+            zero.close(finished=True)
+            assert [step.result() for step in steps] == [1, 1, 1]
+            assert [one.view().epoch.members for one in others] == [(1, 2), (1, 2)]
+        finally:
+            for each in made:
+                each.close()
 
 
 def _look_for_ever(membership: Membership) -> None:
