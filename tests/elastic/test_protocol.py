@@ -197,7 +197,7 @@ class World:
         after = self.copy()
         del after.members[me]
         for about in (after.given, after.got, after.lives):
-            about.pop(me, None)  # type: ignore[attr-defined]
+            about.pop(me, None)
         after.channels = {pair: queue for pair, queue in after.channels.items() if pair[1] != me}
         after.links = {pair for pair in after.links if pair[0] != me}
         return after
