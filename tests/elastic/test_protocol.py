@@ -352,7 +352,13 @@ def test_who_comes_to_its_end_is_not_missed(workers: int, steps: int, kills: int
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("workers", "steps", "kills", "breaks"),
-    [(2, 2, 0, 1), (2, 2, 1, 1), (3, 1, 0, 1), pytest.param(3, 2, 0, 1, marks=pytest.mark.slow)],
+    [
+        (2, 2, 0, 1),
+        (2, 2, 1, 1),
+        (3, 1, 0, 1),
+        pytest.param(3, 2, 0, 1, marks=pytest.mark.slow),
+        pytest.param(3, 1, 1, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_two_that_have_lost_each_other_do_not_both_go_on(workers: int, steps: int, kills: int, breaks: int) -> None:
     worlds, ends, _ = _explore(World(workers, steps, kills, breaks=breaks))
