@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 from until import wait_until
 
 from tfstyle_dist.core import network
+from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import PeerLostError
-from tfstyle_dist.elastic import forks, lookup
-from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic import forks, links, lookup, troubles
+from tfstyle_dist.elastic.entrance import Entrance
+from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.messages import Epoch
 from tfstyle_dist.elastic.options import Elastic
+from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.protocol import Member
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,6 +110,57 @@ def test_an_order_to_close_a_connection_is_for_that_one(addresses: list[Any]) ->
         one.close()
 
 
+def test_a_successor_says_that_the_process_before_it_is_gone(
+    addresses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host that did not say so itself, long after the connection was lost."""
+    places = iter(["one host", "another host", "another host"])
+    monkeypatch.setattr(links, "place", lambda: next(places))
+    zero, one = (Membership(number, addresses, Elastic(replicas=4), LIMIT) for number in (0, 1))
+    starts = threading.Thread(target=zero.start, args=(LIMIT,))
+    starts.start()
+    one.start(LIMIT)
+    starts.join()
+    zero._links.drop(1)
+    wait_until(lambda: _has_lost(zero, 1))
+    one.close()
+    zero._links._unsure[1].heard -= 10_000
+    for _ in range(2):  # the thread has looked again between the two
+        looked = threading.Event()
+        zero._links._order(looked.set)
+        assert looked.wait(60)
+    assert zero.members == (0, 1)
+    one = Membership(1, addresses, Elastic(replicas=4), LIMIT)
+    try:
+        wait_until(lambda: zero.members == (0,))
+    finally:
+        zero.close()
+        one.close()
+
+
+def _waits(number: int, others: int) -> Entrance:
+    """Of a worker that has a connection to some of four."""
+    entrance = Entrance(number, [(f"host-{each}", 80) for each in range(4)])
+    entrance.up |= set(range(others + 1))
+    return entrance
+
+
+def test_the_error_of_a_start_names_who_is_missing() -> None:
+    limit = Deadline(timedelta(seconds=1))
+    text = troubles.did_not_start(0, _waits(0, 2), limit)
+    assert "1 of 4 absent, waited for by worker 0.\n  worker 3 at host-3:80\n" in text
+
+
+def test_the_error_of_a_start_names_who_has_no_connection_to_another() -> None:
+    limit, entrance = Deadline(timedelta(seconds=1)), _waits(0, 3)
+    entrance.take(2, Packet({"is": "ready"}))
+    text = troubles.did_not_start(0, entrance, limit)
+    assert "2 of 4 have not said that they have a connection to all others" in text
+    assert "\n  worker 1 at host-1:80\n  worker 3 at host-3:80\n" in text
+    text = troubles.did_not_start(2, _waits(2, 3), limit)
+    assert "worker 0 has not said that the job begins, waited for by worker 2.\n  worker 0 at host-0:80\n" in text
+
+
 def test_too_few_workers_do_not_wait_for_a_lost_one(addresses: list[Any]) -> None:
     """The limit of this test is shorter than that of the wait."""
     zero, one = _started(addresses, 0, 1, min_workers=2)
@@ -115,6 +170,40 @@ def test_too_few_workers_do_not_wait_for_a_lost_one(addresses: list[Any]) -> Non
             _look_for_ever(zero)
     finally:
         zero.close()
+
+
+def _voted(membership: Membership) -> int:
+    """Does a step; returns how many steps are committed then."""
+    before = membership.view()
+    try:
+        membership.commit(Packet({}))
+    except MembershipChanged:
+        membership.view()
+    assert before.step == 0
+    return membership._running().step
+
+
+def test_the_last_step_of_one_that_has_ended_is_done_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 alone gets all votes, and leaves; fewer than ``min_workers`` are enough for the end."""
+    addresses = [("127.0.0.1", port) for port in network.free_ports(3)]
+    zero, *others = made = _started(addresses, 0, 1, 2, min_workers=3)
+    for one in others:
+        send = one._links.send
+        monkeypatch.setattr(
+            one._links,
+            "send",
+            lambda other, packet, send=send: None if other and packet.header["is"] == "vote" else send(other, packet),
+        )
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(_voted, each) for each in made]
+        try:
+            assert steps[0].result() == 1
+            zero.close(finished=True)
+            assert [step.result() for step in steps] == [1, 1, 1]
+            assert [one.view().epoch.members for one in others] == [(1, 2), (1, 2)]
+        finally:
+            for each in made:
+                each.close()
 
 
 def _look_for_ever(membership: Membership) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -417,3 +418,16 @@ def test_results_that_cannot_be_sent_are_refused(strategy: Any) -> None:
 def test_python_streams_are_refused(strategy: Any) -> None:
     with pytest.raises(NotImplementedError, match="Draw with torch"):
         strategy.seed_replicas(1, python=True)
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_only_a_worker_without_an_error_has_come_to_its_end(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    membership, said = strategy._elastic_steps.job.membership, list[bool]()
+    close = membership.close
+    monkeypatch.setattr(membership, "close", lambda finished=False: said.append(finished) or close(finished))
+    with contextlib.suppress(KeyError), strategy:
+        if error is not None:
+            raise error
+    assert any(said) == (error is None)

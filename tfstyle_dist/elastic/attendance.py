@@ -99,9 +99,7 @@ class Attendance:
                 if launch_env.job_has_ended():
                     raise PeerLostError(troubles.came_too_late(self.me))
                 if deadline.passed():
-                    raise DeadlineExceededError(
-                        troubles.did_not_start(self.me, entrance.absent, entrance.addresses, deadline)
-                    )
+                    raise DeadlineExceededError(troubles.did_not_start(self.me, entrance, deadline))
                 self._changed.wait(pause(deadline))
 
     def _begin(self) -> None:
@@ -248,9 +246,17 @@ class Attendance:
                 if other in member.lost and other not in self._fresh:
                     self._links.drop(other)
 
-    def close(self) -> None:
-        """Leaves: the others go on without this worker."""
-        self._closed = True
+    def close(self, finished: bool = False) -> None:
+        """Leaves: the others go on without this worker.
+
+        Args:
+            finished: whether it has come to its end. The others need not do its last step again then, and
+                ``min_workers`` counts it still.
+        """
+        with self._changed:
+            if finished and not self._closed and self._member is not None:
+                self._send(self._member.leave())
+            self._closed = True
         self._links.close()
 
 

@@ -44,9 +44,14 @@ class Entrance:
         return [worker for worker in self.everyone if worker not in self.up]
 
     @property
+    def not_ready(self) -> list[int]:
+        """The others that have not said that they have a connection to all."""
+        return [worker for worker in self.others if worker not in self._ready]
+
+    @property
     def is_complete(self) -> bool:
         """Whether each two of them have a connection."""
-        return not self.absent and self._ready.issuperset(self.others)
+        return not self.absent and not self.not_ready
 
     def lose(self, other: int, dead: bool) -> None:
         """A connection is gone."""

@@ -249,10 +249,10 @@ class Links:
             if (dialled := self._dialler.dial(rank, now)) is not None:
                 self._register(dialled)
         for rank, connection in list(self._unsure.items()):
-            dead = self._is_dead(rank, connection)
-            if dead or now - connection.heard > 10 * self._suspect_after:
+            near = connection.peer.get("place") == self._hello["place"]  # elsewhere it takes time to find out
+            asks = near or now - connection.heard < 10 * self._suspect_after
+            if asks and self._is_dead(rank, connection):
                 del self._unsure[rank]
-            if dead:
                 self._on_down(rank, True, False)
 
     def _stood_still(self, now: float) -> None:

@@ -163,7 +163,7 @@ class Membership(Attendance):
         """Whether nobody is left to wait for, and nothing that could become known would change that."""
         alone = all(m == self.me or m in member.lost for m in member.epoch.members)
         unsure = [m for m in member.lost if m in member.epoch.members and m not in member.dead]
-        left = len(set(member.epoch.members) - member.lost)
+        left = len(set(member.epoch.members) - member.lost | member.left)
         return bool(member.waiting) and (
             left < self._options.min_workers or (alone and self._dropped_by.issuperset(unsure))
         )

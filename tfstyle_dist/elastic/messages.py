@@ -63,7 +63,7 @@ class Report:
     Attributes:
         epoch: the sender's.
         step: how many steps it has committed.
-        lost: the members that it has lost.
+        lost: the members that it has lost; itself among them if it has come to its end and leaves.
         votes: those of its last committed step.
         blank: whether it has joined and has not got the state yet.
     """

@@ -11,6 +11,8 @@ a step and decides an epoch with the newcomer, which is blank until it has the s
 
 A loss is final: a member that loses another one closes the connection, so the other loses it too, and only a new
 process comes back. A group goes on if it has more than half of the last members, or if all others are known to be dead.
+
+Who comes to its end reports to all before it leaves, so that the others need not do again what it has committed.
 """
 
 from __future__ import annotations
@@ -19,19 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfstyle_dist.elastic.messages import (
-    NO_EPOCH,
-    Decision,
-    Epoch,
-    Freeze,
-    Message,
-    Met,
-    Outside,
-    Report,
-    Sends,
-    Vote,
-)
-from tfstyle_dist.elastic.quorum import why_not, without_broken_links
+from tfstyle_dist.elastic.messages import NO_EPOCH, Decision, Epoch, Freeze, Message, Met, Outside, Report, Sends, Vote
+from tfstyle_dist.elastic.quorum import decided, why_not, without_broken_links
 
 JOINING, WORKING, VOTED, FROZEN = "joining", "working", "voted", "frozen"
 
@@ -49,6 +40,7 @@ class Member:
         blank: whether it has joined and has not got the state yet.
         lost: those it has no connection to any more.
         dead: those of them whose process is known to be gone.
+        left: those of them that have come to their end.
         votes: those that came, by step and member.
         committed: the votes of the last committed step.
         reports: those that came since this worker froze.
@@ -69,6 +61,7 @@ class Member:
     blank: bool = False
     lost: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
     votes: dict[int, dict[int, Any]] = field(default_factory=dict)
     committed: dict[int, Any] | None = None
     reports: dict[int, Report] = field(default_factory=dict)
@@ -89,9 +82,8 @@ class Member:
         self.phase = VOTED
         message = Vote(self.epoch.key, self.step, content)
         self.votes.setdefault(self.step, {})[self.me] = content
-        others = [m for m in self.epoch.members if m != self.me]
         self._commit_if_all_voted()
-        return [(m, message) for m in others]
+        return [(m, message) for m in self.epoch.members if m != self.me]
 
     def lose(self, other: int, dead: bool = False) -> Sends:
         """The connection to another worker is gone.
@@ -105,16 +97,24 @@ class Member:
         if dead:
             self.dead.add(other)
         self.lost.add(other)
-        self.reports.pop(other, None)
+        if other not in self.left:
+            self.reports.pop(other, None)
         if self.phase == JOINING or (other not in self.epoch.members and self.phase != FROZEN):
             return []
         return self._freeze()
+
+    def leave(self) -> Sends:
+        """This worker has come to its end; it commits nothing more."""
+        self.phase = FROZEN if self.phase != JOINING else JOINING
+        report = Report(self.epoch, self.step, frozenset({*self.lost, self.me}), self.committed, self.blank)
+        return [(m, report) for m in self._alive() if m != self.me]
 
     def connect(self, other: int) -> None:
         """There is a connection; while this worker is no member, what it has lost before does not count."""
         if self.phase == JOINING:
             self.lost.discard(other)
             self.dead.discard(other)
+            self.left.discard(other)
 
     def reach(self, guest: int, life: str) -> Sends:
         """There is a connection to a process that wants to join."""
@@ -131,8 +131,9 @@ class Member:
         self.blank = False
 
     def receive(self, sender: int, message: Message) -> Sends:
-        """A message came; what an old epoch or a lost worker sends is refused."""
-        if sender in self.lost and sender not in self.guests and self.phase != JOINING:
+        """A message came; what an old epoch or a lost worker sends is refused, unless it says that it leaves."""
+        leaves = isinstance(message, Report) and sender in message.lost
+        if sender in self.lost and sender not in self.guests and self.phase != JOINING and not leaves:
             return []
         if isinstance(message, Vote):
             return self._on_vote(sender, message)
@@ -145,7 +146,7 @@ class Member:
             return self._install(message) if message.epoch.leader == sender else []
         sends = self._catch_up(sender, message)
         if isinstance(message, Report):
-            return sends + self._on_report(sender, message)
+            return sends + (self._on_leave if leaves else self._on_report)(sender, message)
         if message.epoch != self.epoch:
             return sends
         self.told = None if sender == self._leader() else self.told  # an earlier report came too early for it
@@ -182,6 +183,11 @@ class Member:
             return []  # this epoch's decision is on its way to the sender, who will report anew if it must
         self.reports[sender] = report
         return self._freeze()
+
+    def _on_leave(self, sender: int, report: Report) -> Sends:
+        self.left.add(sender)
+        self.reports[sender] = report
+        return self.lose(sender, dead=True)
 
     # ---- who comes in -----------------------------------------------------------------------------------------
 
@@ -251,20 +257,13 @@ class Member:
             self.waiting = f"no report from worker {missing} yet"
             return []
         kept = without_broken_links(alive, self.reports)
-        reports = [self.reports[m] for m in kept]
-        newest = max((r.epoch for r in reports), key=lambda e: e.key)
-        self.waiting = why_not(kept, self.reports, newest, self.dead, self.min_workers)
+        newest = max((self.reports[m].epoch for m in kept), key=lambda e: e.key)
+        self.waiting = why_not(kept, self.reports, newest, self.dead, self.left, self.min_workers)
         if self.waiting:
             return []
-        step = max(r.step for r in reports)
-        votes = next((r.votes for r in reports if r.step == step and r.votes is not None), None)
-        told = votes if any(r.step < step for r in reports) else None
-        welcome = self._welcome() if self.admits else []
-        joined = tuple(sorted({*welcome, *(m for m in kept if self.reports[m].blank)}))
-        members = tuple(sorted({*kept, *joined}))
-        lives = (*(life for life in newest.lives if life[0] in kept), *((g, self.guests[g]) for g in welcome))
-        decision = Decision(Epoch(newest.number + 1, self.me, members, lives), step, told, joined)
-        return [(m, decision) for m in members if m != self.me] + self._install(decision)
+        welcome = {guest: self.guests[guest] for guest in self._welcome()} if self.admits else {}
+        decision = decided(self.me, kept, self.reports, newest, self.left, welcome)
+        return [(m, decision) for m in decision.epoch.members if m != self.me] + self._install(decision)
 
     def _install(self, decision: Decision) -> Sends:
         epoch = decision.epoch
@@ -296,5 +295,6 @@ class Member:
                 self.guests.pop(member)
                 self.lost.discard(member)
                 self.dead.discard(member)
+                self.left.discard(member)
             else:
                 self.lost.add(member)

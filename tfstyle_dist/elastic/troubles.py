@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from tfstyle_dist.core.deadline import Deadline
-from tfstyle_dist.elastic.lookup import Address
+from tfstyle_dist.elastic.entrance import Entrance
 from tfstyle_dist.elastic.protocol import Member
 
 
-def did_not_start(me: int, absent: Sequence[int], addresses: Sequence[Address], deadline: Deadline) -> str:
-    """Some workers did not come before the job has begun."""
-    lines = "\n".join(f"  worker {a} at {':'.join(map(str, addresses[a]))}" for a in absent)
+def did_not_start(me: int, entrance: Entrance, deadline: Deadline) -> str:
+    """Some workers did not come, or did not reach each other, before the job has begun."""
+    count = len(entrance.addresses)
+    if named := entrance.absent:
+        what = f"{len(named)} of {count} absent"
+        advice = "Start one process for each task, or allow more time with TFSTYLE_START_TIMEOUT_SECONDS."
+    elif me == 0:
+        named = entrance.not_ready
+        what = f"{len(named)} of {count} have not said that they have a connection to all others"
+        advice = "Each of them must reach every other worker at its address: look at their output, and at firewalls."
+    else:
+        named, what = [0], "worker 0 has not said that the job begins"
+        advice = "Some workers may have no connection to each other: look at the output of worker 0, which names them."
+    lines = "\n".join(f"  worker {worker} at {':'.join(map(str, entrance.addresses[worker]))}" for worker in named)
     return (
-        f"The workers of the elastic job did not all start within {deadline}: {len(absent)} of {len(addresses)} "
-        f"absent, waited for by worker {me}.\n{lines}\nStart one process for each task, or allow more time with "
-        "TFSTYLE_START_TIMEOUT_SECONDS."
+        f"The workers of the elastic job did not all start within {deadline}: {what}, waited for by worker {me}.\n"
+        f"{lines}\n{advice}"
     )
 
 

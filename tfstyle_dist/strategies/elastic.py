@@ -226,9 +226,10 @@ class ElasticSteps:
             )
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; without an error this worker has come to its end, which the others are told."""
         if self._executor is not None:
             self._executor[1].close()
+        self._worker.membership.close(finished=not self.job.is_new and sys.exc_info()[0] is None)
 
 
 def _tasks(options: Elastic, resolver: ClusterResolver) -> tuple[int, list[tuple[str, int]]]:
