@@ -114,13 +114,13 @@ def _run_replicas(
     functions = [replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
     try:
         with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
-            results = strategy.worker.executor.run(functions)
-            say_drift(store.contents, store.runs)
-            return regroup(results)
+            result = regroup(strategy.worker.executor.run(functions))
     except BaseException as error:
         store.contents.distrust()
         _report_failure(strategy, error)
         raise
+    say_drift(store.contents, store.runs, strategy.worker.replica_id)
+    return result
 
 
 def check_arguments(fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
