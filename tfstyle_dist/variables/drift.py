@@ -45,7 +45,8 @@ def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int])
             own = parameter.detach()
             different = next((r for r in others if _differ(own, contents.inside(parameter, r).detach())), None)
             if different is not None:
-                _warn(parameter, contents, f"After run {runs} replica {number_of(different)}", number_of(contents.first))
+                who = f"After run {runs} replica {number_of(different)}"
+                _warn(parameter, contents, who, number_of(contents.first))
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
