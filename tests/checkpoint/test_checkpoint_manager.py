@@ -162,6 +162,28 @@ def test_an_error_in_the_background_is_raised_later(tmp_path: Path, monkeypatch:
     assert checkpoint.save(tmp_path / "ckpt").endswith("ckpt-3")
 
 
+def test_a_save_in_the_background_that_cannot_begin_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(model=torch.nn.Linear(2, 2))
+    to = torch.Tensor.to
+
+    def no_memory(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if "copy" in keywords:
+            raise torch.OutOfMemoryError("no memory left")
+        return to(tensor, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+            checkpoint.save(tmp_path / "ckpt", block=False)
+    assert in_folder(tmp_path) == []
+    checkpoint.sync()
+    path = checkpoint.save(tmp_path / "ckpt", block=False)
+    assert os.path.basename(path) == "ckpt-1"
+    checkpoint.restore(path)
+
+
 # ---- interruptions and damage -------------------------------------------------------------------------------------
 
 INTERRUPTED = {

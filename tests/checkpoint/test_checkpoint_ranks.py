@@ -135,6 +135,30 @@ def test_in_the_background(rank: int, shared_tmp_path: Path) -> None:
 # ---- a worker that cannot write -----------------------------------------------------------------------------------
 
 
+@two
+def test_one_worker_cannot_copy_what_is_written_in_the_background(
+    rank: int, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = torch.Tensor.to
+
+    def no_memory(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if rank == 1 and "copy" in keywords:
+            raise torch.OutOfMemoryError("no memory left")
+        return to(tensor, *arguments, **keywords)
+
+    with td.MirroredStrategy() as strategy:
+        with strategy.scope():
+            checkpoint = Checkpoint(model=torch.nn.Linear(2, 2))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", no_memory)
+            with pytest.raises(RuntimeError, match="no memory left"):
+                checkpoint.save(shared_tmp_path / "ckpt", block=False)
+        assert rank or list(shared_tmp_path.glob("ckpt*")) == []  # worker 0 makes and removes the folder
+        path = checkpoint.save(shared_tmp_path / "ckpt", block=False)
+        checkpoint.sync()
+        checkpoint.restore(path).assert_consumed()
+
+
 def no_space(*arguments: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "/data/part")
 

@@ -127,6 +127,18 @@ def test_hooks_go_with_the_last_that_needs_them() -> None:
     assert (there, Library.function(1)) == ([], 1)
 
 
+def test_the_next_user_of_hooks_wraps_what_another_library_has_put_in_the_place_of_a_function() -> None:
+    hooks = Hooks(patches=[plus_one()])
+    hooks.install()
+    Library.function = theirs = lambda value: 10 * value  # type: ignore[method-assign]
+    hooks.install()
+    assert Library.function(1) == 11
+    hooks.uninstall()
+    assert Library.function(1) == 11
+    hooks.uninstall()
+    assert Library.function is theirs
+
+
 class Owner:
     """Somebody who needs hooks."""
 

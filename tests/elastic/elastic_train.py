@@ -185,8 +185,12 @@ def main() -> None:
             model=model, optimizer=optimizer, schedule=schedule, seen=seen, together=together, number=number,
             iterator=iterator,
         )  # fmt: skip
-        manager = tfd.train.CheckpointManager(checkpoint, os.environ["CHECKPOINTS"], max_to_keep=2)
-        manager.restore_or_initialize()
+        every = (
+            {"step_counter": number, "checkpoint_interval": int(os.environ["EVERY"])} if "EVERY" in os.environ else {}
+        )
+        manager = tfd.train.CheckpointManager(checkpoint, os.environ["CHECKPOINTS"], max_to_keep=2, **every)
+        if not every:
+            manager.restore_or_initialize()
     joined = tfd.experimental.join(strategy, train, schedule)
     first = int(number)
     while int(number) < steps:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from tfstyle_dist.checkpoint.restoring import restore
+from tfstyle_dist.checkpoint.tracking import find_leaves
+from tfstyle_dist.strategies.elastic import ElasticGroup
+from tfstyle_dist.train import Checkpoint, RandomState
 
 
 @pytest.mark.timeout(600)
@@ -35,3 +43,30 @@ def test_the_number_of_a_checkpoint_goes_on_on_a_worker_that_came_back(run_job: 
     assert job[0]["result"]["joined"]
     assert [worker["result"]["saved"] for worker in job] == [["ckpt-2", "ckpt-3"]] * 2
     assert sorted(path.name for path in Path(folder).glob("ckpt-*.index*")) == ["ckpt-2.index", "ckpt-3.index"]
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_that_came_back_saves_when_the_others_do(run_job: Any, tmp_path: Path) -> None:
+    """It has seen none of the saves: all go by the last one that some worker knows, here of step 3; 6 is too early."""
+    folder = str(tmp_path / "saved")
+    job = run_job(2, "mlp", 12, "0:4:forward", restarts={0: 1}, CHECKPOINTS=folder, EVERY="5", REJOIN="5", WORKERS="2")
+    assert [worker["code"] for worker in job] == [0, 0], job
+    assert job[0]["result"]["joined"]
+    assert [worker["result"]["saved"] for worker in job] == [["ckpt-1", "ckpt-2"]] * 2
+
+
+@pytest.mark.timeout(60)
+def test_every_worker_gets_random_numbers_of_its_own(tmp_path: Path) -> None:
+    """What one worker wrote for all, the job's workers restore."""
+    torch.manual_seed(1)
+    path = Checkpoint(random=RandomState()).save(tmp_path / "ckpt")
+    expected = float(torch.rand(()))
+    leaves = find_leaves({"random": RandomState()}, {}, lambda name, value: None)
+    drawn = []
+    for number in range(3):
+        group = ElasticGroup()
+        group.job = SimpleNamespace(membership=SimpleNamespace(me=number, is_member=False))  # type: ignore[assignment]
+        restore(group, path, leaves, ("save_counter",)).expect_partial()
+        drawn.append((float(torch.rand(())), random.random()))
+    assert drawn[0][0] == expected
+    assert len(set(drawn)) == 3

@@ -17,6 +17,7 @@ from device_kind import KIND, load_kind
 from torch.utils.checkpoint import checkpoint
 
 import tfstyle_dist as td
+from tfstyle_dist.strategies.reductions import reduce_columns
 
 RANK = int(os.environ["RANK"])
 
@@ -73,6 +74,7 @@ def values(implementation: str) -> None:
         "all_gather": lambda: strategy.run(lambda: context().all_gather(x, 0)),
         "all_gather of uneven CPU values": lambda: strategy.run(lambda: context().all_gather(torch.ones(1 + RANK), 0)),
         "gather": lambda: strategy.gather(x, 0),
+        "places of several values": lambda: stay(strategy, x, torch.ones(2, 2), x),
     }
     for count in (4, 2_000_000):  # few elements are gathered, many halved
         cases[f"a tree over {count} elements"] = lambda count=count: in_a_tree(strategy, count)
@@ -88,6 +90,12 @@ def values(implementation: str) -> None:
             value = ["refused" if KIND in str(error) else str(error)]
         say(name=f"{name} of values in different places", value=value)
     strategy.close()
+
+
+def stay(strategy: td.Strategy, *given: torch.Tensor) -> torch.Tensor:
+    """Whether each of some values that are reduced together is found where it was."""
+    found = reduce_columns(strategy, td.ReduceOp.SUM, [[value] for value in given], "places")
+    return torch.tensor([after.device == before.device for after, before in zip(found, given, strict=True)])
 
 
 def in_a_tree(strategy: td.Strategy, count: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 import tfstyle_dist as td
 from tfstyle_dist.core import logging as said
+from tfstyle_dist.variables import drift
 
 SAID = "The replicas train different weights from now on"
 
@@ -108,3 +109,86 @@ def test_updates_of_their_own_were_asked_for(strategy: td.MirroredStrategy, capl
     for _ in range(2):
         strategy.run(step)
     assert SAID not in caplog.text
+
+
+def _make_differ(weight: torch.Tensor) -> None:
+    number = td.get_replica_context().replica_id_in_sync_group
+    weight.data.copy_(torch.full(weight.shape, 1.0 + number))
+
+
+def test_where_memory_has_run_out_the_step_has_succeeded_and_nothing_is_looked_at_any_more(
+    strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with strategy.scope():
+        linear = nn.Linear(2, 2)
+    looks = []
+
+    def no_memory(*tensors: torch.Tensor) -> bool:
+        looks.append(tensors)
+        raise torch.OutOfMemoryError("no memory left")
+
+    def step() -> float:
+        _make_differ(linear.weight)
+        return float(linear.weight.detach()[0, 0])
+
+    caplog.set_level(logging.DEBUG, "tfstyle_dist")
+    monkeypatch.setattr(torch, "equal", no_memory)
+    contents = strategy.parameter_store.contents
+    assert contents is not None
+    monkeypatch.setattr(contents, "distrust", lambda: pytest.fail("the step has succeeded"))
+    for _ in range(4):
+        assert strategy.experimental_local_results(strategy.run(step)) == (1.0, 2.0)
+    assert len(looks) == 1
+    assert "no memory left" in caplog.text
+
+
+def test_numbers_of_eight_bits_are_compared(strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture) -> None:
+    with strategy.scope():
+        module = nn.Module()
+        module.small = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
+        module.last = nn.Parameter(torch.zeros(3))
+
+    def step() -> None:
+        _make_differ(module.small)
+        _make_differ(module.last)
+
+    strategy.run(step)
+    assert "other values of the parameter 'small' of Module" in caplog.text
+    assert "other values of the parameter 'last' of Module" in caplog.text
+
+
+def test_large_parameters_are_compared_in_slices(
+    strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with strategy.scope():
+        linear = nn.Linear(5, 7)
+    monkeypatch.setattr(drift, "_AT_A_TIME", 4)
+    equal, sizes = torch.equal, []
+
+    def counted(one: torch.Tensor, other: torch.Tensor) -> bool:
+        sizes.append(one.numel())
+        return equal(one, other)
+
+    def step(value: float) -> None:
+        if td.get_replica_context().replica_id_in_sync_group == 1:
+            linear.weight.data[6, 4] += value
+
+    monkeypatch.setattr(torch, "equal", counted)
+    strategy.run(step, args=(0.0,))
+    assert sum(sizes) == 5 * 7 + 7
+    assert max(sizes) <= 4
+    assert SAID not in caplog.text
+    strategy.run(step, args=(1.0,))
+    assert "the parameter 'weight' of Linear" in caplog.text
+
+
+@pytest.mark.distributed(workers=2, timeout=60)
+def test_replicas_have_their_numbers_in_the_job(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    said._said.clear()
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            linear = nn.Linear(2, 2)
+        strategy.run(lambda: _make_differ(linear.weight))
+    assert f"After run 1 replica {2 * rank + 1} has other values of the parameter 'weight' of Linear" in caplog.text
+    assert f"than replica {2 * rank}: the step function" in caplog.text

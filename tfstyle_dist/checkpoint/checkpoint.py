@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfstyle_dist.checkpoint.leaves import Leaf
+from tfstyle_dist.checkpoint.leaves import CounterLeaf, Leaf
 from tfstyle_dist.checkpoint.listing import CheckpointState, write_state
 from tfstyle_dist.checkpoint.restoring import restore
 from tfstyle_dist.checkpoint.saving import Save, Then, save_by_one
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.checkpoint.tracking import find_leaves, group_of, worker_of
+from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.runtime.worker import Worker
 
 _COUNTER = "save_counter"
@@ -157,10 +159,12 @@ class Checkpoint:
             PeerLostError, DeadlineExceededError: a worker did not call it, or is gone; the message names it.
         """
         self.sync()
-        self.catch_up()
+        leaves, group = self._find("Checkpoint.save")
+        if group.one_writes:
+            self._catch_up(group)
         counter = self.save_counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
-        return self._write(path, is_async(options, block), counter, _make_latest)
+        return self._write(leaves, group, path, is_async(options, block), counter, _make_latest)
 
     def write(
         self,
@@ -174,22 +178,32 @@ class Checkpoint:
         Arguments, result and errors as for ``save``.
         """
         self.sync()
-        return self._write(os.fspath(file_prefix), is_async(options, block), self.save_counter, _do_nothing)
+        leaves, group = self._find("Checkpoint.save")
+        path = os.fspath(file_prefix)
+        return self._write(leaves, group, path, is_async(options, block), self.save_counter, _do_nothing)
 
     def _write(
-        self, path: str, asynchronous: bool, counter: int, on_commit: Then, on_finish: Then = _do_nothing
+        self,
+        leaves: Sequence[Leaf],
+        group: WorkerGroup,
+        path: str,
+        asynchronous: bool,
+        counter: int,
+        on_commit: Then,
+        on_finish: Then = _do_nothing,
     ) -> str:
         before, self._counters[_COUNTER] = self.save_counter, counter
+        for leaf in leaves:
+            if isinstance(leaf, CounterLeaf):  # counted since the leaves were found
+                leaf.target = self._counters[leaf.path]
         try:
-            leaves = self._leaves()
-            group = group_of(leaves, "Checkpoint.save")
             if group.one_writes:
                 on_finish(path, save_by_one(group, path, leaves, on_commit))
                 return path
             save = Save(group, path, leaves, on_commit)
             if asynchronous:
-                self._save, self._on_finish = save, on_finish
                 save.later()
+                self._save, self._on_finish = save, on_finish
             else:
                 save.now()
                 on_finish(path, save.time)
@@ -209,16 +223,9 @@ class Checkpoint:
             save.finish()
             self._on_finish(save.path, save.time)
 
-    def catch_up(self) -> bool:
-        """A worker that came back to an elastic job may not have counted all saves: the largest number counts.
-
-        Returns:
-            Whether the job is one of workers that may come back.
-        """
-        group = group_of(self._leaves(), "Checkpoint.save")
-        if group.one_writes:
-            self._counters[_COUNTER] = max(group.gather_objects(self.save_counter, "Checkpoint.save: number"))
-        return group.one_writes
+    def _catch_up(self, group: WorkerGroup) -> None:
+        """A worker that came back to an elastic job may not have counted all saves: the largest number counts."""
+        self._counters[_COUNTER] = max(group.gather_objects(self.save_counter, "Checkpoint.save: number"))
 
     # ---- restoring --------------------------------------------------------------------------------------------
 
@@ -243,8 +250,7 @@ class Checkpoint:
         self.sync()
         if save_path is None:
             return CheckpointLoadStatus(None, (), (), 0)
-        leaves = self._leaves()
-        group = group_of(leaves, "Checkpoint.restore")
+        leaves, group = self._find("Checkpoint.restore")
         return restore(group, os.fspath(save_path), leaves, optional=self._counters.keys())
 
     def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
@@ -253,6 +259,11 @@ class Checkpoint:
         status = self.restore(save_path, options)
         self._counters = before
         return status
+
+    def _find(self, what: str) -> tuple[list[Leaf], WorkerGroup]:
+        """The objects as they are now, and the workers that make a call of all."""
+        leaves = self._leaves()
+        return leaves, group_of(leaves, what)
 
     def _leaves(self) -> list[Leaf]:
         def replace(name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from tfstyle_dist.checkpoint import files
 from tfstyle_dist.checkpoint.checkpoint import Checkpoint, CheckpointOptions, is_async
 from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
+from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
 
@@ -68,6 +69,7 @@ class CheckpointManager:
         self._prefix = os.path.join(self._directory, checkpoint_name)
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
         self._last_step: float | None = None
+        self._one_writes: bool | None = None  # whether the job is elastic; not known before the first save
         self._kept: dict[str, float] = {}
         # A little back, so that managers made one after the other agree.
         self._last_preserved = time.time() - 1
@@ -138,18 +140,24 @@ class CheckpointManager:
             OSError, TypeError, ValueError, RuntimeError: as for ``Checkpoint.save``.
         """
         step = None if self._interval is None else self._step()
-        if step is not None and check_interval and self._last_step is not None:
-            assert self._interval is not None
-            if step - self._last_step < self._interval:
-                return None
+        asked = step if check_interval else None
+        if self._one_writes is False and not self._due(asked):
+            return None
         checkpoint = self._checkpoint
+        leaves, group = checkpoint._find("Checkpoint.save")
+        self._one_writes = group.one_writes
+        if group.one_writes and asked is not None:
+            asked = self._agree(group, asked)
+        if not self._due(asked):
+            return None
         checkpoint.sync()
-        if checkpoint.catch_up():
+        if group.one_writes:
+            checkpoint._catch_up(group)
             self._recover()
         number = checkpoint.save_counter + 1
         path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
         counter = number if checkpoint_number is None else checkpoint.save_counter
-        checkpoint._write(path, is_async(options, block), counter, self._commit, self._finish)
+        checkpoint._write(leaves, group, path, is_async(options, block), counter, self._commit, self._finish)
         self._last_step = step
         return path
 
@@ -160,6 +168,18 @@ class CheckpointManager:
     def _step(self) -> float:
         value = self._step_counter() if callable(self._step_counter) else self._step_counter
         return float(value)
+
+    def _due(self, step: float | None) -> bool:
+        """Whether a save at a step is due; one that is asked for whatever the step always is."""
+        if step is None or self._interval is None or self._last_step is None:
+            return True
+        return step - self._last_step >= self._interval
+
+    def _agree(self, group: WorkerGroup, step: float) -> float:
+        """The step that counts for all workers. One that came back may not know of the last save: the latest counts."""
+        told = group.gather_objects([step, self._last_step], "CheckpointManager.save: step")
+        self._last_step = max((last for _, last in told if last is not None), default=None)
+        return float(told[0][0])
 
     def _plan(self, path: str, saved: float) -> tuple[dict[str, float], list[str], float]:
         """What is kept, what is deleted and what was last kept for good, with ``path`` as the newest."""

@@ -22,7 +22,8 @@ class RandomState:
     generator of their device, as everything in one process does.
 
     A checkpoint restored on more workers than it was saved by has nothing for the last ones: they are seeded from the
-    first worker's state and their own number, and a warning says so.
+    first worker's state and their own number, and a warning says so. In an elastic job one worker writes for all: its
+    states go to worker 0, and all others are seeded so.
 
     Example:
         >>> checkpoint = Checkpoint(model=model, random=RandomState())

@@ -63,7 +63,7 @@ def restore(
     read = Read(lambda names: _pieces(reader, names), servers)
     for leaf in leaves:
         if leaf.path in found:
-            leaf.worker = group.rank
+            leaf.worker = group.own_number
             leaf.load(reader.content["objects"][leaf.path]["tree"], read)
             used |= found[leaf.path].used
     servers.run()

@@ -101,8 +101,17 @@ class Save:
             raise
 
     def later(self) -> None:
-        """Copies what is saved and writes it in a thread, while training goes on; ``finish`` tells how it went."""
-        self._tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
+        """Copies what is saved and writes it in a thread, while training goes on; ``finish`` tells how it went.
+
+        Raises:
+            Exception: a worker could not copy, for lack of memory; raised on all, and there is nothing to finish.
+        """
+        error = _outcome(self._copy)
+        try:
+            exchange(self._group, "Checkpoint.save: copied", self._failed, error)
+        except Exception:
+            self._clean()
+            raise
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {Path(self.path).name}")
         _unfinished.add(self)
         self._thread.start()
@@ -128,6 +137,9 @@ class Save:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- the work ---------------------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        self._tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()}
 
     def _write_part(self) -> None:
         part = self._folder / f"part-{self._group.rank}"

@@ -74,6 +74,11 @@ class WorkerGroup(abc.ABC):
         """
         return
 
+    @property
+    def own_number(self) -> int:
+        """What tells this worker from the others, also where ``rank`` is the same on all because each holds it all."""
+        return self.rank
+
     @abc.abstractmethod
     def all_reduce_async(
         self, buffer: torch.Tensor, name: str, agreed: bool = False, method: int = AggregationMethod.DEFAULT

@@ -28,15 +28,14 @@ class CountedUsers:
         """One fewer needs it."""
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                self._not_needed()
+            self._not_needed(self._users == 0)
 
     def _needed(self, first: bool) -> None:
         """Puts it in force; called for each user."""
         raise NotImplementedError
 
-    def _not_needed(self) -> None:
-        """Takes it away after the last user."""
+    def _not_needed(self, last: bool) -> None:
+        """Takes it away after the last user; called for each."""
         raise NotImplementedError
 
 
@@ -60,11 +59,11 @@ class Hooks(CountedUsers):
     def _needed(self, first: bool) -> None:
         if first:
             self._handles = [register() for register in self._register]
-        for patch in self._patches if first else ():
+        for patch in self._patches:
             patch.install()
 
-    def _not_needed(self) -> None:
-        while self._handles:
+    def _not_needed(self, last: bool) -> None:
+        while last and self._handles:
             self._handles.pop().remove()
         for patch in self._patches:
             patch.uninstall()
@@ -98,9 +97,9 @@ class Patch(CountedUsers):
             self._installed = self._made(self._original, self._number)
             setattr(self._owner, self._name, self._installed)
 
-    def _not_needed(self) -> None:
-        if self._owner.__dict__.get(self._name) is not self._installed:
-            return  # another library's, around ours or in its place
+    def _not_needed(self, last: bool) -> None:
+        if not last or self._owner.__dict__.get(self._name) is not self._installed:
+            return  # still needed, or another library's, around ours or in its place
         if self._inherited:
             delattr(self._owner, self._name)
         else:

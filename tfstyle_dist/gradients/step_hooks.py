@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -79,6 +80,8 @@ class _Calls(threading.local):
     """The step under way of each optimizer in this thread: the frame of torch's code that calls the hooks.
 
     An optimizer whose ``step`` calls ``super().step()`` gets the hooks twice; the inner call belongs to the outer one.
+    A frame keeps alive what all of its callers hold, so none stays here longer than its step: one that raises gets no
+    post-hook.
     """
 
     def __init__(self) -> None:
@@ -86,13 +89,14 @@ class _Calls(threading.local):
 
     def begin(self, optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
         """Whether this call is not within another one of the same optimizer."""
-        outer = self.outer.get(id(optimizer))
-        if outer is not None:  # may be left from a step that raised
-            above = caller.f_back
-            while above is not None:
-                if above is outer:
-                    return False
-                above = above.f_back
+        if self.outer:
+            above, frame = set(), caller.f_back
+            while frame is not None:
+                above.add(id(frame))
+                frame = frame.f_back
+            self.outer = {number: outer for number, outer in self.outer.items() if id(outer) in above}
+            if id(optimizer) in self.outer:
+                return False
         self.outer[id(optimizer)] = caller
         return True
 
@@ -105,6 +109,16 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+
+
+@contextmanager
+def steps_end() -> Iterator[None]:
+    """No step that begins within is under way behind it, in this thread, also if it raised."""
+    before, _calls.outer = _calls.outer, dict(_calls.outer)
+    try:
+        yield
+    finally:
+        _calls.outer = before
 
 
 def _take(thing: Any) -> None:
@@ -121,8 +135,17 @@ def _tell_contents(strategy: StrategyInForce, begins: bool) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _calls.begin(optimizer, sys._getframe(1)):
+    caller = sys._getframe(1)
+    if not _calls.begin(optimizer, caller):
         return None
+    try:
+        return _begin(optimizer, args, kwargs)
+    except BaseException:
+        _calls.end(optimizer, caller)
+        raise
+
+
+def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     owner = _owner(optimizer)
     frame = current_frame()
     _take(optimizer)

@@ -31,15 +31,18 @@ from tfstyle_dist.values import note_result, select_arguments, select_replica, s
 class ElasticGroup(SingleGroup):
     """What a worker of an elastic job has in the place of a group: it looks as if it held all replicas.
 
-    What the workers do together goes through the job's steps.
-
     Attributes:
-        job: the transactions.
+        job: the transactions, through which goes what the workers do together.
     """
 
     job: ElasticJob
     one_writes = True
     _alone = False
+
+    @property
+    def own_number(self) -> int:
+        """The worker's number in the job."""
+        return self.job.membership.me
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """What all workers that live tell; what this one tells where it does something for all, or is no member yet."""
@@ -178,8 +181,7 @@ class ElasticSteps:
         if self._executor is None or self._executor[0] != held:
             if self._executor is not None:
                 self._executor[1].close()
-            devices = [self._worker.devices[r] for r in held]
-            executor = ReplicaExecutor(devices, self._worker.timeout)
+            executor = ReplicaExecutor([self._worker.devices[r] for r in held], self._worker.timeout)
             executor.content = HeldContent(self._strategy.parameter_store.contents, held)
             self._executor = held, executor
         return self._executor[1]

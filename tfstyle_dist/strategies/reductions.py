@@ -102,7 +102,8 @@ def reduce_columns(
                 count = sums[place].numel()
                 result = flat[offset : offset + count].view(sums[place].shape)
                 wanted = columns[place][0].dtype
-                results[place] = result.to(wanted) if _was_widened(wanted, result.dtype) else result.clone()
+                dtype = wanted if _was_widened(wanted, result.dtype) else result.dtype
+                results[place] = result.to(sums[place].device, dtype, copy=True)
                 offset += count
     return [results[place] for place in range(len(sums))]
 

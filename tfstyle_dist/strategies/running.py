@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
+from tfstyle_dist.gradients.step_hooks import steps_end
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
@@ -113,13 +114,13 @@ def _run_replicas(
     functions = [replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
     try:
         with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
-            results = strategy.worker.executor.run(functions)
-            say_drift(store.contents, store.runs)
-            return regroup(results)
+            result = regroup(strategy.worker.executor.run(functions))
     except BaseException as error:
         store.contents.distrust()
         _report_failure(strategy, error)
         raise
+    say_drift(store.contents, store.runs, strategy.worker.replica_id)
+    return result
 
 
 def check_arguments(fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -138,7 +139,7 @@ def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], 
     share = share_of_arguments((*arguments, *keywords.values()))
     context = ReplicaContext(strategy, strategy.worker.group.rank, share=share)
     try:
-        with entered(Frame(strategy, context)), made_current(strategy.worker.torch_device(0)):
+        with steps_end(), entered(Frame(strategy, context)), made_current(strategy.worker.torch_device(0)):
             return of_share(context, fn, arguments, keywords)
     except BaseException as error:
         if strategy.worker.group.size > 1:
@@ -166,7 +167,7 @@ def replica_function(
         context = ReplicaContext(strategy, number, local_replica_id=replica, run=run, share=share)
         clock = strategy.worker.clocks[replica]
         clock.enter(COMPUTE)
-        with region("run", strategy.monitor.running), entered(Frame(strategy, context)):
+        with steps_end(), region("run", strategy.monitor.running), entered(Frame(strategy, context)):
             result = of_share(context, fn, arguments, keywords)
         clock.leave()
         return result

@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
-from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.variables.contents import ReplicaContents
 
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # what other devices or kernels may round differently
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # what a class of its own compares is its affair
+_AT_A_TIME = 1 << 22  # elements that are compared at once, for which there must be memory beside the parameters
+
+_given_up: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
 
 
-def say_drift(contents: ReplicaContents, runs: int) -> None:
+def say_drift(contents: ReplicaContents, runs: int, number_of: Callable[[int], int]) -> None:
     """Warns, once for each parameter, of those that are trained and have other values on another replica.
 
-    It looks after runs 1, 2, 4, 8, ..., so that it costs nothing in the end.
+    It looks after runs 1, 2, 4, 8, ..., so that it costs nothing in the end. Where it cannot look (memory has run out,
+    a kind of parameter cannot be compared) it stops looking: the run before it has succeeded.
 
     Args:
         contents: of the replicas, between two runs.
         runs: how many there were.
+        number_of: tells the number that a replica of this process has in the job.
     """
-    if contents.may_differ or runs & (runs - 1):
+    if contents.may_differ or runs & (runs - 1) or contents in _given_up:
         return
+    try:
+        _look(contents, runs, number_of)
+    except Exception as error:
+        _given_up.add(contents)
+        get_logger().debug("Whether the replicas have other weights is not looked at any more: %r", error)
+
+
+def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int]) -> None:
     others = [replica for replica in range(contents.count) if replica != contents.first]
     for parameter in contents.parameters():
         plain = type(parameter) in _KINDS and parameter.layout is torch.strided and not parameter.is_meta
         if plain and parameter.requires_grad:
-            different = next((r for r in others if _differ(parameter, contents.inside(parameter, r))), None)
+            own = parameter.detach()
+            different = next((r for r in others if _differ(own, contents.inside(parameter, r).detach())), None)
             if different is not None:
-                _warn(parameter, different, contents, runs)
+                who = f"After run {runs} replica {number_of(different)}"
+                _warn(parameter, contents, who, number_of(contents.first))
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.detach(), other.detach()
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
+    if one.numel() > _AT_A_TIME:
+        longest = max(range(one.dim()), key=one.size)
+        return any(map(_differ, one.chunk(2, longest), other.chunk(2, longest)))
     other = other.to(one.device)
-    return not torch.equal(one, other) and not torch.allclose(one, other, _RELATIVE, _ABSOLUTE, equal_nan=True)
+    if torch.equal(one, other):
+        return False
+    if one.dtype.itemsize == 1:  # torch computes nothing in 8 bits
+        one, other = one.float(), other.float()
+    return not torch.allclose(one, other, _RELATIVE, _ABSOLUTE, equal_nan=True)
 
 
-def _warn(parameter: torch.Tensor, replica: int, contents: ReplicaContents, runs: int) -> None:
+def _warn(parameter: torch.Tensor, contents: ReplicaContents, who: str, first: int) -> None:
     held = (
         f"{name!r} of {type(module).__name__}"
         for module, _ in contents.objects()
@@ -50,7 +74,7 @@ def _warn(parameter: torch.Tensor, replica: int, contents: ReplicaContents, runs
     which = next(held, f"of shape {tuple(parameter.shape)}")
     warn_once(
         f"drift {id(parameter)}",
-        f"After run {runs} replica {replica} has other values of the parameter {which} than replica 0: the step "
+        f"{who} has other values of the parameter {which} than replica {first}: the step "
         "function (or an optimizer in it) wrote what is each replica's own, such as random numbers, statistics of its "
         "share of the batch, or results of torch.autograd.grad. The replicas train different weights from now on. Do "
         "such writes before strategy.run (call the model once on a batch, if its first call sets parameters), or make "
