@@ -94,8 +94,8 @@ def train(resolver: tfd.cluster_resolver.ClusterResolver, options: argparse.Name
     iterator = iter(coordinator.create_per_worker_dataset(batches))
     error = math.inf
     with tqdm(total=options.steps, unit="step") as bar:
-        while bar.n < options.steps:
-            count = min(100, options.steps - bar.n)
+        for done in range(0, options.steps, 100):
+            count = min(100, options.steps - done)
             for _ in range(count):
                 coordinator.schedule(step, args=(iterator,))
             coordinator.join()

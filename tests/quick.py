@@ -39,6 +39,7 @@ QUICK = (
     "strategies/test_everyday.py",
     "test_seeds.py",
     "test_tensorflow_names.py",
+    "test_tutorial_outputs.py",
     "train/test_optimizers.py",
     "variables",
 )

@@ -241,7 +241,8 @@ def test_parameter_server_trains_and_an_evaluator_measures_meanwhile(tmp_path: P
 
 
 @pytest.mark.slow
-def test_embedding_recommender_learns_the_hidden_vectors() -> None:
+def test_embedding_recommender_learns_the_hidden_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # a bar that is not shown does not count
     options = ["--workers", "2", "--ps", "2", str(EXAMPLES / "embedding_recommender.py"), "--steps", "300"]
     output = run_module("tfstyle_dist.launch", options)
     (error,) = re.findall(r"test error (\S+) after 300 steps", output)

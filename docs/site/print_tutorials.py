@@ -25,7 +25,7 @@ COMMANDS = {
     "distributed_input": "examples/distributed_input.py",
     "elastic": "examples/elastic.py --directory FOLDER",
     "elastic_training": "-m tfstyle_dist.launch --workers 4 --elastic --max-restarts 20 examples/elastic_training.py"
-    " --kill-every 3",
+    " --first-kill 4 --pause 1",
     "embedding_recommender": "-m tfstyle_dist.launch --workers 2 --ps 2 examples/embedding_recommender.py",
     "keras_fit": "examples/keras_fit.py --replicas 2",
     "model_parallel": f"{FOUR} examples/model_parallel.py",
@@ -41,6 +41,12 @@ COMMANDS = {
 
 
 OUTPUT = ROOT / "docs/site/output"
+
+
+def shown(name: str) -> str:
+    """The first line of a tutorial's output: the command as its reader writes it."""
+    command = COMMANDS[name].replace("-m torch.distributed.run", "torchrun")
+    return f"$ {command}" if command.startswith("torchrun") else f"$ python {command}"
 
 
 def run_notebook() -> None:
@@ -81,11 +87,9 @@ def main(names: list[str]) -> None:
             )
         if run.returncode:
             sys.exit(f"{name} ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
-        shown = command.replace("-m torch.distributed.run", "torchrun")
-        start = "" if shown.startswith("torchrun") else "python "
         printed = re.sub(re.escape(folder) + r"[^\s'\",]*", "FOLDER", run.stdout).replace(f"{ROOT}/", "")
         path = OUTPUT / f"{name}.txt"
-        path.write_text(f"$ {start}{shown}\n{printed.rstrip()}\n")
+        path.write_text(f"{shown(name)}\n{printed.rstrip()}\n")
         print(name, len(printed.splitlines()), "lines", flush=True)
 
 

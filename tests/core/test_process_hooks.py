@@ -88,7 +88,7 @@ def test_two_patches_of_one_function_go_in_any_order() -> None:
     assert Library.function(1) == 1
 
 
-def test_reading_data_is_noticed_in_every_thread() -> None:
+def test_reading_and_setting_data_is_noticed_in_every_thread() -> None:
     seen: list[int] = []
     patch = DataPatch(lambda parameter: seen.append(parameter.numel()))
     parameter = nn.Parameter(torch.ones(3))
@@ -101,7 +101,7 @@ def test_reading_data_is_noticed_in_every_thread() -> None:
         thread.join(20)
     finally:
         patch.uninstall()
-    assert seen == [3, 4]
+    assert seen == [3, 4, 4]
     assert "data" not in nn.Parameter.__dict__
     assert parameter.data.tolist() == [0, 0, 0, 0]
 

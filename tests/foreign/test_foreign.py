@@ -68,12 +68,16 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     assert code == 1
     expected = {
         "agrees": "agrees", "hangs": "hangs", "differs": "differs", "differs-as-documented": "differs as documented",
+        "has-nothing-in-common-as-documented": "differs", "agrees-documented-to-differ": "agrees, documented to differ",
+        "is-not-a-number": "is no case", "differs-between-ranks": "agrees", "is-told-as-each-ranks-own": "agrees",
         "raises": "raises", "refused": "refused", "refused-in-other-words": "raises", "does-not-refuse": "raises",
         "raises-as-one-device": "agrees", "raises-by-mistake": "is no case", "raises-on-one-device-alone": "differs",
     }  # fmt: skip
-    for form in ("replicas", "ranks"):
-        assert {v["case"].removeprefix("broken/"): v["verdict"] for v in verdicts if v["form"] == form} == expected
+    by_form = {"replicas": expected, "ranks": expected | {"differs-between-ranks": "differs"}}
+    for form, words in by_form.items():
+        assert {v["case"].removeprefix("broken/"): v["verdict"] for v in verdicts if v["form"] == form} == words
     hung = next(v for v in verdicts if v["verdict"] == "hangs")
     assert "_hangs" in hung["said"], "the stack of a hang is shown"
-    assert "| broken | 11 | 2 of 9 + 1 refused + 1 documented, **1 hang** |" in table
+    cells = [f"{agree} of 14 + 1 refused + 1 documented, **1 hang**" for agree in (4, 3)]
+    assert f"| broken | 16 | {' | '.join(cells)} |" in table
     assert "broken/refused-in-other-words" in table.partition("## What is refused")[0]

@@ -207,6 +207,22 @@ def test_write_in_place_outside_run_reaches_every_replica(strategy: td.Strategy,
 
 
 @both_process_models
+def test_data_set_to_memory_that_the_parameter_had_reaches_every_replica(
+    strategy: td.Strategy, process_model: str
+) -> None:
+    """As ``model.float().double()`` does, where the second gets the memory that the first gave back."""
+    model, reference = built(strategy, small), plain(small)
+    kept = model[0].weight.data.clone()
+    model[0].weight.data = kept
+    _trains(strategy, model, reference)
+    reference[0].weight.data.mul_(0.5)
+    kept.mul_(0.5)
+    model[0].weight.data = kept
+    _trains(strategy, model, reference)
+    assert_all_close(weights(strategy, model), flat_weights(reference))
+
+
+@both_process_models
 def test_gradients_set_and_cleared_by_hand(strategy: td.Strategy, process_model: str) -> None:
     model, reference = built(strategy, small), plain(small)
 

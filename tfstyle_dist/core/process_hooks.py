@@ -117,7 +117,9 @@ class Patch(CountedUsers):
 
 
 class DataPatch(Patch):
-    """Tells who asks a parameter for its ``.data``: what is written to that leaves no mark on the parameter.
+    """Tells who asks a parameter for its ``.data``, or sets it: neither leaves a mark on the parameter.
+
+    What is set has an address, but it may be one that the parameter had before.
 
     Args:
         noticed: called with the parameter.
@@ -134,6 +136,8 @@ class DataPatch(Patch):
 
         def write(parameter: torch.Tensor, value: torch.Tensor) -> None:
             original.__set__(parameter, value)
+            if self._users and number == self._number:
+                self._wrapper(parameter)
 
         return property(read, write, doc=original.__doc__)
 

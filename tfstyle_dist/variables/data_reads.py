@@ -1,4 +1,4 @@
-"""Who asks a parameter for its ``.data``: what is written there leaves no mark on the parameter."""
+"""Who asks a parameter for its ``.data``, or sets it: what is written there leaves no mark on the parameter."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from programs import CASES, REPLICAS, Case, Each
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 AGREES, REFUSED, DOCUMENTED = "agrees", "refused", "differs as documented"
 DIFFERS, RAISES, HANGS, INVALID = "differs", "raises", "hangs", "is no case"
+STALE = "agrees, documented to differ"
 GOOD = (AGREES, REFUSED, DOCUMENTED)
 
 
@@ -100,6 +101,16 @@ def _joined(answers: Sequence[Answer]) -> Answer:
     return "values", values
 
 
+def _without_numbers(values: Mapping[str, Any]) -> list[str]:
+    """The values of a program that are NaN throughout: what agrees with them says nothing."""
+    found = []
+    for key, value in values.items():
+        tensors = [] if isinstance(value, str) else value if isinstance(value, Each) else [value]
+        if any(tensor.numel() and tensor.isnan().all() for tensor in tensors):
+            found.append(key)
+    return found
+
+
 def _expected(table: Mapping[str, str], form: str) -> str | None:
     return table.get(form, table.get("*"))
 
@@ -120,40 +131,47 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
             return verdict(INVALID, said=f"one device: {reference[1]}")
         alike = kind == "raised" and re.search(case.raises, value)
         return verdict(AGREES if alike else DIFFERS, 0.0 if alike else None, f"one device raises; here: {value!s:.300}")
+    if nothing := _without_numbers(reference[1]):
+        return verdict(INVALID, said=f"one device has nothing but NaN in {', '.join(nothing)}")
     if kind == "raised":
         return verdict(RAISES, said=value)
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
-    if apart <= (case.tolerance or TOLERANCE[dtype]):
-        return verdict(AGREES, apart)
     why = _expected(case.differs, form)
-    return verdict(DIFFERS if why is None else DOCUMENTED, apart, where if why is None else why)
+    if apart <= (case.tolerance or TOLERANCE[dtype]):
+        return verdict(AGREES, apart) if why is None else verdict(STALE, apart, why)
+    if why is None or not math.isfinite(apart):  # nothing in common is no difference that a reason explains
+        return verdict(DIFFERS, apart, where)
+    return verdict(DOCUMENTED, apart, why)
 
 
-def _reference(case: Case, form: str, dtype: str, folder: Path, known: dict[tuple[str, int], Answer]) -> Answer:
+def _references(
+    case: Case, form: str, dtype: str, folder: Path, known: dict[tuple[str, int], list[Answer]]
+) -> list[Answer]:
+    """The answers that together are expected: one device's, or those of all ranks."""
     shares = REPLICAS[form] if case.reference == "shares" else 1
     key = (dtype, shares)
     if key not in known:
         source = "ranks" if case.reference == "ranks" else "one"
-        known[key] = _joined(answers_of(case, source, dtype, folder, shares))
+        known[key] = answers_of(case, source, dtype, folder, shares)
     return known[key]
 
 
 def judge(title: str, forms: Sequence[str]) -> list[dict[str, Any]]:
     """Runs a case in those of its forms that are asked for."""
     case = CASES[title]
-    known: dict[tuple[str, int], Answer] = {}
+    known: dict[tuple[str, int], list[Answer]] = {}
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="foreign-") as name:
         folder = Path(name)
         for form in [f for f in case.forms if f in forms and f != "servers"]:
             for dtype in ("fp32", "fp64") if case.dtype == "auto" else (case.dtype,):
-                reference = _reference(case, form, dtype, folder, known)
+                references = _references(case, form, dtype, folder, known)
                 if case.reference == "ranks" and form == "ranks":
-                    answers = [reference]
+                    answers = references  # each rank is compared with the first, but for what is each replica's own
                 else:
                     answers = answers_of(case, form, dtype, folder)
-                verdict = _judged(case, form, dtype, reference, answers)
+                verdict = _judged(case, form, dtype, _joined(references), answers)
                 if verdict.verdict != DIFFERS:
                     break
             verdicts.append(verdict.as_dict())

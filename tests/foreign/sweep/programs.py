@@ -176,6 +176,10 @@ class Run:
         """What most programs return: modules as they are outside, and on every replica."""
         return {**values, "outside": list(modules), "each": self.each(lambda: list(modules))}
 
+    def result_with_own_buffers(self, *modules: Any) -> dict[str, Any]:
+        """As ``result``, where each replica's buffers are its own: outside, each process sees those of its first."""
+        return {"weights": [list(m.parameters()) for m in modules], "each": self.each(lambda: list(modules))}
+
     def mean(self, gradients: Any) -> Any:
         """The mean over the replicas, for programs that reduce by themselves."""
         return gradients if self.strategy is None else tfd.get_replica_context().all_reduce("MEAN", gradients)
@@ -233,7 +237,13 @@ def plain(run: Run, model: nn.Module, optimizer: Any, loss: Any = None, extra: A
     return step
 
 
-def trains(make: Callable[[], nn.Module], optimizer: Any = sgd, loss: Any = None, count: int = STEPS) -> Program:
+def trains(
+    make: Callable[[], nn.Module],
+    optimizer: Any = sgd,
+    loss: Any = None,
+    count: int = STEPS,
+    result: Callable[[Run, nn.Module], Any] = Run.result,
+) -> Program:
     """A program of a model that is made in the scope."""
 
     def program(run: Run) -> Any:
@@ -241,6 +251,6 @@ def trains(make: Callable[[], nn.Module], optimizer: Any = sgd, loss: Any = None
             model = make()
             made = optimizer(model)
         run.go(plain(run, model, made, loss and (lambda x, y: loss(model, x, y))), count)
-        return run.result(model)
+        return result(run, model)
 
     return program

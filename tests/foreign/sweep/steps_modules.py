@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 import torch
-from programs import Net, add, case, plain, sgd, trains
+from programs import Net, Run, add, case, plain, sgd, trains
 from torch import nn
 from torch.nn import functional as F
 
@@ -266,7 +266,7 @@ class BN(nn.Module):
         return self.b(self.n(self.a(x)).relu())
 
 
-add("steps", "bn-each-rank", trains(BN), reference="ranks")
+add("steps", "bn-each-rank", trains(BN, result=Run.result_with_own_buffers), reference="ranks")
 
 add("steps", "bn-sync", trains(lambda: BN(nn.SyncBatchNorm)))
 
@@ -283,7 +283,7 @@ def bn_train_eval(run):
     run.go(plain(run, model, optimizer), 3)
     model.train()
     run.go(plain(run, model, optimizer), 2)
-    return run.result(model)
+    return run.result_with_own_buffers(model)
 
 
 @case("steps", "bn-train-eval-in-step", reference="ranks")
@@ -303,7 +303,7 @@ def bn_train_eval_in_step(run):
             model(x)
 
     run.go(step, 5)
-    return run.result(model)
+    return run.result_with_own_buffers(model)
 
 
 def accum(zero):

@@ -52,7 +52,7 @@ def lazy_in_run(run):
     with run.scope():
         optimizer = sgd(model)
     run.go(plain(run, model, optimizer))
-    return run.result(model)
+    return run.result_with_own_buffers(model)
 
 
 @case("steps", "lazy-opt-before")
