@@ -26,7 +26,7 @@ def undisturbed(run_job: Any) -> Any:
 
 
 def held_before_the_last_step(job: list[dict[str, Any]]) -> list[int]:
-    """All replicas that the workers held; in the last step who is done leaves, and the others may do it again."""
+    """All replicas that the workers held in the step before the last one: nobody had left."""
     return sorted(replica for worker in job for replica in worker["result"]["held"][-2])
 
 

@@ -140,6 +140,14 @@ def votes_of(*optimizers: list[torch.optim.Optimizer]) -> tuple[list[Votes], dic
     return members, packets
 
 
+def test_a_vote_is_what_it_was() -> None:
+    """Who has it may send it later to one that has lost it, when the program has gone on."""
+    loss = torch.ones(2)
+    packet = Votes(_NothingOfTheirOwn(), 0, 1).make([0], [loss], ["train", 1], [])  # type: ignore[arg-type]
+    loss.zero_()
+    assert packet.tensors[0].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("other", [settings_of(0.2, (0.9, 0.999)), settings_of(0.1, (0.8, 0.999))], ids=["lr", "betas"])
 def test_one_worker_with_other_settings_leaves_alone(other: list[torch.optim.Optimizer]) -> None:
     usual = settings_of(0.1, (0.9, 0.999))

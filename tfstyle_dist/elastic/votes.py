@@ -66,7 +66,7 @@ class Votes:
             replicas[str(replica)] = [what, [state for state, _ in states]]
             tensors += [*sent, *(tensor for _, own in states for tensor in own)]
         header = {"replicas": replicas, "call": said(call), "settings": _settings(optimizers)}
-        return Packet(header, tensors)
+        return Packet(header, [tensor.clone() for tensor in tensors])  # a vote may be sent again when more was written
 
     def take(self, votes: dict[int, Packet], results: Sequence[Any], held: Sequence[int]) -> list[Any]:
         """The results of all replicas; what each has of its own is kept.

@@ -210,9 +210,8 @@ class ElasticSteps:
     def counts(self) -> ElasticCounts:
         """What became of the steps."""
         job = self.job
-        return ElasticCounts(
-            job.committed, job.retried, job.membership.members, job.held, tuple(job.epochs), tuple(job.audit.found)
-        )
+        members, epochs = job.membership.members, tuple(job.epochs)
+        return ElasticCounts(job.committed, job.retried, members, job.held, epochs, tuple(job.audit.found))
 
     def check_took_part(self) -> None:
         """Called at the end.
