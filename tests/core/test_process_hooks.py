@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tfstyle_dist as td
-from tfstyle_dist.core.process_hooks import DataPatch, Hooks, Patch, install_for
+from tfstyle_dist.core.process_hooks import CountedUsers, DataPatch, Hooks, Patch, install_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -219,3 +219,22 @@ def test_what_another_library_wraps_around_torch_stays(monkeypatch: pytest.Monke
     assert [g.item() for g in found] == [1.5, 1.5]  # reduced once
     assert calls == ["theirs"] * 2
     assert torch.autograd._engine_run_backward is theirs
+
+
+def test_a_user_may_go_while_another_one_comes() -> None:
+    """The garbage collector ends strategies wherever it runs, so also while another one installs its hooks."""
+
+    class Collected(CountedUsers):
+        def _needed(self, first: bool) -> None:
+            if not first:
+                self.uninstall()
+
+        def _not_needed(self, last: bool) -> None:
+            assert not last
+
+    hooks = Collected()
+    hooks.install()
+    thread = threading.Thread(target=hooks.install, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for a lock that it holds itself"

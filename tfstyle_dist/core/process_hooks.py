@@ -10,23 +10,25 @@ from typing import Any, Protocol
 
 import torch
 
+# One for all, and its own thread may take it again: the garbage collector lets go of users at any time, also in here.
+_lock = threading.RLock()
+
 
 class CountedUsers:
     """Something in force for the whole process while at least one user needs it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._users = 0
 
     def install(self) -> None:
         """One more needs it."""
-        with self._lock:
+        with _lock:
             self._users += 1
             self._needed(self._users == 1)
 
     def uninstall(self) -> None:
         """One fewer needs it."""
-        with self._lock:
+        with _lock:
             self._users -= 1
             self._not_needed(self._users == 0)
 
