@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from until import wait_until
 
 import tfstyle_dist as td
 from tfstyle_dist.core.network import free_ports
@@ -278,24 +279,33 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     assert set(c.pids) == {("ps", 0), ("worker", 0)}
 
 
+def has_open(pid: int, file: int) -> bool:
+    """Whether a process has a file of this process open too."""
+    wanted = os.fstat(file)
+    for opened in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.path.samestat(opened.stat(), wanted):
+                return True
+    return False
+
+
 def test_a_refused_segment_leaves_no_file_open(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
-    opened = Path(f"/proc/{c.pids['ps', 0]}/fd")
     memory = os.memfd_create("tfstyle-ps-segment")
+    assert has_open(os.getpid(), memory)
     try:
         os.ftruncate(memory, 4096)
         for half in (0, -1, -(1 << 62), -(1 << 70), 1 << 70, 1 << 62, 4096):
             raw = Raw(c.spec["ps"][0])  # of its own each time: what is no number for a size ends the link
             try:
                 raw.handshake(c.strategy.session)
-                before = len(list(opened.iterdir()))
                 place = {"process": os.getpid(), "file": memory, "name": "tfstyle-ps-segment", "half": half}
                 meta = pack_json({"method": "segment", **place})
                 raw.send(pack_message(Header(Kind.CALL, 1, meta_bytes=len(meta)), meta))
                 kind, told = raw.answer()
                 assert kind is Kind.ERROR, half
                 assert told["error"] in ("PermissionError", "InvalidArgumentError"), told
-                assert len(list(opened.iterdir())) <= before
+                wait_until(lambda: not has_open(c.pids["ps", 0], memory))
             finally:
                 raw.close()
     finally:
