@@ -44,6 +44,7 @@ class RankSession:
         self._reports: list[dict[str, Any]] = []
         self._state: RankState | None = None
         self._config: pytest.Config | None = None
+        self._unfit: str | None = None
 
     def run(self, options: Mapping[str, Any], args: Sequence[str]) -> None:
         """Runs the session until the parent wants something else.
@@ -110,6 +111,13 @@ class RankSession:
                 return True
             message = self._connection.recv()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        """Remembers that an error came out of torch.distributed."""
+        # Once Gloo has failed to connect, no group of the process can be made any more: each waits in vain.
+        if call.excinfo is not None and _came_out_of(call.excinfo.value, "torch.distributed"):
+            self._unfit = "an error of torch.distributed, which may have left its threads unusable"
+
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps a report for the parent."""
@@ -157,9 +165,20 @@ class RankSession:
         self.assignment = None
         session.shouldstop = session.shouldfail = False
         state, self._state = self._state, None
-        problems: list[str] = []
+        unfit, self._unfit = self._unfit, None
+        problems = [unfit] if unfit is not None else []
         crash = problem_of(lambda: problems.extend(state.restore()))
         return crash or ("; ".join(problems) or None)
+
+
+def _came_out_of(error: BaseException | None, package: str) -> bool:
+    """Says whether an error, or one that it was raised from, passed through a function of a package."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def problem_of(action: Callable[[], object]) -> str | None:
