@@ -291,16 +291,20 @@ def measure_recovery(kills: int, torchft: str, say: Callable[[str], None]) -> li
                 stalls.append(max((b - a for a, b in pairwise(times)), default=0.0))
                 say(f"{kind}, kill {kill + 1}: worker {victim}, {recovered[-1]:.3f} s; started after "
                     f"{started_up[-1]:.2f} s; then {joined[-1]:.3f} s to its first commit")  # fmt: skip
+        except (RuntimeError, TimeoutError) as error:
+            if kind == "elastic":
+                raise
+            lines.append(f"| {kind}, in kill {len(joined) + 1} | {error} |")  # what others do is no reason to stop
         finally:
             job.close()
         name = "" if kind == "elastic" else f"{kind}: "
         measured = {
-            f"time from kill -9 of one of 4 to the next commit of all others, {kills} kills": recovered,
+            f"time from kill -9 of one of 4 to the next commit of all others, {len(recovered)} kills": recovered,
             "time that the new process needs for imports and the model": started_up,
             "time from there to its first commit": joined,
             "longest time between two commits of the others meanwhile (padded with 20 ms)": stalls,
         }
-        lines += [f"| {name}{what} | {_spread(values)} |" for what, values in measured.items()]
+        lines += [f"| {name}{what} | {_spread(values)} |" for what, values in measured.items() if values]
     return lines
 
 
@@ -447,16 +451,20 @@ def main() -> None:
         "alarms": lambda: measure_alarms(10_000 if options.long else 1_000, say),
         "chaos": lambda: measure_chaos(seconds, every, workers, partitions, say),
     }
+    command = ["python benchmarks/elastic.py", *sys.argv[1:]]
+    if options.torchft:
+        command = ["PYTHON" if word == options.torchft else word for word in command]
     lines = [
         f"| load average before | {' '.join(f'{load:.1f}' for load in os.getloadavg())} on {os.cpu_count()} cores |"
     ]
     for name, measure in parts.items():
         if options.only in (None, name):
             lines += measure()
-    table = "\n".join(["| | |", "|---|---|", *lines])
+            table = "\n".join(["| | |", "|---|---|", *lines])
+            # After each part, so that a later one that fails takes nothing along.
+            if not options.no_write:
+                RESULTS.write_text(f"# What faults cost an elastic job\n\n`{' '.join(command)}`\n\n{table}\n")
     print(table)
-    if not options.no_write:
-        RESULTS.write_text(f"# What faults cost an elastic job\n\n`python benchmarks/elastic.py`\n\n{table}\n")
 
 
 if __name__ == "__main__":
