@@ -24,6 +24,9 @@ _HOW = (
 )
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class ReplicaDevice:
     """One replica's place.
@@ -41,7 +44,7 @@ class ReplicaDevice:
     @property
     def torch_device(self) -> torch.device:
         """Where tensors of this replica live: every logical CPU device is torch's one CPU."""
-        return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, self.index)
+        return _CPU if self.type == "cpu" else torch.device(self.type, self.index)
 
     @property
     def logical(self) -> torch.device:

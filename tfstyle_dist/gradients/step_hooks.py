@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -111,14 +110,17 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
-@contextmanager
-def steps_end() -> Iterator[None]:
+class StepsEnd:
     """No step that begins within is under way behind it, in this thread, also if it raised."""
-    before, _calls.outer = _calls.outer, dict(_calls.outer)
-    try:
-        yield
-    finally:
-        _calls.outer = before
+
+    # No generator: every run enters one.
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _calls.outer = _calls.outer, dict(_calls.outer)
+
+    def __exit__(self, *error: object) -> None:
+        _calls.outer = self._before
 
 
 def _take(thing: Any) -> None:

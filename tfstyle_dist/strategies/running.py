@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
-from tfstyle_dist.gradients.step_hooks import steps_end
+from tfstyle_dist.gradients.step_hooks import StepsEnd
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
@@ -138,8 +138,9 @@ def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], 
     arguments, keywords = select_arguments(0, args), select_replica(0, kwargs) if kwargs else {}
     share = share_of_arguments((*arguments, *keywords.values()))
     context = ReplicaContext(strategy, strategy.worker.group.rank, share=share)
+    devices = strategy.worker.devices
     try:
-        with steps_end(), entered(Frame(strategy, context)), made_current(strategy.worker.torch_device(0)):
+        with StepsEnd(), entered(Frame(strategy, context)), made_current(devices[0]) if devices else nullcontext():
             return of_share(context, fn, arguments, keywords)
     except BaseException as error:
         if strategy.worker.group.size > 1:
@@ -167,7 +168,7 @@ def replica_function(
         context = ReplicaContext(strategy, number, local_replica_id=replica, run=run, share=share)
         clock = strategy.worker.clocks[replica]
         clock.enter(COMPUTE)
-        with steps_end(), region("run", strategy.monitor.running), entered(Frame(strategy, context)):
+        with StepsEnd(), region("run", strategy.monitor.running), entered(Frame(strategy, context)):
             result = of_share(context, fn, arguments, keywords)
         clock.leave()
         return result

@@ -91,7 +91,7 @@ class _Notes:
         self._texts: dict[int, tuple[Any, Share]] = {}  # lists have no weak references
 
     def __bool__(self) -> bool:
-        return bool(self._texts) or len(self._known) > 0
+        return bool(self._texts) or bool(self._known.data)
 
     def put(self, leaf: Any, share: Share) -> None:
         if isinstance(leaf, torch.Tensor | np.ndarray):
