@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from two_replicas import replica
 
 import tfstyle_dist as td
 from tfstyle_dist.comm.collectives.flat import Flat
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.gradients.bucket_views import BucketViews
 
 SHAPES = [torch.Size(s) for s in ((3,), (), (0, 4), (5, 7), (2, 3, 4), (50,))]
@@ -58,17 +59,19 @@ def test_only_what_was_used_is_sent(strategy: td.Strategy, monkeypatch: pytest.M
         nets = nn.ModuleList([nn.Linear(3, 2), nn.Linear(5, 4), nn.Linear(5, 4)])
     group = strategy.worker.group
     sent: list[int] = []
-    sum_flat, sum_buffer = group.all_reduce_flat, group.all_reduce
+    sum_variant, sum_buffer = group.all_reduce_variant, group.all_reduce
 
-    def log_flat(values: Flat, name: str, method: int = 0) -> None:
-        sent.append(values.numel)
-        sum_flat(values, name, method)
+    def log_variant(values: Flat, name: str, method: int, variant: int, call: str) -> bool:
+        alike = sum_variant(values, name, method, variant, call)
+        if alike:
+            sent.append(values.numel)
+        return alike
 
     def log_buffer(buffer: torch.Tensor, name: str, method: int = 0) -> None:
         sent.append(-buffer.numel())
         sum_buffer(buffer, name, method)
 
-    monkeypatch.setattr(group, "all_reduce_flat", log_flat)
+    monkeypatch.setattr(group, "all_reduce_variant", log_variant)
     monkeypatch.setattr(group, "all_reduce", log_buffer)
 
     def backward(number: int) -> None:
@@ -86,6 +89,65 @@ def test_only_what_was_used_is_sent(strategy: td.Strategy, monkeypatch: pytest.M
     assert sent == [-(8 + 24 + 24 + 6)]
     for number in (1, 2):
         torch.testing.assert_close(nets[number].weight.grad, torch.full_like(nets[number].weight, number / 2))
+
+
+@pytest.mark.distributed(workers=2)
+def test_workers_that_use_other_parameters_meet_in_every_pass(strategy: td.Strategy) -> None:
+    """They find out where they meet for the sum, and tell each other before it for a while; then all is as before."""
+    with strategy.scope():
+        torch.manual_seed(0)
+        rows = nn.Embedding(4, 2, sparse=True)
+        nets = nn.ModuleList([nn.Linear(3, 2), nn.Linear(300, 200)])
+
+    def backward(uses: tuple[bool, bool, bool]) -> None:
+        nets.zero_grad()
+        rows.zero_grad()
+        total = torch.zeros(())
+        for net, used in zip(nets, uses, strict=False):
+            if used:
+                total = total + net(torch.full((1, cast(nn.Linear, net).in_features), 1.0 + replica())).sum()
+        if uses[2]:
+            total = total + rows(torch.tensor([replica()])).sum()
+        total.backward()
+
+    passes: list[tuple[tuple[bool, bool, bool], tuple[bool, bool, bool]]] = [
+        ((True, True, True), (True, True, True)),
+        ((True, False, False), (False, True, False)),
+        ((False, False, True), (True, False, False)),
+        ((False, False, True), (False, False, True)),
+        *[((True, True, False), (True, True, False))] * 101,  # now nobody asks first
+        ((False, False, True), (True, True, False)),
+        ((False, False, True), (False, False, True)),
+    ]
+    for uses in passes:
+        strategy.run(backward, args=(uses[strategy.worker.group.rank],))
+        for number, net in enumerate(nets):
+            expected = sum((1.0 + r) / 2 for r in range(2) if uses[r][number])
+            grad = cast(nn.Linear, net).weight.grad
+            if expected:
+                torch.testing.assert_close(grad, torch.full_like(cast(nn.Linear, net).weight, expected))
+            else:
+                assert grad is None or not grad.any()
+        if any(used for *_, used in uses):
+            assert rows.weight.grad is not None
+            expected_rows = torch.tensor([[0.5 if r < 2 and uses[r][2] else 0.0] * 2 for r in range(4)])
+            torch.testing.assert_close(rows.weight.grad.to_dense(), expected_rows)
+
+
+@pytest.mark.distributed(workers=2)
+def test_a_worker_that_makes_another_call_is_named(strategy: td.Strategy) -> None:
+    with strategy.scope():
+        net = nn.Linear(3, 2)
+
+    def step(differs: bool) -> None:
+        if differs and not replica():
+            td.get_replica_context().all_reduce("sum", torch.ones(6))
+        else:
+            net(torch.ones(1, 3)).sum().backward()
+
+    strategy.run(step, args=(False,))
+    with pytest.raises(CollectiveMismatchError, match=r"(?s)worker 0: all_reduce.*worker 1: gradients of one backward"):
+        strategy.run(step, args=(True,))
 
 
 @pytest.mark.distributed(workers=2)

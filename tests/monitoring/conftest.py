@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tfstyle_dist.runtime import clocks
+from tfstyle_dist.shm import barrier
 
 
 class HandClock:
@@ -30,4 +31,5 @@ def time_by_hand(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """Takes the place of the system's clock; ask for it before the strategy."""
     clock = HandClock()
     monkeypatch.setattr(clocks, "perf_counter", clock)
+    monkeypatch.setattr(barrier, "perf_counter", clock)
     return clock

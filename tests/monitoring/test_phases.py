@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,28 @@ def test_two_ranks(time_by_hand: Any, kind: str, form: str, monkeypatch: pytest.
         report = train(strategy, time_by_hand, form == "tf", form == "closure")
         check_two_replicas(report, ranks=True)
         assert [r.worker for r in report.replicas] == [0, 1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.distributed(workers=2)
+def test_who_stands_still_for_a_late_worker_waits(late: int) -> None:
+    """Where gradients are summed in shared memory; what it waited there is not counted as communication."""
+    with tfd.MirroredStrategy() as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+
+        def step() -> None:
+            if strategy.worker.group.rank == late:
+                time.sleep(0.05)
+            model(torch.ones(1, 2)).sum().backward()
+
+        for _ in range(STEPS + 1):
+            strategy.run(step)
+        report = strategy.report(quiet=True)
+    times = [dict(zip(PHASES, replica.seconds, strict=True)) for replica in report.replicas]
+    assert times[1 - late]["wait"] > 0.03
+    assert times[late]["compute"] > 0.045
+    assert all(seconds >= 0 for phases in times for seconds in phases.values())
 
 
 def test_a_step_that_raises_does_not_count(time_by_hand: Any) -> None:

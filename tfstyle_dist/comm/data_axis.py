@@ -62,6 +62,13 @@ class DataAxis(WorkerGroup):
     def all_reduce_flat(self, values: Flat, name: str, method: int = AggregationMethod.DEFAULT) -> None:
         self.data.all_reduce_flat(values, name, method)
 
+    def all_reduce_variant(self, values: Flat, name: str, method: int, variant: int, call: str) -> bool:
+        return self.data.all_reduce_variant(values, name, method, variant, call)
+
+    @property
+    def waited(self) -> float:
+        return self.data.waited
+
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self.data.shares_memory(dtype, device)
 

@@ -115,6 +115,32 @@ class WorkerGroup(abc.ABC):
         self.all_reduce(buffer, name, method)
         values.write(0, values.numel, [buffer], _copy)
 
+    def all_reduce_variant(self, values: Flat, name: str, method: int, variant: int, call: str) -> bool:
+        """As ``all_reduce_flat``, if all workers mean the same variant of a call.
+
+        Args:
+            values: as there; how many they are may depend on the variant.
+            name: for messages.
+            method: an ``AggregationMethod``.
+            variant: 0 to 2**56.
+            call: what all workers must be about to do.
+
+        Returns:
+            Whether all workers gave the same variant; else no value was touched.
+
+        Raises:
+            CollectiveMismatchError: a worker makes another call.
+        """
+        if len(set(self.numbers(variant, call))) > 1:
+            return False
+        self.all_reduce_flat(values, name, method)
+        return True
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this worker has waited for others in sums through shared memory, in all."""
+        return 0.0
+
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         """Says which way a sum over the workers takes, and why.
 

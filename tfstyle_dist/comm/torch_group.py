@@ -116,6 +116,15 @@ class TorchGroup(WorkerGroup):
         else:
             super().all_reduce_flat(values, name, method)
 
+    def all_reduce_variant(self, values: Flat, name: str, method: int, variant: int, call: str) -> bool:
+        if not self._sums.shares_memory(values.dtype, "cpu"):
+            return super().all_reduce_variant(values, name, method, variant, call)
+        return self._sums.sum_of_variant(values, name, method, variant, call)
+
+    @property
+    def waited(self) -> float:
+        return self._sums.waited
+
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         return self._sums.explain(numel, dtype, self._transport.accelerator or "cpu", method)
 

@@ -80,6 +80,17 @@ class Clock:
         """Counts time in which a transfer was under way while the replica did something else."""
         self._times[_OVERLAPPED] += seconds
 
+    def recount(self, seconds: float, counted: int, right: int) -> None:
+        """Counts some of the seconds of the phase under way, or of one that is over, as another phase.
+
+        Args:
+            seconds: how many.
+            counted: the phase that they are counted as.
+            right: the phase that they belong to.
+        """
+        self._times[counted] -= seconds
+        self._times[right] += seconds
+
     @property
     def last(self) -> float:
         """When something was last counted."""
@@ -141,6 +152,9 @@ class StoppedClock(Clock):
         """See ``Clock``."""
 
     def overlapped(self, seconds: float) -> None:
+        """See ``Clock``."""
+
+    def recount(self, seconds: float, counted: int, right: int) -> None:
         """See ``Clock``."""
 
     def seconds(self) -> Sequence[float]:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from time import perf_counter
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.shm.futex import Futex
@@ -44,12 +45,14 @@ class Barrier:
         count: how many barriers this process has come to.
         crowded: whether there are more processes than processors: who waits for a processor that it keeps busy itself
             waits long.
+        waited: seconds that this process has waited for others, in all.
     """
 
     def __init__(
         self, memory: mmap.mmap, rank: int, size: int, timeout: timedelta | None, is_gone: Callable[[int], bool]
     ) -> None:
         self.rank, self.size, self.timeout, self.count = rank, size, timeout, 0
+        self.waited = 0.0
         self.crowded = size > len(os.sched_getaffinity(0))
         self._is_gone = is_gone
         self._words = memoryview(memory)[:BYTES].cast("q")
@@ -113,6 +116,13 @@ class Barrier:
         Raises:
             BarrierError: a process is gone, or did not come in time.
         """
+        began = perf_counter()
+        try:
+            self._wait_for_others()
+        finally:
+            self.waited += perf_counter() - began
+
+    def _wait_for_others(self) -> None:
         for _ in range(self._spins):
             if self._missing() is None:
                 return

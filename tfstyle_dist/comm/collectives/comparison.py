@@ -15,6 +15,7 @@ from tfstyle_dist.comm.host_memory.host_memory import HostMemory
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import CollectiveMismatchError
 
+_PLACE = " at "  # between what a worker does and where
 Gather = Callable[[torch.Tensor, str], Sequence[torch.Tensor]]
 """Collects tensors of one size from all workers in rank order; told a name for messages."""
 
@@ -79,9 +80,22 @@ class Comparison:
 
     def raise_mismatch(self, text: str, name: str) -> NoReturn:
         """Tells what each worker does: all workers see the difference, so all of them come here."""
-        data = self._bytes(f"{text} at {call_site()}, operation {self._operations.sequence}")
+        raise mismatch(self._calls(text, name))
+
+    def confirm(self, text: str, name: str) -> None:
+        """After a difference that may be right: all workers see it, and come here or to ``raise_mismatch``.
+
+        Raises:
+            CollectiveMismatchError: not all of them mean ``text``.
+        """
+        calls = self._calls(text, name)
+        if not all(call.startswith(text + _PLACE) for call in calls):
+            raise mismatch(calls)
+
+    def _calls(self, text: str, name: str) -> list[str]:
+        data = self._bytes(f"{text}{_PLACE}{call_site()}, operation {self._operations.sequence}")
         size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-        raise mismatch(self._texts(data, [int(s) for s in self._gather(size, name)], name))
+        return self._texts(data, [int(s) for s in self._gather(size, name)], name)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """See ``WorkerGroup``: JSON text, so that nothing a peer sends is ever executed."""

@@ -89,10 +89,28 @@ class WorkerSums:
             method: an ``AggregationMethod``.
             between: see ``SharedSums.all_reduce``.
         """
-        assert self._memory is not None
         text = f"{name} ({values.numel} x {values.dtype}, method {method!r})"
-        if not self._memory.all_reduce(values, digest_of(text), self._adder(method), between, method, name):
+        if not self._summed(values, digest_of(text), name, method, between):
             self._comparison.raise_mismatch(text, name)
+
+    def sum_of_variant(self, values: Flat, name: str, method: int, variant: int, call: str) -> bool:
+        """See ``WorkerGroup.all_reduce_variant``; through shared memory, as ``sum_in_memory``."""
+        # What is summed follows from the call and the variant.
+        if self._summed(values, digest_of(call) ^ variant, name, method, None):
+            return True
+        self._comparison.confirm(call, name)
+        return False
+
+    def _summed(
+        self, values: Flat, digest: int, name: str, method: int, between: Callable[[torch.Tensor], None] | None
+    ) -> bool:
+        assert self._memory is not None
+        return self._memory.all_reduce(values, digest, self._adder(method), between, method, name)
+
+    @property
+    def waited(self) -> float:
+        """See ``WorkerGroup``."""
+        return self._memory.waited if self._memory is not None else 0.0
 
     def explain(self, numel: int, dtype: torch.dtype, device_type: str, method: int) -> str:
         """See ``WorkerGroup``."""

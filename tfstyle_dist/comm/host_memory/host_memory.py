@@ -70,6 +70,11 @@ class HostMemory:
             failed.pop_all()
         return cls(sums, presence, operations, len(topology.hosts) == 1)
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this worker has waited for others of its host, in all."""
+        return self.sums.barrier.waited if self.sums is not None else 0.0
+
     def use_compiled(self, find_sum: FindSum) -> None:
         """See ``SharedSums``."""
         if self.sums is not None:

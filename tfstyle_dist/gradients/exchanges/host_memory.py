@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tfstyle_dist.comm.collectives.flat import BufferView, Flat
 from tfstyle_dist.comm.group import Done
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.gradients.bucket_views import BucketViews
@@ -22,11 +23,23 @@ from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 _MOST_LAYOUTS = 16
 
 
-class _Layout:
-    """What is reduced when all workers used the same parameters."""
+_ASKED_FIRST = 100  # passes after one in which the workers used different parameters
+_Part = tuple[list[GradientState], Bucket, BucketViews]
 
-    def __init__(self, filling_buckets: Sequence[FillingBucket], used: frozenset[int], num_replicas: int) -> None:
-        self.parts: list[tuple[list[GradientState], Bucket, BucketViews]] = []
+
+class _Layout:
+    """What is reduced when all workers used the same parameters.
+
+    Attributes:
+        variant: a number that stands for these parameters.
+        parts: the buckets of which some are used.
+    """
+
+    def __init__(
+        self, filling_buckets: Sequence[FillingBucket], used: frozenset[int], num_replicas: int, variant: int
+    ) -> None:
+        self.variant = variant
+        self.parts: list[_Part] = []
         for filling in filling_buckets:
             states = [s for s in filling.states if id(s) in used]
             if states:
@@ -38,9 +51,12 @@ class _Layout:
 class InMemoryReducer(StreamingReducer):
     """Reduces over the workers of one host at the end of backward.
 
-    The workers first tell each other which parameters they used. Mostly all used the same, and only those are summed;
-    else all are, as in ``StreamingReducer``.
+    Mostly all workers used the same parameters, and only those are summed; where they meet for the first bucket, they
+    see whether it is so. Else all parameters are summed, as in ``StreamingReducer``; and for a while the workers tell
+    each other what they used before they sum anything, since it may differ again.
     """
+
+    _asked_first = 0
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient."""
@@ -51,6 +67,9 @@ class InMemoryReducer(StreamingReducer):
         super()._build()
         self._all = [s for filling in self._filling_buckets for s in filling.states] + [s for s, _ in self._sparse]
         self._layouts: dict[bytes, _Layout] = {}
+        self._call = f"gradients {self._signature}"
+        buckets = [filling.bucket for filling in self._filling_buckets]
+        self._in_memory = all(self.worker.group.shares_memory(b.dtype, b.device) for b in buckets)
 
     def _reset(self) -> None:
         for state in self._all:
@@ -68,11 +87,9 @@ class InMemoryReducer(StreamingReducer):
     def _exchange(self, keep: bool) -> None:
         self._active = False
         used = bytes([s.ready or s.dirty for s in self._all])
-        number = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
-        with self.worker.clocks[0].counting(WAIT):
-            numbers = self.worker.group.numbers(number, f"gradients {self._signature}")
-        if len(set(numbers)) == 1:
-            for part in self._layout(used).parts:
+        parts = self._meet(self._layout(used), keep)
+        if parts is not None:
+            for part in parts:
                 self._reduce_part(*part, keep=keep)
             sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]
             unused = []
@@ -84,34 +101,65 @@ class InMemoryReducer(StreamingReducer):
                 self.reduce_sparse(state, empty)
             self.say_unused([s.record for s in unused])
 
+    def _meet(self, layout: _Layout, keep: bool) -> Sequence[_Part] | None:
+        """What is left to reduce if all workers used the same parameters; ``None`` if they did not."""
+        group, clock = self.worker.group, self.worker.clocks[0]
+        before, left = group.waited, layout.parts
+        if self._asked_first or not self._in_memory:
+            alike = len(set(group.numbers(layout.variant, self._call))) == 1
+            self._asked_first = max(0, self._asked_first - 1)
+        elif left:
+            alike = self._reduce_part(*left[0], keep=keep, variant=layout.variant)
+            left = left[1:]
+        else:
+            alike = group.all_reduce_variant(_nothing(), "gradients", self.method, layout.variant, self._call)
+        clock.recount(group.waited - before, COMMUNICATION, WAIT)
+        if alike:
+            return left
+        self._asked_first = _ASKED_FIRST
+        return None
+
     def _layout(self, used: bytes) -> _Layout:
         layout = self._layouts.get(used)
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
             members = frozenset(id(s) for s, flag in zip(self._all, used, strict=True) if flag)
-            layout = self._layouts[used] = _Layout(self._filling_buckets, members, self.worker.num_replicas)
+            variant = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
+            layout = _Layout(self._filling_buckets, members, self.worker.num_replicas, variant)
+            self._layouts[used] = layout
         return layout
 
-    def _reduce_part(self, states: list[GradientState], bucket: Bucket, spans: BucketViews, keep: bool) -> None:
-        name = f"gradients[{bucket.index}]"
+    def _reduce_part(
+        self, states: list[GradientState], bucket: Bucket, spans: BucketViews, keep: bool, variant: int | None = None
+    ) -> bool:
+        """With a variant: whether all workers gave the same one; else nothing was reduced."""
         grads = _plain_gradients(states) if keep and self.own_sum is None else None
         if grads is not None:
             spans.grads = grads
-            self.worker.group.all_reduce_flat(spans, name, self.method)
+            alike = self._sum(spans, bucket, variant)
             spans.grads = ()
-            for state in states:
-                self.settle(state)
-            return
+            if alike:
+                for state in states:
+                    self.settle(state)
+            return alike
         filling = FillingBucket(bucket, states)
         for position, state in enumerate(states):
             self._fill(filling, position, state)
-        self.worker.group.all_reduce(filling.buffer[: bucket.numel], name, self.method)
-        if keep:
+        alike = self._sum(BufferView(filling.buffer[: bucket.numel]), bucket, variant)
+        if keep and alike:
             for position, state in enumerate(states):
                 if state.record.tensor is not None:
                     self._store(state, filling.views[position])
                 self.settle(state)
+        return alike
+
+    def _sum(self, values: Flat, bucket: Bucket, variant: int | None) -> bool:
+        name = f"gradients[{bucket.index}]"
+        if variant is not None:
+            return self.worker.group.all_reduce_variant(values, name, self.method, variant, self._call)
+        self.worker.group.all_reduce_flat(values, name, self.method)
+        return True
 
     def _reduce_all(self, keep: bool) -> list[GradientState]:
         """Every parameter, with flags that tell who used it."""
@@ -127,6 +175,10 @@ class InMemoryReducer(StreamingReducer):
             if keep:
                 elsewhere += self._take(filling)
         return elsewhere
+
+
+def _nothing() -> Flat:
+    return BufferView(torch.empty(0, device="cpu"))
 
 
 def _plain_gradients(states: Sequence[GradientState]) -> list[torch.Tensor] | None:
