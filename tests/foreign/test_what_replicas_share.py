@@ -184,7 +184,7 @@ def test_a_step_that_only_one_replica_makes_is_noticed(strategy: Any) -> None:
 
 
 def test_modules_of_torch_jit_are_refused(strategy: Any) -> None:
-    with strategy.scope(), pytest.warns(DeprecationWarning, match="torch.jit"):
+    with strategy.scope(), pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         model = torch.jit.script(nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"Use torch.compile, or start one process for each replica"):
         strategy.run(lambda: model(torch.ones(1, 2)))
