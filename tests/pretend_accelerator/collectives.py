@@ -81,6 +81,9 @@ class PretendCollectives(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
+    def _get_backend(self, device: torch.device) -> PretendCollectives:
+        return self  # torch 2.15 asks it whether sends and receives can be put into one call: they cannot
+
     def abort(self) -> None:
         """Ends what is under way."""
         for work in self.under_way:

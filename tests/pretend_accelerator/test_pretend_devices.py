@@ -119,7 +119,8 @@ def test_models_in_parts_and_keras_on_ranks() -> None:
 def ranks(*arguments: str) -> list[dict[str, Any]]:
     result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=250, env=PRETEND)
     said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    assert said and result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert said
     return said
 
 
