@@ -18,7 +18,7 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.leaves import VALUES
-from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
+from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_sent_as_tensor
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, Copier, Mark, tensor_state
 from tfstyle_dist.variables.record import Record, raw
@@ -28,7 +28,10 @@ MACHINERY = frozenset(
     name for name in torch.nn.Module().__dict__ if name not in ("training", "_buffers", "_non_persistent_buffers_set")
 )
 """Attributes of modules that are the same on all workers."""
+_NO_ATTRIBUTES = MACHINERY | {"_buffers"}
+_OWN = "_tfstyle"  # what this package keeps with objects begins so
 _GONE = object()
+_TENSOR = repr(["t", 0])  # how a tensor by itself is described
 Known = list[tuple[Any, list[torch.Tensor]]]
 """Values that a replica has of its own: descriptions as ``ReplicaStates.changed`` makes them, and their tensors."""
 Place = tuple[str, int, str]  # of which kind, the number of the object or record, the name of the attribute
@@ -56,7 +59,7 @@ class ReplicaStates:
             old, now = before.get(replica, {}), self._before.setdefault(replica, {})
             for place, value in self._values(replica):
                 image = old.get(place)
-                now[place] = image if image is not None and image.holds(value) else _Image(writer, value)
+                now[place] = _Image(writer, value) if image is None else image.renewed(writer, value)
 
     def changed(self, replica: int) -> Known:
         """What the step has changed for a replica of this worker, to be sent; called when all have finished."""
@@ -73,6 +76,8 @@ class ReplicaStates:
 
     def now(self, replica: int, places: Iterable[Place]) -> Known:
         """What a replica has at these places now."""
+        if not (places := list(places)):
+            return []
         values, types, writer = dict(self._values(replica)), self._types(), ValueWriter(self._contents)
         wanted = [place for place in places if place in values or place[1] in types]
         entries = [_entry(place, values.get(place, _GONE), writer, types) for place in wanted]
@@ -85,13 +90,15 @@ class ReplicaStates:
         for thing, content in self._contents.objects():
             if isinstance(thing, _EQUAL_EVERYWHERE):
                 continue
-            now = self._contents.attributes(thing, replica)
-            for name, value in list(now.get("_buffers", {}).items()) if isinstance(thing, torch.nn.Module) else ():
-                if value is not None:
-                    yield ("b", content.number, name), value
-            for name, value in list(now.items()):
-                if is_content(thing, name) and name != "_buffers":
-                    yield ("a", content.number, name), value
+            now, number = self._contents.attributes(thing, replica), content.number
+            hidden: frozenset[str] = frozenset()
+            if isinstance(thing, torch.nn.Module):
+                hidden = _NO_ATTRIBUTES
+                for name, value in list(now.get("_buffers", {}).items()):
+                    if value is not None:
+                        yield ("b", number, name), value
+            for name in [n for n in now if n not in hidden and not n.startswith(_OWN)]:
+                yield ("a", number, name), now[name]
         for number, (generator, states) in enumerate(self._contents.generators.living()):
             yield ("g", number, ""), generator.get_state() if replica == self._contents.first else states[replica]
         for record in self._variables():
@@ -161,10 +168,14 @@ class _Image:
         if type(value) in VALUES:
             self._value = value
             return
+        if is_sent_as_tensor(value):
+            self._described, self._tensors = _TENSOR, [value.detach().clone()]
+            return
         described, tensors, left_out = writer.describe(value)
         self._described, self._tensors = repr(described), [tensor.clone() for tensor in tensors]
         self.left_out = _marks(left_out)
-        if type(value) in CONTAINERS and type(value) is not set and {type(v) for v in _parts(value)} <= VALUES:
+        can_be_marked = type(value) in CONTAINERS and (type(value) is not set or not value)
+        if can_be_marked and {type(v) for v in _parts(value)} <= VALUES:
             self._mark = Mark(value)
 
     def holds(self, value: Any) -> bool:
@@ -173,6 +184,18 @@ class _Image:
             return not self._described and type(value) is type(self._value) and bool(value == self._value)
         return self._mark is not None and value is self._mark.value and self._mark.same()
 
+    def renewed(self, writer: ValueWriter, value: Any) -> _Image:
+        """What a value is now; in the same memory where it fits."""
+        if self.holds(value):
+            return self
+        if self._described == _TENSOR and is_sent_as_tensor(value):
+            memory = self._tensors[0]
+            fits = memory.shape == value.shape and memory.dtype == value.dtype and memory.stride() == value.stride()
+            if fits and not memory.is_inference():
+                memory.copy_(value.detach())
+                return self
+        return _Image(writer, value)
+
     def differs(self, writer: ValueWriter, value: Any) -> bool:
         """Whether a value is another one; what the writer leaves out of it tells of the rest."""
         writer.left_out = []
@@ -180,6 +203,8 @@ class _Image:
             return False
         if type(value) in VALUES or not self._described:
             return True
+        if self._described == _TENSOR and is_sent_as_tensor(value):
+            return not _is_same(self._tensors[0], value)
         described, tensors, _ = writer.describe(value)
         return repr(described) != self._described or not all(map(_is_same, self._tensors, tensors))
 
@@ -244,7 +269,7 @@ def _warn_not_sent(kind: str, name: str, values: Iterable[Any]) -> None:
 
 def is_content(thing: Any, name: str) -> bool:
     """Whether an attribute is the program's, and not of the machinery of modules or of this package."""
-    return not name.startswith("_tfstyle") and not (isinstance(thing, torch.nn.Module) and name in MACHINERY)
+    return not name.startswith(_OWN) and not (isinstance(thing, torch.nn.Module) and name in MACHINERY)
 
 
 def has_own_value(record: Record) -> bool:

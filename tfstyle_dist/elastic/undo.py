@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.elastic.held_values import HeldValues
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.record import Record, raw
 
@@ -31,30 +29,35 @@ class Undo:
     def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
         self._contents, self._variables = contents, variables
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor and memory for its copy
+        self._held: HeldValues | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._boxes: list[tuple[Any, Any]] = []
         self._dicts: list[tuple[ObjectContent, dict[str, Any]]] = []
         self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
-        self._others: list[tuple[Any, Any]] = []
-        self._seen: dict[int, Any] = {}
+        self._others: list[tuple[random.Random, Any]] = []
+        self._late: list[HeldValues] = []
 
     # ---- keeping ----------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
         """Remembers everything; called in cross-replica context."""
         self._clear()
-        for parameter in self._contents.parameters():
-            self._parameters.append((parameter, parameter.grad, parameter.requires_grad))
-            self._seen[id(parameter)] = parameter
+        parameters = self._contents.parameters()
+        for parameter in parameters:
+            grad = parameter.grad
+            self._parameters.append((parameter, grad, parameter.requires_grad))
             self._tensors.append(parameter)
-            if parameter.grad is not None:
-                self._tensors.append(parameter.grad)
-        for _, content in self._contents.objects():
-            self._keep_object(content)
+            if grad is not None:
+                self._tensors.append(grad)
+        self._dicts = [(content, self._attributes(thing, content)) for thing, content in self._contents.objects()]
+        roots = [attributes for _, attributes in self._dicts]
+        if self._held is None or not self._held.same(roots, parameters):
+            self._held = HeldValues(roots, parameters)
+        self._tensors += self._held.tensors
+        self._others += [(other, other.getstate()) for other in self._held.randoms]
         for generator, states in self._contents.generators.living():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
@@ -62,46 +65,22 @@ class Undo:
         self._copy()
         self._contents.on_take = self._keep_late
 
-    def _keep_object(self, content: ObjectContent) -> None:
-        thing = content.reference()
-        now = thing.__dict__ if self._contents.active is None else self._row(content)
-        self._dicts.append((content, now))
-        self._value(now)
-
-    def _row(self, content: ObjectContent) -> dict[str, Any]:
-        if self._contents.active == self._contents.first:
-            thing: Any = content.reference()
+    def _attributes(self, thing: Any, content: ObjectContent) -> dict[str, Any]:
+        """Those of the first replica here."""
+        if self._contents.active is None or self._contents.active == self._contents.first:
             return thing.__dict__  # type: ignore[no-any-return]
         return content.dicts[self._contents.first]
 
     def _keep_late(self, content: ObjectContent) -> None:
         """An object that was found during the step, before it was written to."""
-        first = len(self._tensors)
-        self._keep_object(content)
-        for tensor in self._tensors[first:]:
-            self._kept[id(tensor)] = (tensor, tensor.detach().clone())
-
-    def _value(self, value: Any) -> None:
-        kind = type(value)
-        if kind in ATOMS or id(value) in self._seen:
-            return
-        if isinstance(value, torch.Tensor):
-            self._seen[id(value)] = value
-            if type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
-                self._tensors.append(value)
-        elif kind in CONTAINERS:
-            if len(value) > MOST_ENTRIES:
-                return
-            self._seen[id(value)] = value
-            self._boxes.append((value, dict(value) if isinstance(value, dict) else list(value)))
-            for part in list(value.values()) if isinstance(value, dict) else list(value):
-                self._value(part)
-        elif isinstance(value, tuple):
-            for part in value:
-                self._value(part)
-        elif isinstance(value, random.Random):
-            self._seen[id(value)] = value
-            self._others.append((value, deepcopy(value.getstate())))
+        attributes = self._attributes(content.reference(), content)
+        self._dicts.append((content, attributes))
+        late = HeldValues([attributes], self._contents.parameters())
+        self._late.append(late)
+        self._tensors += late.tensors
+        self._others += [(other, other.getstate()) for other in late.randoms]
+        for tensor in late.tensors:
+            self._kept.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     def _copy(self) -> None:
         """Copies the tensors, into the memory of the last time where it fits."""
@@ -130,8 +109,9 @@ class Undo:
     def restore(self) -> None:
         """Puts everything back; called in cross-replica context. The other replicas get it when they run again."""
         self._contents.on_take = None
-        for box, was in self._boxes:
-            _refill(box, was)
+        for held in (self._held, *self._late):
+            if held is not None:
+                held.put_back()
         for content, now in self._dicts:
             thing = content.reference()
             if thing is not None:
@@ -168,11 +148,3 @@ def _put(tensor: torch.Tensor, was: torch.Tensor) -> None:
         own.copy_(was)
     else:  # it was resized, or is sparse
         tensor.data = was.clone()
-
-
-def _refill(box: Any, was: Any) -> None:
-    box.clear()
-    if isinstance(box, dict | set):
-        box.update(was)
-    elif isinstance(box, deque | list):
-        box.extend(was)

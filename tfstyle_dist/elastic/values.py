@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,15 @@ class ValueWriter:
     def __init__(self, contents: ReplicaContents) -> None:
         self.tensors: list[torch.Tensor] = []
         self.left_out: list[Any] = []
-        self._parameters = {id(p): number for number, p in enumerate(contents.parameters())}
-        self._objects = {id(thing): content.number for thing, content in contents.objects()}
+        self._contents = contents
+
+    @cached_property
+    def _parameters(self) -> dict[int, int]:
+        return {id(p): number for number, p in enumerate(self._contents.parameters())}
+
+    @cached_property
+    def _objects(self) -> dict[int, int]:
+        return {id(thing): content.number for thing, content in self._contents.objects()}
 
     def describe(self, value: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
         """One value by itself: its description, the tensors that it names from 0 on, and what is left out."""
@@ -80,8 +88,7 @@ class ValueWriter:
             whole = value.coalesce()
             parts = [self.put(part) for part in (whole.indices(), whole.values())]
             return ["s", *parts, list(value.shape)]
-        is_dense = value.layout is torch.strided and not value.is_nested
-        if type(value) not in PLAIN_TENSORS or not is_dense or (value.requires_grad and value.is_leaf):
+        if not is_sent_as_tensor(value):
             return self._leave_out(value)
         return ["t", self.put(value.detach())]
 
@@ -94,6 +101,13 @@ class ValueWriter:
     def _leave_out(self, value: Any) -> list[Any]:
         self.left_out.append(value)
         return _KEEP
+
+
+def is_sent_as_tensor(value: Any) -> bool:
+    """Whether a value is a dense tensor, and none that gets gradients."""
+    if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_nested:
+        return False
+    return not (value.requires_grad and value.is_leaf)
 
 
 class ValueReader:
@@ -109,8 +123,15 @@ class ValueReader:
 
     def __init__(self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = ()) -> None:
         self.tensors = tensors
-        self._parameters = contents.parameters()
-        self._objects = {content.number: thing for thing, content in contents.objects()}
+        self._contents = contents
+
+    @cached_property
+    def _parameters(self) -> list[torch.Tensor]:
+        return self._contents.parameters()
+
+    @cached_property
+    def _objects(self) -> dict[int, Any]:
+        return {content.number: thing for thing, content in self._contents.objects()}
 
     def value(self, described: list[Any], own: Any) -> Any:
         """The value.

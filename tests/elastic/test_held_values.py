@@ -1,0 +1,100 @@
+"""What a step may write to: that it is seen, and put back."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tfstyle_dist.elastic.held_values import HeldValues
+
+
+def attributes() -> dict[str, Any]:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    return {
+        "number": 1000.5,
+        "texts": ["a", "b"],
+        "queue": deque([1, 2, 3], maxlen=3),
+        "deep": {"x": [torch.zeros(2), {"y": (torch.ones(2), [7])}]},
+        "ordered": OrderedDict(a=1, b=2),
+        "names": {"p", "q"},
+        "empty": {},
+        "random": random.Random(3),
+        "long": list(range(20_001)),
+        "graph": torch.ones(2, requires_grad=True) * 2,
+        "module": module,
+        "buffers": module[1]._buffers,
+    }
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another number": lambda a: a.update(number=1001.5),
+    "a new name": lambda a: a.update(new=1),
+    "a name less": lambda a: a.pop("number"),
+    "an entry of a list": lambda a: a["texts"].__setitem__(0, "c"),
+    "a longer list": lambda a: a["texts"].append("c"),
+    "a rotated queue": lambda a: a["queue"].rotate(1),
+    "a list in a tuple in a dict": lambda a: a["deep"]["x"][1]["y"][1].append(8),
+    "another tensor": lambda a: a["deep"]["x"].__setitem__(0, torch.zeros(2)),
+    "another order": lambda a: a["ordered"].move_to_end("a"),
+    "another member of a set": lambda a: (a["names"].remove("p"), a["names"].add("r")),
+    "what was empty": lambda a: a["empty"].update(z=1),
+    "another buffer": lambda a: a["buffers"].__setitem__("running_mean", torch.ones(3)),
+    "an entry moved to another dict": lambda a: a["empty"].update(number=a.pop("number")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_and_put_back(change: str) -> None:
+    roots = [attributes(), {"other": [1]}]
+    held = HeldValues(roots, [])
+    assert held.same(roots, [])
+    before = [dict(root) for root in roots]
+    texts = list(roots[0]["texts"]), list(roots[0]["queue"]), list(roots[0]["ordered"]), set(roots[0]["names"])
+    inner = list(roots[0]["deep"]["x"]), list(roots[0]["deep"]["x"][1]["y"][1]), dict(roots[0]["buffers"])
+    CHANGES[change](roots[0])
+    assert not held.same(roots, [])
+    held.put_back()
+    assert held.same(roots, [])
+    for root, was in zip(roots, before, strict=True):
+        assert list(root) == list(was)
+        assert all(root[name] is value for name, value in was.items())
+    now = roots[0]
+    assert (list(now["texts"]), list(now["queue"]), list(now["ordered"]), set(now["names"])) == texts
+    assert all(a is b for a, b in zip(now["deep"]["x"], inner[0], strict=True))
+    assert now["deep"]["x"][1]["y"][1] == inner[1]
+    assert all(now["buffers"][name] is value for name, value in inner[2].items())
+    assert not now["empty"]
+    assert now["queue"].maxlen == 3
+
+
+def test_numbers_in_place_leave_all_the_same() -> None:
+    roots = [attributes()]
+    parameter = nn.Parameter(torch.ones(2))
+    held = HeldValues(roots, [parameter])
+    roots[0]["deep"]["x"][0].add_(1)
+    roots[0]["random"].random()
+    assert held.same(roots, [parameter])
+    assert not held.same(roots, [nn.Parameter(torch.ones(2))])
+    assert not held.same([attributes()], [parameter])
+
+
+def test_a_tensor_that_comes_to_need_a_gradient_is_looked_at_again() -> None:
+    roots = [attributes()]
+    held = HeldValues(roots, [])
+    assert all(t is not roots[0]["graph"] for t in held.tensors)
+    roots[0]["deep"]["x"][0].requires_grad_()
+    assert not held.same(roots, [])
+
+
+def test_what_is_found_can_be_written_to() -> None:
+    roots = [attributes()]
+    held = HeldValues(roots, [])
+    wanted = [roots[0]["deep"]["x"][0], roots[0]["deep"]["x"][1]["y"][0], *roots[0]["buffers"].values()]
+    assert [id(t) for t in held.tensors] == [id(t) for t in wanted]
+    assert held.randoms == [roots[0]["random"]]
