@@ -86,6 +86,25 @@ class _Device:
         torch.ops.pretend.set_device(self._before)
 
 
+class _Stream:
+    """``torch.pretend.stream``, as ``torch.cuda.stream``: one stream may be entered by several threads."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream, self._before = stream, stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device_index)
+        self._set(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._before)
+
+    def _set(self, stream: torch.Stream) -> None:
+        device = torch.ops.pretend.current_device()
+        torch.accelerator.set_stream(stream)
+        torch.ops.pretend.set_device(device)
+
+
 def _module() -> ModuleType:
     module: Any = ModuleType("torch.pretend")
     ops = torch.ops.pretend
@@ -103,7 +122,7 @@ def _module() -> ModuleType:
     module.set_rng_state = lambda state, device=None: ops.set_state(_index(device), state)
     module.Stream = lambda device=None, priority=0: torch.Stream(device=torch.device("pretend", _index(device)))
     module.Event = lambda: torch.Event(device="pretend")
-    module.stream = lambda stream: stream
+    module.stream = _Stream
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     module.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
     return module  # type: ignore[no-any-return]

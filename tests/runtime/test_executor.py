@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
+from tfstyle_dist.runtime import executor as executor_module
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -145,3 +147,31 @@ def test_the_content_is_that_of_whoever_has_the_turn(executor: ReplicaExecutor) 
     executor.run([lambda run, r=r: run.barrier(r, "merge_call", None, list) for r in range(2)])
     # The work is done in cross-replica context; what it writes there reaches the replicas.
     assert journal.entries == ["run", 0, 1, 0, None, "leave", "enter", 0, 1, 0, None, "leave"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_device_that_cannot_be_made_current_is_no_hang(
+    executor: ReplicaExecutor, monkeypatch: pytest.MonkeyPatch, ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the step begins its error is the run's; where it ends it is logged. The thread lives on."""
+    made_current, broken = executor_module.made_current, True
+
+    @contextlib.contextmanager
+    def breaking(device: ReplicaDevice) -> Iterator[None]:
+        with made_current(device):
+            if broken and device.index == 1 and not ends:
+                raise OSError("no such device")
+            yield
+            if broken and device.index == 1 and ends:
+                raise OSError("no such device")
+
+    monkeypatch.setattr(executor_module, "made_current", breaking)
+    before = executor.run([lambda run: "first", lambda run: "second"]) if ends else None
+    if not ends:
+        with pytest.raises(OSError, match="no such device") as caught:
+            executor.run([lambda run: "first", lambda run: "second"])
+        assert any("replica 1 of 2" in note for note in caught.value.__notes__)
+    broken = False
+    assert executor.run([lambda run: "first", lambda run: "second"]) == ["first", "second"]
+    assert before in (None, ["first", "second"])
+    assert ("could not be put back" in caplog.text) is ends

@@ -17,6 +17,7 @@ import torch
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
+from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.runtime import interrupts
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
@@ -60,7 +61,10 @@ def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index
     core = cores[index] = Core()
     while (job := inbox.get()) is not None:
         core.release()
-        job()
+        try:
+            job()
+        except BaseException:  # the thread is needed again
+            get_logger().exception("what a replica's thread had changed for its step could not be put back")
         del job
 
 
@@ -213,8 +217,16 @@ class ReplicaExecutor:
         ambient: _Ambient,
     ) -> Job:
         def job() -> None:
-            with ambient.applied(self._devices[replica]):
-                self._call(run, replica, function, outcomes)
+            begins = True
+            try:
+                with ambient.applied(self._devices[replica]):
+                    begins = False
+                    self._call(run, replica, function, outcomes)
+            except BaseException as error:
+                if not begins:  # the turn was passed on
+                    raise
+                self._fail(run, replica, error)
+                run.finish(replica)
 
         return job
 
@@ -238,11 +250,14 @@ class ReplicaExecutor:
             if run.error is None:  # somebody raised it by hand
                 run.abort(RuntimeError(f"replica {replica} was aborted: {error}"))
         except BaseException as error:
-            if run.error is None:
-                error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
-            run.raised(replica, error)
+            self._fail(run, replica, error)
         finally:
             run.finish(replica)
+
+    def _fail(self, run: TurnRun, replica: int, error: BaseException) -> None:
+        if run.error is None:
+            error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
+        run.raised(replica, error)
 
     def _acquire_team(self, count: int) -> _Team:
         for team in self._teams:
