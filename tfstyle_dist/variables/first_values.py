@@ -59,6 +59,8 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
     by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
     for record in pending:
         first, divided = record.components[0], record.placement is Placement.SHARDED
+        if first.is_meta:  # it has no values, as those that Keras makes while it infers shapes
+            continue
         by_type.setdefault((first.dtype, first.device, divided), []).append(first)
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
