@@ -55,6 +55,21 @@ def test_a_program_trains_with_a_cluster_of_its_own() -> None:
     cluster.close()  # again: nothing to do
 
 
+def test_one_strategy_after_another() -> None:
+    """The tasks end with the block, not with the first strategy; the next one finds them as new."""
+    with td.Server.local_cluster(workers=1, ps=1) as cluster:
+        pids, weights = cluster.pids, []
+        for ended_by in ("strategy", "coordinator", "strategy"):
+            strategy = td.ParameterServerStrategy(cluster, max_staleness=0)
+            weights.append(train(strategy))
+            if ended_by == "coordinator":
+                strategy.coordinator.close()
+            strategy.close()
+        assert len(set(weights)) == 1
+        assert all(map(running, pids))
+    assert not any(map(running, pids))
+
+
 def test_without_a_resolver_the_strategy_starts_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,13 +18,15 @@ from tfstyle_dist.core import launch_env, network
 from tfstyle_dist.core.logging import get_logger
 
 _HOST = "127.0.0.1"
-# A task ends when nobody holds the other end of its input any more, however the program ended.
+# A task ends when nobody holds the other end of its input any more, however the program ended. One whose strategy was
+# closed is there for the next one of the program.
 _TASK = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
 import tfstyle_dist
 me = tfstyle_dist.cluster_resolver.TFConfigClusterResolver()
-tfstyle_dist.Server(me.cluster_spec(), me.task_type, me.task_id).join()
+while True:
+    tfstyle_dist.Server(me.cluster_spec(), me.task_type, me.task_id).join()
 """
 _END_SECONDS = 10.0
 
@@ -32,7 +34,8 @@ _END_SECONDS = 10.0
 class LocalCluster(SimpleClusterResolver):
     """The tasks ``worker`` and ``ps`` of a cluster on this machine, for one program; a context manager.
 
-    It is the resolver to make the strategy with. The tasks end with the block, with ``close()`` or with the program.
+    It is the resolver to make the strategy with; once that is closed, the next one can be made with it, which finds
+    nothing of what the tasks held. The tasks end with the block, with ``close()`` or with the program.
     Only processes of this machine can talk to them; set ``TFSTYLE_PS_KEYS`` where other users of it should not.
 
     Args:
