@@ -66,11 +66,12 @@ class ReplicaContents:
         self._objects: list[ObjectContent] = []
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
-        self._gone = self._failed = self._settled = False
+        self._gone = False
         self._settings = SharedSettings()  # of optimizers under central storage
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._all: AllObjects | None = None
         self.dirty: set[int] = set()
+        self._failed = False
         self._shared = SharedTensors()
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._numbers = 0
@@ -107,14 +108,14 @@ class ReplicaContents:
             self._settings.begin()
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
-        if self._all is None or not (self._settled or self._all.are_same(self._things)):
+        if self._all is None or not self._all.are_same(self._things):
             self._all = None
             changed = [(thing, content) for thing, content in self._things if not content.same(thing.__dict__)]
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
         self._rows.renew(self.dirty, everything=self._failed)
         self.dirty.clear()
-        self._failed = self._settled = False
+        self._failed = False
 
     def leave(self) -> None:
         """See ``Content``."""
@@ -133,12 +134,10 @@ class ReplicaContents:
         self._failed = True
 
     def settle(self) -> None:
-        """What was written in cross-replica context reaches all replicas now; nothing is written before ``enter``."""
-        self._settled = False
+        """What was written in cross-replica context reaches all replicas now."""
         if self.active is None:
             self.enter()
             self.leave()
-            self._settled = True
 
     def spread_parameters(self) -> None:
         """Central storage: an update was made, in cross-replica context, inside a run."""
