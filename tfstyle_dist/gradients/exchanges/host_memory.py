@@ -18,7 +18,7 @@ from tfstyle_dist.gradients.bucket_views import BucketViews
 from tfstyle_dist.gradients.buckets import Bucket
 from tfstyle_dist.gradients.exchanges.overlapped import FillingBucket, StreamingReducer
 from tfstyle_dist.gradients.reducer import GradientState
-from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
+from tfstyle_dist.runtime.clocks import COMMUNICATION, COMPUTE, WAIT
 
 _MOST_LAYOUTS = 16
 
@@ -113,7 +113,7 @@ class InMemoryReducer(StreamingReducer):
             left = left[1:]
         else:
             alike = group.all_reduce_variant(_nothing(), "gradients", self.method, layout.variant, self._call)
-        clock.recount(group.waited - before, COMMUNICATION, WAIT)
+        clock.recount(group.waited - before, COMMUNICATION if keep else COMPUTE, WAIT)
         if alike:
             return left
         self._asked_first = _ASKED_FIRST
@@ -146,7 +146,7 @@ class InMemoryReducer(StreamingReducer):
         filling = FillingBucket(bucket, states)
         for position, state in enumerate(states):
             self._fill(filling, position, state)
-        alike = self._sum(BufferView(filling.buffer[: bucket.numel]), bucket, variant)
+        alike = self._sum(filling.buffer[: bucket.numel], bucket, variant)
         if keep and alike:
             for position, state in enumerate(states):
                 if state.record.tensor is not None:
@@ -154,11 +154,15 @@ class InMemoryReducer(StreamingReducer):
                 self.settle(state)
         return alike
 
-    def _sum(self, values: Flat, bucket: Bucket, variant: int | None) -> bool:
-        name = f"gradients[{bucket.index}]"
+    def _sum(self, values: Flat | torch.Tensor, bucket: Bucket, variant: int | None) -> bool:
+        group, name = self.worker.group, f"gradients[{bucket.index}]"
         if variant is not None:
-            return self.worker.group.all_reduce_variant(values, name, self.method, variant, self._call)
-        self.worker.group.all_reduce_flat(values, name, self.method)
+            flat = BufferView(values) if isinstance(values, torch.Tensor) else values
+            return group.all_reduce_variant(flat, name, self.method, variant, self._call)
+        if isinstance(values, torch.Tensor):
+            group.all_reduce(values, name, self.method)
+        else:
+            group.all_reduce_flat(values, name, self.method)
         return True
 
     def _reduce_all(self, keep: bool) -> list[GradientState]:
