@@ -126,3 +126,74 @@ def test_one_compute_device_is_also_the_parameter_device() -> None:
     with td.experimental.CentralStorageStrategy(["cpu:1"]) as strategy:
         assert strategy.extended.parameter_devices == ("cpu:1",)
         assert strategy.num_replicas_in_sync == 1
+
+
+@pytest.mark.parametrize("write", ["add_", "lerp_", "copy_"])
+def test_what_each_replica_writes_to_the_one_copy_is_refused(central: Any, write: str) -> None:
+    """It would be written once for each replica, without a word."""
+    with central.scope():
+        model = nn.Linear(2, 1)
+
+    def step() -> None:
+        replica = td.get_replica_context().replica_id_in_sync_group
+        with torch.no_grad():
+            other = torch.full_like(model.weight, float(replica))
+            {"add_": model.weight.add_, "copy_": model.weight.copy_}.get(write, lambda t: model.weight.lerp_(t, 0.5))(
+                torch.ones_like(other) if write == "add_" else other
+            )
+
+    with pytest.raises(RuntimeError, match=r"A parameter of shape \(1, 2\) was written to by replica 0 and then by"):
+        central.run(step)
+
+
+def test_writes_that_can_be_made_again_are_good(central: Any) -> None:
+    """Limits to weights, values of one's own, the write of one replica."""
+    with central.scope():
+        model, other = nn.Linear(2, 1), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    nn.init.constant_(model.weight, 5.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.clamp_(-1.0, 1.0)
+            model.bias.fill_(float("nan"))
+            model.bias.fill_(0.5)
+            if td.get_replica_context().replica_id_in_sync_group == 1:
+                other.bias.add_(1.0)
+
+    before = other.bias.item()
+    for _ in range(3):
+        central.run(step)
+    assert model.weight.tolist() == [[1.0, 1.0]]
+    assert model.bias.item() == 0.5
+    assert other.bias.item() == pytest.approx(before + 3.0)
+
+
+def test_an_optimizer_that_steps_another_one_is_refused(central: Any) -> None:
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+
+    with central.scope():
+        model = nn.Linear(2, 1)
+        base = torch.optim.SGD(model.parameters(), 0.1)
+        outer = Outer(base)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"Outer.step\(\) called SGD.step\(\). Under central storage"):
+        central.run(step, args=(outer,))
+    assert torch.equal(model.weight, before)
+    central.run(step, args=(base,))
+    torch.testing.assert_close(model.weight, before - 0.1)

@@ -29,6 +29,13 @@ class LeadingUpdateRunner(UpdateRunner):
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
         strategy, frame = self._strategy(), current_frame()
+        if isinstance(frame, _Update) and frame.optimizer is not optimizer:
+            outer, inner = type(frame.optimizer).__name__, type(optimizer).__name__
+            raise RuntimeError(
+                f"{outer}.step() called {inner}.step(). Under central storage in one process the first replica makes "
+                f"the update for all and the others make an empty one, which would not be empty for {inner}. Step "
+                f"{inner} in the step function itself, or use MirroredStrategy, where each replica makes its own update."
+            )
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         if strategy is None or replica is None or frame is None or frame.component is not None:
             return None
@@ -61,16 +68,20 @@ class LeadingUpdateRunner(UpdateRunner):
 
 
 class _Update(Frame):
-    """The frame of a replica inside ``optimizer.step()``."""
+    """The frame of a replica inside ``optimizer.step()``.
 
-    __slots__ = ("_attributes", "_optimizer", "_records")
+    Attributes:
+        optimizer: whose step it is.
+    """
+
+    __slots__ = ("_attributes", "_records", "optimizer")
     replica: Replica
 
     def __init__(
         self, strategy: StrategyInForce, replica: Replica, optimizer: torch.optim.Optimizer, records: list[Record]
     ) -> None:
         super().__init__(strategy, replica, component=0)
-        self._optimizer, self._records = optimizer, records
+        self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
 
     @property
@@ -87,7 +98,7 @@ class _Update(Frame):
                 if parameter is not None:
                     parameter.grad = None if grad is None else grad.to(parameter.device)
         else:
-            own = self._optimizer
+            own = self.optimizer
             self._attributes = own.__dict__
             groups = [{**group, "params": []} for group in own.param_groups]
             own.__dict__ = {**own.__dict__, "param_groups": groups, "state": defaultdict(dict)}
@@ -106,4 +117,4 @@ class _Update(Frame):
     def drop(self) -> None:
         """The optimizer has its own attributes again."""
         if self._attributes:
-            self._optimizer.__dict__, self._attributes = self._attributes, {}
+            self.optimizer.__dict__, self._attributes = self._attributes, {}

@@ -98,6 +98,7 @@ class ReplicaContents:
     def pause(self, replica: int) -> None:
         """See ``Content``."""
         self._settings.compare(replica)
+        self._rows.compare(replica)
 
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
@@ -113,7 +114,7 @@ class ReplicaContents:
             changed = [(thing, content) for thing, content in self._things if not content.same(thing.__dict__)]
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
-        self._rows.renew(self.dirty, everything=self._failed)
+        self._rows.renew(self.dirty, everything=self._failed, begins=begins)
         self.dirty.clear()
         self._failed = False
 

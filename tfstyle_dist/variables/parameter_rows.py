@@ -17,6 +17,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
+from tfstyle_dist.variables.shared_writes import SharedWrites
 
 _ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
@@ -46,6 +47,7 @@ class ParameterRows:
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
         self._nothing = torch.empty(0)
+        self._writes = SharedWrites()
         self.inside: list[torch.Tensor] = []
 
     # ---- membership -------------------------------------------------------------------------------------------
@@ -118,8 +120,19 @@ class ParameterRows:
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 
+    def compare(self, replica: int) -> None:
+        """A replica comes to a call that all make, or to its end.
+
+        Raises:
+            RuntimeError: it has written to the one copy of a parameter after another replica had.
+        """
+        if self._shares:
+            self._writes.compare(replica, self.inside)
+
     def switch(self, row: int) -> None:
         """Exchanges the insides of all parameters with those of another row."""
+        if self._shares:
+            self._writes.note(self.inside)
         if row == self.row:
             return
         vessels, done = self._vessels[row], 0
@@ -152,13 +165,16 @@ class ParameterRows:
                     setattr(parameter, name, its)
                     setattr(vessel, name, mine)
 
-    def renew(self, dirty: set[int], everything: bool = False) -> None:
+    def renew(self, dirty: set[int], everything: bool = False, begins: bool = False) -> None:
         """Copies what was written to the parameters in cross-replica context to the other rows.
 
         Args:
             dirty: parameters, by ``id``, that may have been written to without a mark.
             everything: values and gradients of all parameters are copied.
+            begins: a run begins.
         """
+        if begins:
+            self._writes.begin()
         if not (everything or self._elsewhere or dirty) and all(map(_is_same, self.inside, self._marks)):
             return
         with torch.no_grad():

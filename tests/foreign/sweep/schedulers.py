@@ -99,7 +99,7 @@ def _of_transformers(name: str, options: dict[str, Any]) -> Callable[[Any], Any]
 
 
 FORMS = ("replicas", "ranks", "central")
-IN_COMMON = {"central": "scheduler"}
+IN_COMMON = {"central": "under central storage there is one optimizer"}
 """Of the message: under central storage a scheduler that steps inside of run would step the one optimizer twice."""
 
 
