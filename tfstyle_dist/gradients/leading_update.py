@@ -34,7 +34,7 @@ class LeadingUpdateRunner(UpdateRunner):
             raise RuntimeError(
                 f"{outer}.step() called {inner}.step(). Under central storage in one process the first replica makes "
                 f"the update for all and the others make an empty one, which would not be empty for {inner}. Step "
-                f"{inner} in the step function itself, or use MirroredStrategy, where each replica makes its own update."
+                f"{inner} in the step function itself, or use MirroredStrategy, where each replica makes its update."
             )
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         if strategy is None or replica is None or frame is None or frame.component is not None:

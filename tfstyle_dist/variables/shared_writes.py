@@ -61,9 +61,9 @@ class SharedWrites:
 def _said(parameter: torch.Tensor, first: int, then: int) -> str:
     return (
         f"A parameter of shape {tuple(parameter.shape)} was written to by replica {first} and then by replica {then} in "
-        "one call of strategy.run, and the second write changed it again. Under central storage there is one copy of "
-        "the parameters for all replicas, so what each of them writes is written once per replica. Write to it in "
-        "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has parameters of its own."
+        "one call of strategy.run, and the second write changed it again. Under central storage there is one copy of the "
+        "parameters for all replicas, so what each of them writes is written once per replica. Write to it in "
+        "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has its own parameters."
     )
 
 
