@@ -44,7 +44,6 @@ class ReplicaContents:
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
         first: the replica whose content cross-replica context shows.
         generators: those that are content.
-        dirty: ids of parameters that may have been written to, in cross-replica context, without a mark.
         random: the random numbers of the replicas.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
@@ -59,22 +58,19 @@ class ReplicaContents:
     ) -> None:
         self.count, self._one_copy = worker.num_local_replicas, home is not None
         self.active: int | None = None
-        self.first = 0
+        self.first = self._numbers = 0
         self.on_take: Callable[[ObjectContent], None] | None = None
         self.may_differ = home is not None  # where there is one copy, none differs
         self._rows = ParameterRows(worker.devices, home, elsewhere)
         self._objects: list[ObjectContent] = []
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
-        self._gone = False
+        self._gone = self._failed = False
         self._settings = SharedSettings()  # of optimizers under central storage
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._all: AllObjects | None = None
-        self.dirty: set[int] = set()
-        self._failed = False
         self._shared = SharedTensors()
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
-        self._numbers = 0
         self._spreader = Spreader(self.count, self.take, self._rows.device, adopt)
         data_reads.readers.add(self)
 
@@ -114,8 +110,7 @@ class ReplicaContents:
             changed = [(thing, content) for thing, content in self._things if not content.same(thing.__dict__)]
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
-        self._rows.renew(self.dirty, everything=self._failed, begins=begins)
-        self.dirty.clear()
+        self._rows.renew(everything=self._failed, begins=begins)
         self._failed = False
 
     def leave(self) -> None:
@@ -159,6 +154,11 @@ class ReplicaContents:
     @property
     def _others(self) -> list[int]:
         return [replica for replica in range(self.count) if replica != self.first]
+
+    def data_is_read(self, parameter: torch.Tensor) -> None:
+        """See ``data_reads.Reader``."""
+        place = None if self.active is None else self._places.get(id(parameter), -1)
+        self._rows.data_is_read(parameter, place)
 
     # ---- what is content --------------------------------------------------------------------------------------
 
@@ -297,4 +297,4 @@ class ReplicaContents:
             self._places.update(self._rows.drop_dead())
             self._objects = [content for content in self._objects if content.reference() is not None]
             self.generators.drop_dead()
-        self._things = [(o, content) for content in self._objects if (o := content.reference()) is not None]
+        self._things = self.objects()

@@ -13,18 +13,17 @@ from tfstyle_dist.core.process_hooks import DataPatch
 class Reader(Protocol):
     """Who wants to know."""
 
-    active: int | None
-    dirty: set[int]
+    def data_is_read(self, parameter: torch.Tensor) -> None:
+        """Somebody has a parameter's ``data`` now, and may write there."""
 
 
 readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-"""The contents of the strategies; each gets the ids of parameters that may have been written to between its runs."""
+"""The contents of the strategies; each gets the parameters that may have been written to."""
 
 
 def _notice(parameter: torch.Tensor) -> None:
     for reader in readers:
-        if reader.active is None:
-            reader.dirty.add(id(parameter))
+        reader.data_is_read(parameter)
 
 
 data_reads = DataPatch(_notice)

@@ -7,8 +7,7 @@ many tensors. When the turn passes, the parameters and these tensors exchange th
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
+from tfstyle_dist.variables.parameter_marks import address_of, are_alike, hooks_of, is_same, marks_of, put_hooks
 from tfstyle_dist.variables.shared_writes import SharedWrites
 
 _ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
-_Hooks = tuple[Any, ...]
 
 
 class ParameterRows:
@@ -46,6 +45,7 @@ class ParameterRows:
         self.references: list[weakref.ref[torch.Tensor]] = []
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
+        self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
         self._nothing = torch.empty(0)
         self._writes = SharedWrites()
         self.inside: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ class ParameterRows:
         for row, vessels in enumerate(self._vessels):
             if row != self.row:
                 vessels.append(self._vessel(value, row))
-        self._marks.append(_marks_of(value))
+        self._marks.append(marks_of(value))
         if running:
             self.inside.append(value)
         return len(self.references) - 1
@@ -78,7 +78,7 @@ class ParameterRows:
         vessel = torch.nn.Parameter(data, requires_grad=value.requires_grad)
         if value.grad is not None:
             vessel.grad = copied(value.grad, vessel.device)
-        _put_hooks(vessel, _hooks_of(value))
+        put_hooks(vessel, hooks_of(value))
         vessel.__dict__.update({name: _own(attribute, vessel.device) for name, attribute in value.__dict__.items()})
         return vessel
 
@@ -121,20 +121,34 @@ class ParameterRows:
     # ---- the turn ---------------------------------------------------------------------------------------------
 
     def compare(self, replica: int) -> None:
-        """A replica comes to a call that all make, or to its end.
+        """A replica comes to a call that all make, or to its end; what it wrote to the one copy, the others see.
 
         Raises:
             RuntimeError: it has written to the one copy of a parameter after another replica had.
         """
-        if self._shares:
-            self._writes.compare(replica, self.inside)
+        if self._home is not None:
+            self._write_all(self._writes.compare(replica, self.inside))
+
+    def data_is_read(self, parameter: torch.Tensor, place: int | None) -> None:
+        """Somebody has a parameter's ``data``: what is written there leaves no mark.
+
+        Args:
+            parameter: any.
+            place: its place, if a replica reads; below zero if it is none of these; ``None`` in cross-replica context.
+        """
+        if place is None:
+            self._dirty.add(id(parameter))
+        elif self._home is not None:
+            self._writes.data_is_read(place, parameter)
 
     def switch(self, row: int) -> None:
         """Exchanges the insides of all parameters with those of another row."""
-        if self._shares:
+        if row != self.row:
+            self._swap(row)
+        if self._home is not None:
             self._writes.note(self.inside)
-        if row == self.row:
-            return
+
+    def _swap(self, row: int) -> None:
         vessels, done = self._vessels[row], 0
         try:
             for parameter, vessel in zip(self.inside, vessels, strict=True):
@@ -165,17 +179,17 @@ class ParameterRows:
                     setattr(parameter, name, its)
                     setattr(vessel, name, mine)
 
-    def renew(self, dirty: set[int], everything: bool = False, begins: bool = False) -> None:
+    def renew(self, everything: bool = False, begins: bool = False) -> None:
         """Copies what was written to the parameters in cross-replica context to the other rows.
 
         Args:
-            dirty: parameters, by ``id``, that may have been written to without a mark.
             everything: values and gradients of all parameters are copied.
             begins: a run begins.
         """
         if begins:
             self._writes.begin()
-        if not (everything or self._elsewhere or dirty) and all(map(_is_same, self.inside, self._marks)):
+        dirty, self._dirty = self._dirty, set()
+        if not (everything or self._elsewhere or dirty) and all(map(is_same, self.inside, self._marks)):
             return
         with torch.no_grad():
             for place, parameter in enumerate(self.inside):
@@ -183,8 +197,8 @@ class ParameterRows:
 
     def _renew(self, place: int, parameter: torch.Tensor, written: bool, new_grad: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
-        now, hooks_now = parameter.grad, _hooks_of(parameter)
-        written = written or torch_internals.version_of(parameter) != version or _address(parameter) != address
+        now, hooks_now = parameter.grad, hooks_of(parameter)
+        written = written or torch_internals.version_of(parameter) != version or address_of(parameter) != address
         new_grad = new_grad or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
         for row, vessels in enumerate(self._vessels):
             if row == self.row:
@@ -197,31 +211,36 @@ class ParameterRows:
             if vessel.requires_grad != parameter.requires_grad:
                 vessel.requires_grad_(parameter.requires_grad)
             if hooks_now != hooks:
-                _put_hooks(vessel, hooks_now)
+                put_hooks(vessel, hooks_now)
             for name, value in parameter.__dict__.items():  # what a replica put there itself stays
                 if attributes is None or value is not attributes.get(name):
                     vessel.__dict__[name] = _own(value, vessel.device)
 
     def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int) -> None:
-        device = self.device(row, parameter.device)
+        at_home = row == len(self._devices)
+        device = vessel.device if at_home else self.device(row, parameter.device)
         if self._shares:
-            if _address(vessel) != _address(parameter):
+            if address_of(vessel) != address_of(parameter):
                 vessel.data = parameter.detach()
-        elif not self._elsewhere and _alike(vessel, parameter) and vessel.device == device:
+        elif (at_home or not self._elsewhere) and are_alike(vessel, parameter) and vessel.device == device:
             vessel.copy_(parameter)
         else:
             vessel.data = copied(parameter, device)
 
     def spread(self) -> None:
         """An update of the one copy was made inside a run: the replicas see it from now on."""
+        self._write_all(range(len(self.inside)))
+
+    def _write_all(self, places: Iterable[int]) -> None:
         with torch.no_grad():
-            for row, vessels in enumerate(self._vessels):
-                for parameter, vessel in zip(self.inside, vessels, strict=False) if row != self.row else ():
-                    self._write(vessel, parameter, row)
+            for place in places:
+                for row, vessels in enumerate(self._vessels):
+                    if row != self.row:
+                        self._write(vessels[place], self.inside[place], row)
 
     def mark(self) -> None:
         """Remembers the parameters as they are, and lets them go; compute devices keep no values between runs."""
-        self._marks = [_marks_of(parameter) for parameter in self.inside]
+        self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
             with torch.no_grad():
                 for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
@@ -233,50 +252,3 @@ def _own(attribute: Any, device: torch.device) -> Any:
     """A row's own of what a program put on a parameter."""
     plain = type(attribute) is torch.Tensor and not attribute.requires_grad
     return copied(attribute, device) if plain else attribute
-
-
-def _address(parameter: torch.Tensor) -> Any:
-    return parameter.data_ptr() if parameter.layout is torch.strided else None
-
-
-def _marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
-    grad = parameter.grad
-    version = 0 if grad is None else torch_internals.version_of(grad)
-    attributes = dict(parameter.__dict__) if parameter.__dict__ else None
-    written, trains = torch_internals.version_of(parameter), parameter.requires_grad
-    return written, _address(parameter), trains, grad, version, _hooks_of(parameter), attributes
-
-
-def _is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
-    """Whether a parameter is surely as it was marked."""
-    grad = parameter.grad
-    return (
-        torch_internals.version_of(parameter) == marks[0]
-        and grad is marks[3]
-        and (grad is None or torch_internals.version_of(grad) == marks[4])
-        and parameter.requires_grad is marks[2]
-        and _address(parameter) == marks[1]
-        and not parameter.__dict__
-        and _hooks_of(parameter) == marks[5]
-    )
-
-
-def _hooks_of(tensor: torch.Tensor) -> _Hooks:
-    first, second = torch_internals.hooks_of(tensor)
-    if not first and not second:
-        return ()
-    return tuple((first or {}).items()), tuple((second or {}).items())
-
-
-def _put_hooks(vessel: torch.Tensor, hooks: _Hooks) -> None:
-    """Gives a row hooks of its own: what a replica registers in its step is its own affair."""
-    for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
-        if entries or getattr(vessel, name):
-            setattr(vessel, name, OrderedDict(entries))
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether one tensor can take the values of the other in its place."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
-        return False
-    return one.layout is not torch.strided or one.stride() == other.stride()

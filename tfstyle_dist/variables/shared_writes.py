@@ -8,66 +8,86 @@ good.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.parameter_marks import address_of
 
 
 class SharedWrites:
     """The parameters of which there is one copy."""
 
     def __init__(self) -> None:
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, Any]] = []  # by place: as the replica whose turn it is found it
+        self._read: dict[int, torch.Tensor | None] = {}  # by place, those whose data it asked for: the values before
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
-        self._written: dict[
-            tuple[int, int], tuple[int, torch.Tensor]
-        ] = {}  # by call and place: who wrote it first, and what
+        self._first: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}  # by call and place: who wrote it, and what
 
     def begin(self) -> None:
         """A run begins: nobody has written anything in it."""
         self._calls.clear()
-        self._written.clear()
+        self._first.clear()
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
         """What was written until now is not what the replica whose turn begins has done."""
-        self._versions = list(map(torch_internals.version_of, parameters))
+        self._marks = list(map(_mark, parameters))
+        self._read.clear()
 
-    def compare(self, replica: int, parameters: Sequence[torch.Tensor]) -> None:
+    def data_is_read(self, place: int, parameter: torch.Tensor) -> None:
+        """The replica whose turn it is has a parameter's ``data``: what it writes there leaves no mark."""
+        if 0 <= place < len(self._marks) and place not in self._read:
+            same = _mark(parameter) == self._marks[place]
+            self._read[place] = parameter.detach().clone() if same else None
+
+    def compare(self, replica: int, parameters: Sequence[torch.Tensor]) -> list[int]:
         """A replica comes to a call that all make, or to its end.
 
         Args:
             replica: local number.
             parameters: as ``note`` got them, and those that came since.
 
+        Returns:
+            The places of the parameters that it has written to.
+
         Raises:
             RuntimeError: it has changed what another replica had written between the same two calls.
         """
         call = self._calls[replica] = self._calls.get(replica, 0) + 1
-        before, self._versions = self._versions, list(map(torch_internals.version_of, parameters))
-        if before == self._versions:
-            return
-        for place, (was, now) in enumerate(zip(before, self._versions, strict=False)):
-            if was == now:
-                continue
-            parameter = parameters[place].detach()
-            first, value = self._written.get((call, place), (replica, None))
-            if value is None:
-                self._written[call, place] = replica, parameter.clone()
-            elif first != replica and not _same(parameter, value):
-                raise RuntimeError(_said(parameter, first, replica))
+        marks, read = list(map(_mark, parameters)), self._read
+        if marks == self._marks and not read:
+            return []
+        written = [
+            place
+            for place, (before, now) in enumerate(zip(self._marks, marks, strict=False))
+            if before != now or (place in read and not _same(parameters[place].detach(), read[place]))
+        ]
+        for place in written:
+            value = parameters[place].detach()
+            if (call, place) not in self._first:
+                self._first[call, place] = replica, value.clone()
+            elif not _same(value, self._first[call, place][1]):
+                raise RuntimeError(_said(value, self._first[call, place][0], replica))
+        self.note(parameters)
+        return written
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
+    return torch_internals.version_of(parameter), address_of(parameter)
 
 
 def _said(parameter: torch.Tensor, first: int, then: int) -> str:
     return (
-        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {first} and then by replica {then} in "
-        "one call of strategy.run, and the second write changed it again. Under central storage there is one copy of the "
-        "parameters for all replicas, so what each of them writes is written once per replica. Write to it in "
+        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {first} and then by replica {then} "
+        "in one call of strategy.run, and the second write changed it again. Under central storage there is one copy "
+        "of the parameters for all replicas, so what each of them writes is written once per replica. Write to it in "
         "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has its own parameters."
     )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided:
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided:
         return False
+    other = other.to(one.device)
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,0 +1,62 @@
+"""How a parameter is seen to have changed: what is remembered of it, without its values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+
+Hooks = tuple[Any, ...]
+
+
+def address_of(parameter: torch.Tensor) -> Any:
+    """Where the values are in memory."""
+    return parameter.data_ptr() if parameter.layout is torch.strided else None
+
+
+def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What ``is_same`` compares."""
+    grad = parameter.grad
+    version = 0 if grad is None else torch_internals.version_of(grad)
+    attributes = dict(parameter.__dict__) if parameter.__dict__ else None
+    written, trains = torch_internals.version_of(parameter), parameter.requires_grad
+    return written, address_of(parameter), trains, grad, version, hooks_of(parameter), attributes
+
+
+def is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
+    """Whether a parameter is surely as it was marked."""
+    grad = parameter.grad
+    return (
+        torch_internals.version_of(parameter) == marks[0]
+        and grad is marks[3]
+        and (grad is None or torch_internals.version_of(grad) == marks[4])
+        and parameter.requires_grad is marks[2]
+        and address_of(parameter) == marks[1]
+        and not parameter.__dict__
+        and hooks_of(parameter) == marks[5]
+    )
+
+
+def hooks_of(tensor: torch.Tensor) -> Hooks:
+    """The hooks of a tensor, by kind."""
+    first, second = torch_internals.hooks_of(tensor)
+    if not first and not second:
+        return ()
+    return tuple((first or {}).items()), tuple((second or {}).items())
+
+
+def put_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+    """Gives a tensor these hooks, and no others."""
+    for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
+        if entries or getattr(tensor, name):
+            setattr(tensor, name, OrderedDict(entries))
+
+
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one tensor can take the values of the other in its place."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    return one.layout is not torch.strided or one.stride() == other.stride()
