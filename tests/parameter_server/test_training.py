@@ -163,3 +163,15 @@ def test_loading_a_state_dict_changes_the_servers(cluster: Any) -> None:
     x = torch.ones(2, 4)
     found = c.coordinator.schedule(lambda: net(x)).get()
     torch.testing.assert_close(found, other(x).detach())
+
+
+def test_a_parameter_of_the_scope_becomes_no_other_one(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        net = torch.nn.Linear(4, 3)
+        for made in (lambda: torch.nn.Parameter(net.weight), lambda: torch.nn.utils.parametrizations.weight_norm(net)):
+            with pytest.raises(TypeError, match=r"torch.nn.Parameter was called with 'weight', which lives on"):
+                made()
+        other = torch.nn.Linear(4, 3)
+        other.weight = torch.nn.Parameter(net.weight.detach().clone())
+    torch.testing.assert_close(other.weight.detach(), net.weight.detach())

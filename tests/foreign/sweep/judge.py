@@ -111,7 +111,8 @@ def _without_numbers(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _expected(table: Mapping[str, str], form: str) -> str | None:
+def expected(table: Mapping[str, str], form: str) -> str | None:
+    """What a table says of a form."""
     return table.get(form, table.get("*"))
 
 
@@ -119,7 +120,7 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     def verdict(word: str, apart: float | None = None, said: str = "") -> Verdict:
         return Verdict(case.title, form, word, apart, dtype, said)
 
-    refused = _expected(case.refused, form)
+    refused = expected(case.refused, form)
     if any(kind == "hang" for kind, _ in answers):
         return verdict(HANGS, said=_joined(answers)[1])
     if refused is not None:
@@ -137,7 +138,7 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
         return verdict(RAISES, said=value)
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
-    why = _expected(case.differs, form)
+    why = expected(case.differs, form)
     if apart <= (case.tolerance or TOLERANCE[dtype]):
         return verdict(AGREES, apart) if why is None else verdict(STALE, apart, why)
     if why is None or not math.isfinite(apart):  # nothing in common is no difference that a reason explains

@@ -108,6 +108,7 @@ BROAD = [
     "resnet",
 ]
 """In every form."""
+REFUSED = {"wav2vec2": {"servers": "torch.nn.Parameter was called with 'weight', which lives on parameter servers"}}
 DROPS = ["bert", "gpt2", "t5", "vit", "bart", "wav2vec2", "opt", "electra", "resnet", "regnet"]
 """A second time with dropout and batch statistics, against shares."""
 PICTURE = {"convnext": 32, "convnextv2": 32, "resnet": 64, "regnet": 64}
@@ -234,7 +235,8 @@ def _kinds() -> dict[str, str]:
 for _name, _kind in _kinds().items():
     _recipe = Recipe(_built(_name, _kind, False), _batch(_name, _kind), _loss)
     # phimoe draws which experts take part, without a probability in its configuration.
-    model("transformers", _name, _recipe, shares=_name == "phimoe", forms=MORE if _name in BROAD else FORMS)
+    _forms = MORE if _name in BROAD else FORMS
+    model("transformers", _name, _recipe, shares=_name == "phimoe", forms=_forms, refused=REFUSED.get(_name, {}))
 for _name in DROPS:
     _kind = _kinds()[_name]
     _recipe = Recipe(_built(_name, _kind, True), _batch(_name, _kind), _loss)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from forms import execute
-from judge import AGREES, DIFFERS, RAISES, TOLERANCE, Verdict, difference
+from judge import AGREES, DIFFERS, RAISES, REFUSED, TOLERANCE, Verdict, difference, expected
 from programs import CASES, STEPS, flat
 from torch import optim
 
@@ -65,7 +66,11 @@ def _verdict(title: str, dtype: str, cluster: Any) -> Verdict:
         torch.manual_seed(0)
         found = _trained(case.program.recipe, cluster)
     except Exception as error:
-        return Verdict(title, "servers", RAISES, None, dtype, f"{type(error).__name__}: {error}")
+        said = f"{type(error).__name__}: {error}"
+        refused = expected(case.refused, "servers")
+        return Verdict(title, "servers", REFUSED if refused and re.search(refused, said) else RAISES, None, dtype, said)
+    if refused := expected(case.refused, "servers"):
+        return Verdict(title, "servers", RAISES, None, dtype, f"no refusal: {refused}")
     apart, where = difference({key: reference[key] for key in found}, found)
     word = AGREES if apart <= (case.tolerance or TOLERANCE[dtype]) else DIFFERS
     return Verdict(title, "servers", word, apart, dtype, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,21 @@ class ShardedVariable(ServerVariable):
 
 class ServerParameter(_OnServers, torch.nn.Parameter):  # type: ignore[misc]
     """A parameter of a module built in the scope, as the coordinator sees it: reading it pulls."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """``torch.nn.Parameter(parameter)`` has a message of torch's own, about classes, if it is not refused here."""
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            name = args[0]._tfstyle_record.describe()
+            raise TypeError(
+                f"torch.nn.Parameter was called with {name!r}, which lives on parameter servers already: a parameter "
+                "of the scope cannot become another one. Give it the values, torch.nn.Parameter(p.detach().clone()). "
+                "Where the call is not yours, as in torch.nn.utils.parametrizations.weight_norm, use what does not "
+                "make it, such as torch.nn.utils.weight_norm."
+            )
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class ServerBuffer(_OnServers, torch.Tensor):  # type: ignore[misc]
