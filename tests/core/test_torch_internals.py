@@ -112,6 +112,19 @@ def test_the_number_of_the_backward_pass_under_way() -> None:
     assert torch_internals.backward_pass_under_way() == -1
 
 
+def test_which_optimizers_have_step_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base, self.param_groups = base, base.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+
+    base = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    assert torch_internals.has_step_hooks(base)
+    assert not torch_internals.has_step_hooks(Wrapper(base))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_frames_of_the_engine_have_its_name(reentrant: bool) -> None:
     def depth() -> int:

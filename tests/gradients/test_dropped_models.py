@@ -19,8 +19,9 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 @pytest.mark.distributed(workers=2, timeout=60)
 @pytest.mark.parametrize("only_on_rank", [None, 1])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_training_goes_on(rank: int, only_on_rank: int | None, sparse: bool) -> None:
-    with td.MirroredStrategy() as strategy:
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_training_goes_on(rank: int, only_on_rank: int | None, sparse: bool, devices: list[str]) -> None:
+    with td.MirroredStrategy(devices) as strategy:
         with strategy.scope():
             first = torch.nn.Embedding(4, 3, sparse=True) if sparse else torch.nn.Linear(3, 3)
             second = torch.nn.Linear(3, 2)

@@ -149,6 +149,32 @@ def test_conversion_keeps_training_and_buffers(strategy: td.Strategy, process_mo
 
 
 @both_process_models
+@pytest.mark.parametrize("where", ["in the scope", "outside"])
+def test_buffers_that_go_over_to_another_module(strategy: td.Strategy, process_model: str, where: str) -> None:
+    def converted(model: nn.Module) -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    def normalised() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    model = built(strategy, (lambda: converted(normalised())) if where == "in the scope" else normalised)
+    model = converted(model) if where == "outside" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        mse(model, half()).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    own = on_all(strategy, lambda: model[1].running_mean)
+    strategy.sync_buffers()
+    assert_all_close(on_all(strategy, lambda: model[1].running_mean), own.mean(0))
+    strategy.run(step)
+    assert on_all(strategy, lambda: model[1].num_batches_tracked).tolist() == [2, 2]
+
+
+@both_process_models
 def test_conversion_keeps_what_each_replica_had(strategy: td.Strategy, process_model: str) -> None:
     model = built(strategy, lambda: nn.BatchNorm1d(10))
     strategy.run(lambda: model(half()[0]))

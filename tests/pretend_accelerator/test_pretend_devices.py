@@ -15,6 +15,7 @@ from typing import Any
 
 import on_devices
 import pytest
+import torch
 
 from tfstyle_dist.testing.runner import run_script
 
@@ -109,7 +110,9 @@ def test_ranks_of_the_suites() -> None:
 def test_models_in_parts_and_keras_on_ranks() -> None:
     """Replicas of two parts each, on four devices; ``fit`` on two ranks as on one device."""
     names = "even or single_tensors or budget or mirrored_2_workers] and (digits or exact)"
-    files = ["model_parallel/test_partition.py", "integrations/test_keras_parity.py"]
+    files = ["integrations/test_keras_parity.py"]
+    if torch.__version__ >= (2, 10):  # before, collectives of DTensor know no backend written in Python
+        files.append("model_parallel/test_partition.py")
     run_pytest(
         ["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)],
         {on_devices.VARIABLE: LAYOUTS["two devices"]},

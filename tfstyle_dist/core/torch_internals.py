@@ -149,6 +149,26 @@ buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrge
 forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by number; ``copy.deepcopy`` of a module copies them, but not their handles."""
 
+# ---- optimizers -----------------------------------------------------------------------------------------------
+
+HOOKED = "hooked"
+"""The attribute that the ``step`` of an optimizer's class gets, and keeps, when torch calls hooks around it."""
+
+
+class _Probe(torch.optim.Optimizer):
+    def step(self) -> None:  # type: ignore[override]
+        """Does nothing."""
+
+
+if not hasattr(type(_Probe([torch.empty(0)], {})).step, HOOKED):
+    _refuse(f"torch.optim.Optimizer.step.{HOOKED}", "see which optimizers torch calls hooks for")
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch calls hooks around ``step``: not where a class has never called ``Optimizer.__init__``."""
+    return hasattr(type(optimizer).step, HOOKED)
+
+
 # ---- nests, profiler, input -----------------------------------------------------------------------------------
 
 pytree = _required("torch.utils._pytree", "walk nested structures")

@@ -47,10 +47,13 @@ class LeadingUpdateRunner(UpdateRunner):
         def outside(closure: Any) -> Any:
             """A closure is the replica's own code: it sees its own content."""
             own.end()
+            own.is_in_step = False
             try:
-                return closure()
+                result = closure()
             finally:
                 own.begin()
+            own.is_in_step = True
+            return result
 
         return around_closure(outside, args, kwargs)
 
@@ -62,9 +65,18 @@ class LeadingUpdateRunner(UpdateRunner):
             kind = f"end of {type(optimizer).__name__}.step"
             frame.replica.barrier(kind, None, lambda payloads: payloads, UPDATE)
 
-    def restore(self) -> None:
-        while self._open:
-            self._open.pop().drop()
+    def restore(self, error: Exception | None = None) -> None:
+        left, self._open = self._open, []
+        for update in left:
+            update.drop()
+        within = [update for update in left if update.is_in_step]
+        if error is not None and within and not any(update.leads for update in within):
+            name = type(within[0].optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() failed without parameters ({type(error).__name__}: {error}). Under central storage in "
+                "one process the first replica makes the update for all, and the others call step() with empty "
+                "param_groups. Use MirroredStrategy, or start one process for each replica (torchrun)."
+            ) from error
 
 
 class _Update(Frame):
@@ -72,9 +84,10 @@ class _Update(Frame):
 
     Attributes:
         optimizer: whose step it is.
+        is_in_step: not in a closure that the step has called.
     """
 
-    __slots__ = ("_attributes", "_records", "optimizer")
+    __slots__ = ("_attributes", "_records", "is_in_step", "optimizer")
     replica: Replica
 
     def __init__(
@@ -83,15 +96,17 @@ class _Update(Frame):
         super().__init__(strategy, replica, component=0)
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
+        self.is_in_step = True
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether the update is made in this replica."""
         return self.replica.local_replica_id == 0
 
     def begin(self) -> None:
         """The objects are those of the update."""
         contents = self.strategy.parameter_store.contents
-        if self._leads:
+        if self.leads:
             grads = [(r.tensor, r.components[0].grad) for r in self._records if r.kind == "parameter"]
             contents.switch(None)
             for parameter, grad in grads:
@@ -108,7 +123,7 @@ class _Update(Frame):
         """The objects are the replica's again."""
         pop(self)
         contents = self.strategy.parameter_store.contents
-        if self._leads:
+        if self.leads:
             contents.spread_parameters()
             contents.switch(0)
         else:

@@ -95,8 +95,15 @@ class UpdateRunner:
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """The step's post-hook."""
 
-    def restore(self) -> None:
-        """Puts back what a step that raised has left; called after each run."""
+    def restore(self, error: Exception | None = None) -> None:
+        """Puts back what a step that raised has left; called after each run.
+
+        Args:
+            error: with which the run ended.
+
+        Raises:
+            RuntimeError: the error is one that only we can explain.
+        """
 
 
 def _check_not_local(optimizer: torch.optim.Optimizer, records: list[Record], number: int) -> None:

@@ -89,7 +89,7 @@ class SharedUpdateRunner(UpdateRunner):
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
-        self.restore(optimizer)
+        self._restore(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin(optimizer, records)
@@ -109,8 +109,10 @@ class SharedUpdateRunner(UpdateRunner):
             if record.tensor is not None:
                 torch.autograd.graph.increment_version(record.tensor)
 
-    def restore(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Puts the parameters back into the groups after a step that raised."""
+    def restore(self, error: Exception | None = None) -> None:
+        self._restore()
+
+    def _restore(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         for known, book in list(self._books.items()):
             if book.saved is not None and (optimizer is None or known is optimizer):
                 self._take_back(known, book)
@@ -123,7 +125,7 @@ class SharedUpdateRunner(UpdateRunner):
         """The closure sees the parameters; the step that follows it sees the parts."""
 
         def inside() -> Any:
-            self.restore(optimizer)
+            self._restore(optimizer)
             loss = closure()
             self._begin(optimizer, records)
             return loss

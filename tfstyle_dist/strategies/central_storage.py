@@ -88,11 +88,16 @@ class CentralStorageStrategy(Strategy):
         options: RunOptions | None = None,
     ) -> Any:
         """See ``Strategy.run``."""
+        raised: Exception | None = None
         try:
             return super().run(fn, args, kwargs, options)
+        except Exception as error:
+            raised = error
+            raise
         finally:
             if self.update_runner is not None:
-                self.update_runner.restore()
+                self.update_runner.restore(raised)
+            raised = None  # its traceback names this frame
 
     def create_variable(self, spec: VariableSpec) -> Variable:
         """A variable with one copy on the parameter device."""

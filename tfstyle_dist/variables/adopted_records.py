@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm import mesh
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import WeakComponents
@@ -48,13 +49,40 @@ def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Par
     record.policy = GradientPolicy("elsewhere")
 
 
-def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module | None, name: str) -> Record:
+def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module | None) -> Record:
     """The record of a buffer: floating ones are ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
     mean = buffer.is_floating_point() or buffer.is_complex()
     aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
     record = Record(store, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
     if store.contents is not None and module is not None:
-        record.components = BufferCopies(store.contents, module, name)  # type: ignore[assignment]
+        record.components = BufferCopies(store.contents)  # type: ignore[assignment]
     else:
         record.components = WeakComponents(record)
     return record
+
+
+def tie_buffer(record: Record, module: torch.nn.Module, name: str, known: list[Record]) -> None:
+    """A module has a buffer now, maybe one that other modules have or had, as after ``convert_sync_batchnorm``.
+
+    Args:
+        record: of the buffer.
+        module: looked at first for the buffer, as long as it lives.
+        name: of the buffer there.
+        known: the records that live with the module.
+    """
+    if record not in known:
+        known.append(record)
+    if isinstance(record.components, BufferCopies):
+        record.components.register(module, name)
+
+
+def move_in_place(tensor: torch.Tensor, home: torch.device) -> None:
+    """Moves a parameter or buffer to a device of another kind; the object stays."""
+    if tensor.device.type == home.type or isinstance(tensor, torch.nn.UninitializedParameter):
+        return
+    with torch.no_grad():
+        moved = tensor.detach().to(home)
+        moved.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            moved.grad = tensor.grad.to(home)
+        torch_internals.swap_insides(tensor, moved)

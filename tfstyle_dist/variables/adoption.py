@@ -172,8 +172,7 @@ def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
             if known is None or known.store is not store or known.module is None:
                 store.adopt_parameter(parameter, owner, name)
         for name, buffer in owner.named_buffers(recurse=False):
-            known = find_record(buffer)
-            if not isinstance(buffer, torch.nn.UninitializedBuffer) and (known is None or known.store is not store):
-                if known is None and store.places:
+            if not isinstance(buffer, torch.nn.UninitializedBuffer):
+                if store.places and find_record(buffer) is None:
                     store.bring_home(buffer)
                 store.adopt_buffer(buffer, owner, name)

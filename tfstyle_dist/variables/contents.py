@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import data_reads
@@ -157,8 +158,7 @@ class ReplicaContents:
 
     def data_is_read(self, parameter: torch.Tensor) -> None:
         """See ``data_reads.Reader``."""
-        place = None if self.active is None else self._places.get(id(parameter), -1)
-        self._rows.data_is_read(parameter, place)
+        self._rows.data_is_read(parameter, None if self.active is None else self._places.get(id(parameter), -1))
 
     # ---- what is content --------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class ReplicaContents:
             for group in getattr(value, "param_groups", ()):  # a wrapper may have none
                 for parameter in group["params"]:
                     self._take_tensor(parameter)
-        if optimizer and self._one_copy:  # one update is made for all
+        if optimizer and self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
             self._settings.add(value)
             return False
         self.take_object(value)

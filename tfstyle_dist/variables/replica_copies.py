@@ -15,8 +15,8 @@ from tfstyle_dist.variables.contents import ReplicaContents
 class _ByReplica(Sequence[torch.Tensor]):
     """One tensor for each local replica, looked up whenever it is asked for."""
 
-    def __init__(self, contents: ReplicaContents, owner: Any) -> None:
-        self._contents, self._owner = contents, weakref.ref(owner)
+    def __init__(self, contents: ReplicaContents) -> None:
+        self._contents = contents
 
     def __len__(self) -> int:
         return self._contents.count
@@ -31,6 +31,9 @@ class _ByReplica(Sequence[torch.Tensor]):
             raise ReferenceError("the parameter or module of this record is gone")
         return self._of(owner, index % len(self))
 
+    def _owner(self) -> Any:
+        raise NotImplementedError
+
     def _of(self, owner: Any, replica: int) -> torch.Tensor:
         raise NotImplementedError
 
@@ -43,6 +46,13 @@ class ParameterCopies(_ByReplica):
         owner: the parameter; not kept alive.
     """
 
+    def __init__(self, contents: ReplicaContents, owner: torch.Tensor) -> None:
+        super().__init__(contents)
+        self._parameter = weakref.ref(owner)
+
+    def _owner(self) -> torch.Tensor | None:
+        return self._parameter()
+
     def _of(self, owner: torch.Tensor, replica: int) -> torch.Tensor:
         return self._contents.inside(owner, replica)
 
@@ -52,14 +62,23 @@ class BufferCopies(_ByReplica):
 
     Args:
         contents: of the strategy.
-        owner: the module that has the buffer; not kept alive.
-        name: of the buffer.
     """
 
-    def __init__(self, contents: ReplicaContents, owner: torch.nn.Module, name: str) -> None:
-        super().__init__(contents, owner)
-        self._name = name
+    def __init__(self, contents: ReplicaContents) -> None:
+        super().__init__(contents)
+        self._places: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+
+    def register(self, module: torch.nn.Module, name: str) -> None:
+        """A module, not kept alive, has the buffer under this name; as long as it lives that one is asked."""
+        place = weakref.ref(module), name
+        self._places = [*(known for known in self._places if known != place), place]
+
+    def _owner(self) -> torch.nn.Module | None:
+        while self._places and self._places[-1][0]() is None:
+            self._places.pop()
+        return self._places[-1][0]() if self._places else None
 
     def _of(self, owner: torch.nn.Module, replica: int) -> torch.Tensor:
-        buffer: torch.Tensor = self._contents.attributes(owner, replica)[torch_internals.BUFFERS][self._name]
+        buffers = self._contents.attributes(owner, replica)[torch_internals.BUFFERS]
+        buffer: torch.Tensor = buffers[self._places[-1][1]]
         return buffer

@@ -12,7 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.adopted_records import buffer_record, parameter_record
+from tfstyle_dist.variables.adopted_records import buffer_record, move_in_place, parameter_record, tie_buffer
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
@@ -104,15 +104,7 @@ class ParameterStore:
 
     def bring_home(self, tensor: torch.Tensor, home: torch.device | None = None) -> None:
         """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""
-        home = home or self.device(0, tensor.device)
-        if tensor.device.type == home.type or isinstance(tensor, torch.nn.UninitializedParameter):
-            return
-        with torch.no_grad():
-            moved = tensor.detach().to(home)
-            moved.requires_grad_(tensor.requires_grad)
-            if tensor.grad is not None:
-                moved.grad = tensor.grad.to(home)
-            torch_internals.swap_insides(tensor, moved)
+        move_in_place(tensor, home or self.device(0, tensor.device))
 
     # ---- replicas of one process ------------------------------------------------------------------------------
 
@@ -173,8 +165,7 @@ class ParameterStore:
         if known is not None:
             self._check_owner(known, name)
             if known.module is None and module is not None and known.kind == "parameter":
-                known.module, known.local_name = weakref.ref(module), name
-                self._modules.add(module)
+                self._tie(known, module, name)
             return known
         record = parameter_record(self, parameter)
         self._add(record, module, name)
@@ -185,8 +176,10 @@ class ParameterStore:
         known = find_record(buffer)
         if known is not None:
             self._check_owner(known, name)
+            if module is not None and known.kind == "buffer" and (known.module is None or known.module() is not module):
+                self._tie(known, module, name)  # as convert_sync_batchnorm gives them to other modules
             return known
-        record = buffer_record(self, buffer, module, name)
+        record = buffer_record(self, buffer, module)
         self._add(record, module, name)
         return record
 
@@ -198,10 +191,7 @@ class ParameterStore:
     def _add(self, record: Record, module: torch.nn.Module | None, name: str) -> None:
         record.local_name, record.number = name, self.version
         if module is not None:
-            record.module = weakref.ref(module)
-            self._modules.add(module)
-            if record.kind == "buffer":
-                self._buffers.setdefault(module, []).append(record)
+            self._tie(record, module, name)
         self._all.append(weakref.ref(record))
         keep = record.tensor
         if keep is not None:
@@ -210,6 +200,12 @@ class ParameterStore:
         self.version += 1
         if self.on_adopt is not None and record.policy is not None and record.policy.reduce_at != "elsewhere":
             self.on_adopt(record)
+
+    def _tie(self, record: Record, module: torch.nn.Module, name: str) -> None:
+        record.module, record.local_name = weakref.ref(module), name
+        self._modules.add(module)
+        if record.kind == "buffer":
+            tie_buffer(record, module, name, self._buffers.setdefault(module, []))
 
     def _check_owner(self, record: Record, name: str) -> None:
         if record.store is not self:

@@ -12,7 +12,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
-from tfstyle_dist.gradients.buckets import HALF, Bucket
+from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan
 from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
@@ -43,6 +43,7 @@ class ReplicaReducer(GradientReducer):
         self._watched_version = -1
         self._watched: list[Record] = []
         self._keeps_state = worker.group.size > 1
+        self._rows: dict[Record, torch.Tensor] = {}  # of the parameters with sparse gradients: one without rows
 
     # ---- a backward pass ----------------------------------------------------------------------------------------
 
@@ -238,15 +239,18 @@ class ReplicaReducer(GradientReducer):
     # ---- several workers of several replicas ------------------------------------------------------------------
 
     def _over_workers(self) -> list[None]:
-        """The first replica sends the local sums, all buckets in order, and stores the results."""
-        plan, group = self.plan(), self.worker.group
+        """The first replica sends the local sums, all buckets in order, and stores the results.
+
+        The workers have agreed on the parameters; one that is gone here since then adds nothing and gets nothing.
+        """
+        plan, group = self._agreed_plan(), self.worker.group
         with torch.no_grad():
             for bucket in plan.buckets:
                 buffer = self._packed(bucket)
                 group.all_reduce(buffer, f"gradients[{bucket.index}]", self.method)
                 used = buffer[bucket.numel :].tolist()
                 for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
-                    if used[position] == 0:
+                    if used[position] == 0 or record.tensor is None:
                         continue
                     shape = record.components[0].shape
                     total = buffer[offset : offset + record.components[0].numel()].view(shape)
@@ -256,9 +260,17 @@ class ReplicaReducer(GradientReducer):
                 self._sparse_over_workers(record)
         return [None] * self.worker.num_local_replicas
 
+    def _agreed_plan(self) -> ReductionPlan:
+        before, plan = self._plan, self.plan()
+        if plan is not before:
+            self._rows = {record: no_rows(record.components[0].detach()) for record in plan.sparse}
+        return plan
+
     def _packed(self, bucket: Bucket) -> torch.Tensor:
         buffer = bucket.new_buffer()
         for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
+            if record.tensor is None:
+                continue
             parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
@@ -268,10 +280,10 @@ class ReplicaReducer(GradientReducer):
         return buffer
 
     def _sparse_over_workers(self, record: Record) -> None:
-        first = record.components[0]
-        parts = [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
-        local = sum_parts(parts, self.method, self.own_sum) if parts else no_rows(first.detach())
+        gone = record.tensor is None
+        parts = [] if gone else [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
+        local = sum_parts(parts, self.method, self.own_sum) if parts else self._rows[record]
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
-        if torch_internals.entries_of(total) > 0:
+        if torch_internals.entries_of(total) > 0 and not gone:
             self._store(record, total if divisor is None else total / divisor)
