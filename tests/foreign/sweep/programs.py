@@ -21,6 +21,7 @@ STEPS = 6
 SEED = 7
 ALL_FORMS = ("replicas", "ranks", "central", "grouped", "servers")
 USUAL = ("replicas", "ranks")
+BROAD = ("replicas", "ranks", "central", "grouped")
 REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "grouped": 4, "servers": 1}
 
 Program = Callable[["Run"], Any]
@@ -72,12 +73,19 @@ CASES: dict[str, Case] = {}
 def add(group: str, name: str, program: Program, **options: Any) -> None:
     """Puts a case into the table.
 
+    What one device shows is compared with more replicas too: without ``forms`` these are all but servers.
+
     Raises:
         ValueError: the name is taken.
     """
     for key in ("refused", "differs"):
-        if isinstance(options.get(key), str):
-            options[key] = {"*": options[key]}
+        table = options.get(key, {})
+        if isinstance(table, str):
+            options[key] = {"*": table}
+        elif "replicas" in table:  # of one process: so in each of several
+            options[key] = {"grouped": table["replicas"], **table}
+    if options.get("reference", "one") == "one" and options.get("forms", USUAL) == USUAL:
+        options["forms"] = BROAD
     made = Case(name, group, program, **options)
     if made.title in CASES:
         raise ValueError(f"two cases are named {made.title}")

@@ -19,7 +19,7 @@ from programs import BATCH, Net, Program, Run, add, case, random, sgd
 from torch import optim
 from torch.nn import functional as F
 
-SHARED = {"replicas": "a list, number or variable of the program's own is shared"}
+SHARED = dict.fromkeys(("replicas", "central"), "a list, number or variable of the program's own is shared")
 
 
 def _raises(when: str, what: str) -> Callable[[Run], Any]:

@@ -86,7 +86,7 @@ def state_closure_tensor_dict(run):
     return run.result(model)
 
 
-@case("steps", "state-closure-tensor", differs={"replicas": TENSOR})
+@case("steps", "state-closure-tensor", differs={"replicas": TENSOR, "central": TENSOR})
 def state_closure_tensor(run):
     with run.scope():
         model = Net()

@@ -127,6 +127,7 @@ def w_swap(model, optimizer, run):
 
 ws = {k[2:]: v for k, v in list(globals().items()) if k.startswith("w_")}
 
+NUMPY_IN_STEP = {"central": "a write through numpy leaves no mark: it is made once for each replica"}
 NUMPY = {"replicas": "a write through numpy leaves no mark: the other replicas do not get it"}
 for k, v in ws.items():
     add("steps", f"write-{k}", between(v), differs=NUMPY if k == "numpy" else {})
@@ -209,7 +210,7 @@ def s_assign(model, i):
 
 
 for k, v in {k[2:]: v for k, v in list(globals().items()) if k.startswith("s_")}.items():
-    add("steps", f"instep-{k}", instep(v))
+    add("steps", f"instep-{k}", instep(v), differs=NUMPY_IN_STEP if k == "numpy" else {})
 
 
 class Conv(nn.Module):
