@@ -152,16 +152,8 @@ forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]]
 # ---- optimizers -----------------------------------------------------------------------------------------------
 
 HOOKED = "hooked"
-"""The attribute that the ``step`` of an optimizer's class gets, and keeps, when torch calls hooks around it."""
-
-
-class _Probe(torch.optim.Optimizer):
-    def step(self) -> None:  # type: ignore[override]
-        """Does nothing."""
-
-
-if not hasattr(type(_Probe([torch.empty(0)], {})).step, HOOKED):
-    _refuse(f"torch.optim.Optimizer.step.{HOOKED}", "see which optimizers torch calls hooks for")
+"""The attribute that the ``step`` of an optimizer's class gets, and keeps, when `Optimizer.__init__` puts the calls of hooks around it."""
+_required("torch.optim.Optimizer._patch_step_function", "see which optimizers torch calls hooks for")
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
