@@ -151,14 +151,12 @@ forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]]
 
 # ---- optimizers -----------------------------------------------------------------------------------------------
 
-HOOKED = "hooked"
-"""The attribute that the ``step`` of an optimizer's class gets, and keeps, when `Optimizer.__init__` puts the calls of hooks around it."""
 _required("torch.optim.Optimizer._patch_step_function", "see which optimizers torch calls hooks for")
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch calls hooks around ``step``: not where a class has never called ``Optimizer.__init__``."""
-    return hasattr(type(optimizer).step, HOOKED)
+    """Whether torch calls hooks around ``step``, which ``Optimizer.__init__`` arranges and marks in the class."""
+    return hasattr(type(optimizer).step, "hooked")
 
 
 # ---- nests, profiler, input -----------------------------------------------------------------------------------
