@@ -346,6 +346,13 @@ def test_a_lazy_clone_is_a_copy_as_soon_as_one_writes() -> None:
     assert (first.tolist(), second.tolist(), third.tolist()) == ([0, 2, 4, 6], [0, 1, 2, 3], [1, 2, 3, 4])
 
 
+def test_a_lazy_clone_of_a_message_is_a_copy() -> None:
+    first = torch.frombuffer(bytearray(8), dtype=torch.uint8)
+    second = torch_internals.lazy_clone(first)
+    first.add_(1)
+    assert second.tolist() == [0] * 8
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_every_form_of_backward_and_grad_calls_the_engine_through_one_function() -> None:
     calls: list[Any] = []

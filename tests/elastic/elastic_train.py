@@ -70,7 +70,8 @@ def make_model(kind: str) -> torch.nn.Module:
     if kind == "transformer":
         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
         return torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Dropout(0.3), torch.nn.Linear(64, 3))
-    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    wide = 1100 if kind == "wide" else 32  # replicas share the memory of gradients of more than 65,536 elements
+    return torch.nn.Sequential(torch.nn.Linear(64, wide), torch.nn.ReLU(), torch.nn.Linear(wide, 3))
 
 
 def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -55,15 +55,15 @@ def test_every_flipped_bit_is_found_and_named(trained: Any) -> None:
     strategy, _ = trained
     audit, chance = strategy._elastic_steps.job.audit, random.Random(3)
     copies = {r: list(audit._tensors(r)) for r in range(4)}
-    before = [[digest(tensor) for _, tensor in copies[r]] for r in range(4)]
+    before = [[digest(tensor) for *_, tensor in copies[r]] for r in range(4)]
     assert before[0] == before[1] == before[2] == before[3]
     assert len(before[0]) == 4 + 3 * 4 + 1
     for _ in range(1000):
         replica, number = chance.randrange(4), chance.randrange(len(before[0]))
-        tensor = copies[replica][number][1]
+        tensor = copies[replica][number][-1]
         bit = chance.randrange(tensor.nbytes * 8)
         flip_a_bit(tensor, bit)
-        after = {r: [[digest(t) for _, t in copies[r]]] for r in range(4)}
+        after = {r: [[digest(t) for *_, t in copies[r]]] for r in range(4)}
         assert differing(after) == {replica: number}
         flip_a_bit(tensor, bit)
 
@@ -83,7 +83,7 @@ def test_small_steps_between_do_not_put_off_the_comparison(trained: Any, monkeyp
 def test_one_worker_alone_cannot_say_which_copy_is_right(trained: Any) -> None:
     strategy, step = trained
     audit = strategy._elastic_steps.job.audit
-    name, tensor = list(audit._tensors(2))[5]
+    _, name, tensor = list(audit._tensors(2))[5]
     flip_a_bit(tensor)
     with pytest.raises(tfd.errors.DataLossError, match=f"worker 0 in {name}.*no majority"):
         strategy.run(step)

@@ -43,10 +43,10 @@ def assert_same(job: list[dict[str, Any]], expected: dict[str, Any], killed: set
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_it_does_not_matter_who_holds_which_replica(run_job: Any, undisturbed: Any, workers: int) -> None:
-    job = run_job(workers, "cnn", STEPS)
-    assert_same(job, undisturbed("cnn"), set())
+@pytest.mark.parametrize(("kind", "workers"), [("cnn", 2), ("cnn", 3), ("cnn", 4), ("wide", 2)])
+def test_it_does_not_matter_who_holds_which_replica(run_job: Any, undisturbed: Any, kind: str, workers: int) -> None:
+    job = run_job(workers, kind, STEPS)
+    assert_same(job, undisturbed(kind), set())
     assert held_before_the_last_step(job) == [0, 1, 2, 3]
 
 

@@ -122,8 +122,8 @@ def test_other_arguments_are_noticed(one: Any, other: Any) -> None:
     assert fingerprint(one) == fingerprint(one)
 
 
-def settings_of(lr: float, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=betas)]
+def settings_of(lr: float, betas: tuple[float, float]) -> dict[int, torch.optim.Optimizer]:
+    return {3: torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=betas)}
 
 
 class _NothingOfTheirOwn:
@@ -134,7 +134,7 @@ class _NothingOfTheirOwn:
         assert known == []
 
 
-def votes_of(*optimizers: list[torch.optim.Optimizer]) -> tuple[list[Votes], dict[int, Packet]]:
+def votes_of(*optimizers: dict[int, torch.optim.Optimizer]) -> tuple[list[Votes], dict[int, Packet]]:
     members: list[Votes] = [Votes(_NothingOfTheirOwn(), me, len(optimizers)) for me in range(len(optimizers))]  # type: ignore[arg-type]
     packets = {me: votes.make([me], [None], ["train", 1], optimizers[me]) for me, votes in enumerate(members)}
     return members, packets
@@ -143,13 +143,13 @@ def votes_of(*optimizers: list[torch.optim.Optimizer]) -> tuple[list[Votes], dic
 def test_a_vote_is_what_it_was() -> None:
     """Who has it may send it later to one that has lost it, when the program has gone on."""
     loss = torch.ones(2)
-    packet = Votes(_NothingOfTheirOwn(), 0, 1).make([0], [loss], ["train", 1], [])  # type: ignore[arg-type]
+    packet = Votes(_NothingOfTheirOwn(), 0, 1).make([0], [loss], ["train", 1], {})  # type: ignore[arg-type]
     loss.zero_()
     assert packet.tensors[0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("other", [settings_of(0.2, (0.9, 0.999)), settings_of(0.1, (0.8, 0.999))], ids=["lr", "betas"])
-def test_one_worker_with_other_settings_leaves_alone(other: list[torch.optim.Optimizer]) -> None:
+def test_one_worker_with_other_settings_leaves_alone(other: dict[int, torch.optim.Optimizer]) -> None:
     usual = settings_of(0.1, (0.9, 0.999))
     members, packets = votes_of(usual, other, usual)
     for me in (0, 2):
@@ -163,6 +163,13 @@ def test_without_a_majority_all_stop() -> None:
     for me in (0, 1):
         with pytest.raises(InvalidArgumentError, match="different settings"):
             members[me].take(packets, [None], [me])
+
+
+def test_an_optimizer_that_is_gone_on_some_workers_is_not_compared() -> None:
+    usual, old = settings_of(0.1, (0.9, 0.999)), settings_of(0.5, (0.8, 0.999))
+    members, packets = votes_of({1: old[3], **usual}, usual)
+    for me in (0, 1):
+        assert members[me].take(packets, [None], [me]) == [None] * 2
 
 
 class Setting(torch.nn.Module):

@@ -103,8 +103,19 @@ has_compatible_shallow_copy_type = _required(
 make_subclass = _required("torch.Tensor._make_subclass", "make variables")
 """``(class, data, requires_grad)``: a leaf of a subclass of ``torch.Tensor`` that shares the memory of ``data``."""
 
-lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clone", torch.clone)
-"""A copy that shares memory until either tensor is written to. Without it: a copy, which is only slower."""
+_lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clone", torch.clone)
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that shares memory until either tensor is written to; where torch cannot do that, a copy.
+
+    It cannot with memory that is not torch's own, such as that of a message (``torch.frombuffer``).
+    """
+    try:
+        return _lazy_clone(tensor)
+    except RuntimeError:
+        return tensor.clone()
+
 
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 """``(targets, sources)``: as ``target.copy_(source)`` for each pair."""

@@ -92,7 +92,7 @@ class Agreements:
             view = self._membership.view()
             try:
                 came = self._membership.gather(kind, mine(view.epoch.members[0] == self._membership.me))
-                self._membership.commit(Packet({"replicas": {}, "call": kind, "settings": 0}))
+                self._membership.commit(Packet({"replicas": {}, "call": kind, "settings": {}}))
                 return came
             except MembershipChanged:
                 if self._membership.view().step > view.step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -54,15 +55,18 @@ class Audit:
         if self._every is None or runs % self._every:
             return
         self._contents.settle()
-        own = {str(replica): [digest(tensor) for _, tensor in self._tensors(replica)] for replica in held}
+        own = {str(r): {key: digest(tensor) for key, _, tensor in self._tensors(r)} for r in held}
         came = self._membership.gather("comparison of all copies", Packet({"digests": own}))
         copies = {worker: list(packet.header["digests"].values()) for worker, packet in came.items()}
-        different = differing(copies)
+        # What nobody uses any more may be gone on some workers only.
+        common = set.intersection(*(set(found) for found in chain.from_iterable(copies.values())))
+        names = {key: name for key, name, _ in self._tensors(held[0]) if key in common}
+        different = differing({w: [[found[key] for key in names] for found in each] for w, each in copies.items()})
         if not different:
             return
-        names = [name for name, _ in self._tensors(held[0])]
-        said = ", ".join(f"worker {w} in {names[n] if n < len(names) else 'number'}" for w, n in different.items())
-        self.found += [(runs, w, names[n] if n < len(names) else "") for w, n in different.items()]
+        where = {worker: list(names.values())[number] for worker, number in different.items()}
+        said = ", ".join(f"worker {worker} in {name}" for worker, name in where.items())
+        self.found += [(runs, worker, name) for worker, name in where.items()]
         if len(different) == len(copies):
             raise DataLossError(
                 f"The copies of parameters and optimizer state differ in step {runs} ({said}), and no majority "
@@ -84,25 +88,31 @@ class Audit:
         self._membership.expel(different)
         raise MembershipChanged(f"{said} differed")
 
-    def _tensors(self, replica: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """A replica's copies of all that is equal everywhere, in the same order on all workers, with their names."""
+    def _tensors(self, replica: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """A replica's copies of all that is equal everywhere, in the same order on all workers.
+
+        Yields:
+            A key that is the same on all workers, a name for messages, and the tensor.
+        """
         with raw():
             records = [r for r in self._store.records("parameter") if r.tensor is not None]
             for record in records:
                 assert record.tensor is not None
-                yield record.describe(), self._contents.inside(record.tensor, replica).detach()
+                yield f"p{record.number}", record.describe(), self._contents.inside(record.tensor, replica).detach()
             names = {id(record.tensor): record.describe() for record in records}
             for thing, content in self._contents.objects():
                 if isinstance(thing, torch.optim.Optimizer):
-                    state = self._contents.attributes(thing, replica)["state"]
-                    for parameter in [p for group in thing.param_groups for p in group["params"]]:
+                    state = self._contents.attributes(thing, replica).get("state", {})
+                    held = [p for group in getattr(thing, "param_groups", ()) for p in group["params"]]
+                    for number, parameter in enumerate(held):
                         for name, value in sorted(state.get(parameter, {}).items()):
                             if isinstance(value, torch.Tensor):
                                 where = names.get(id(parameter), f"parameter of optimizer {content.number}")
-                                yield f"{type(thing).__name__} {name} of {where}", value
+                                key = f"o{content.number} {number} {name}"
+                                yield key, f"{type(thing).__name__} {name} of {where}", value
             for record in self._store.records("variable"):
                 if not has_own_value(record):
-                    yield f"Variable {record.describe()}", record.components[replica].detach()
+                    yield f"v{record.number}", f"Variable {record.describe()}", record.components[replica].detach()
 
 
 def digest(tensor: torch.Tensor) -> int:

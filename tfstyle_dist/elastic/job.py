@@ -142,6 +142,12 @@ class ElasticJob:
         Returns:
             The results of all replicas.
         """
+        if not torch.is_inference_mode_enabled():
+            return self._run(attempt, name, arguments)
+        with torch.inference_mode(False):  # what is remembered here is written to by later steps
+            return self._run(torch.inference_mode()(attempt), name, arguments)
+
+    def _run(self, attempt: Callable[[], list[Any]], name: str, arguments: Any) -> list[Any]:
         self._agree_on_numbers()
         process = torch.get_rng_state()
         call: Call = [name, fingerprint(arguments)]
@@ -195,7 +201,8 @@ class ElasticJob:
     def _commit(self, view: View, results: list[Any], call: Call) -> list[Any] | None:
         """Votes; returns the results of all replicas, or ``None`` when the step is to be done again."""
         self._streams.end_step()
-        optimizers = [thing for thing, _ in self._contents.objects() if isinstance(thing, torch.optim.Optimizer)]
+        objects = self._contents.objects()
+        optimizers = {c.number: thing for thing, c in objects if isinstance(thing, torch.optim.Optimizer)}
         try:
             self.joint_work.parts.check_nothing_waits(self.held)
             packet = self._votes.make(self.held, results, call, optimizers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Votes:
         self.known: dict[int, Known] = {}
 
     def make(
-        self, held: Sequence[int], results: Sequence[Any], call: Call, optimizers: Iterable[torch.optim.Optimizer]
+        self, held: Sequence[int], results: Sequence[Any], call: Call, optimizers: Mapping[int, torch.optim.Optimizer]
     ) -> Packet:
         """This worker's vote.
 
@@ -47,7 +47,7 @@ class Votes:
             held: its replicas.
             results: theirs.
             call: the step.
-            optimizers: whose settings must be the same everywhere.
+            optimizers: by number, those whose settings must be the same everywhere.
 
         Raises:
             TypeError: a result cannot be sent.
@@ -65,7 +65,11 @@ class Votes:
             states = self._states.changed(replica)
             replicas[str(replica)] = [what, [state for state, _ in states]]
             tensors += [*sent, *(tensor for _, own in states for tensor in own)]
-        header = {"replicas": replicas, "call": said(call), "settings": _settings(optimizers)}
+        header = {
+            "replicas": replicas,
+            "call": said(call),
+            "settings": {str(number): _settings(optimizer) for number, optimizer in optimizers.items()},
+        }
         return Packet(header, [tensor.clone() for tensor in tensors])  # a vote may be sent again when more was written
 
     def take(self, votes: dict[int, Packet], results: Sequence[Any], held: Sequence[int]) -> list[Any]:
@@ -99,6 +103,9 @@ class Votes:
     def _check_same(self, votes: dict[int, Packet]) -> None:
         for name, (what, advice) in _ADVICE.items():
             prints = {member: packet.header[name] for member, packet in votes.items()}
+            if name == "settings":  # an optimizer that nobody uses any more may be gone on some workers only
+                common = sorted(set.intersection(*(set(own) for own in prints.values())))
+                prints = {member: _small_number([own[number] for number in common]) for member, own in prints.items()}
             here = list(prints.values()).count(prints[self._me])
             if name == "settings" and 2 * here > len(prints):  # the gradients are good: those that differ leave
                 continue
@@ -166,16 +173,19 @@ def said(call: Call) -> str:
     return f"{call[0]} with batch {call[1]}"
 
 
-def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """A small number of the numbers in the groups of optimizers."""
+def _settings(optimizer: torch.optim.Optimizer) -> int:
+    """A small number of the numbers in the groups of an optimizer; a wrapper may have none."""
     found = [
         [name, [float(number) for number in (value if isinstance(value, tuple) else (value,))]]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
+        for group in getattr(optimizer, "param_groups", ())
         for name, value in group.items()
         if all(map(_is_number, value if isinstance(value, tuple) else (value,)))
     ]
-    return int.from_bytes(hashlib.blake2b(json.dumps(found).encode(), digest_size=6).digest(), "big")
+    return _small_number(found)
+
+
+def _small_number(value: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=6).digest(), "big")
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -21,20 +22,22 @@ import tfstyle_dist as tfd
 from tfstyle_dist.core import network
 
 TWO = ("cpu:0", "cpu:1")
-PROCESSES = {"one": 1, "replicas": 1, "central": 1, "ranks": 2, "grouped": 2}
+PROCESSES = {"one": 1, "replicas": 1, "central": 1, "ranks": 2, "grouped": 2, "elastic": 2}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
 Answer = tuple[str, Any]
 """("values", a dict of names and tensors), or ("raised" or "hang", what was said)."""
 
 
 def strategy_of(form: str) -> Any:
-    """A new strategy of a form; in processes with torchrun's variables where it has several."""
+    """A new strategy of a form; in processes with torchrun's variables, or ``TF_CONFIG``, where it has several."""
     if form == "replicas":
         return tfd.MirroredStrategy(TWO)
     if form == "central":
         return tfd.experimental.CentralStorageStrategy(TWO)
     if form == "grouped":
         return tfd.MultiWorkerMirroredStrategy(devices=TWO)
+    if form == "elastic":
+        return tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=REPLICAS[form]))
     return tfd.MirroredStrategy()
 
 
@@ -132,10 +135,18 @@ def rank_environments(count: int) -> Iterator[dict[str, str]]:
         }
 
 
+def worker_environments(count: int) -> Iterator[dict[str, str]]:
+    """What tells each worker of a host who the others are."""
+    workers = [f"127.0.0.1:{port}" for port in network.free_ports(count)]
+    for index in range(count):
+        told = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        yield {"TF_CONFIG": json.dumps(told)}
+
+
 def answers_of(case: Case, form: str, dtype: str, folder: Path, shares: int = 1) -> list[Answer]:
     """Runs a case in one form, and returns the answer of each of its processes."""
     count = PROCESSES[form]
-    environments = list(rank_environments(count)) if count > 1 else [{}]
+    environments = list((worker_environments if form == "elastic" else rank_environments)(count)) if count > 1 else [{}]
     places = [folder / f"{form}-{dtype}-{shares}-{rank}" for rank in range(count)]
     for place in places:
         place.unlink(missing_ok=True)

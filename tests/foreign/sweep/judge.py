@@ -19,8 +19,14 @@ AGREES, REFUSED, DOCUMENTED = "agrees", "refused", "differs as documented"
 DIFFERS, RAISES, HANGS, INVALID = "differs", "raises", "hangs", "is no case"
 STALE = "agrees, documented to differ"
 GOOD = (AGREES, REFUSED, DOCUMENTED)
-ONE_COPY = re.compile(r"^RuntimeError: .*\b[Uu]nder central storage\b", re.DOTALL)
-"""What refusals say of programs that would write for each replica what is there once (docs/central_storage.md)."""
+REFUSALS = {
+    "central": re.compile(r"^RuntimeError: .*\b[Uu]nder central storage\b", re.DOTALL),
+    "elastic": re.compile(
+        r"^UnavailableError: .* a step raised here|^NotImplementedError: .* In an elastic job", re.DOTALL
+    ),
+}
+"""What refusals of whole classes of programs say: what would be written for each replica where there is one copy
+(docs/central_storage.md), steps that raise, and what comes into being in a step (docs/elastic.md)."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     if nothing := _without_numbers(reference[1]):
         return verdict(INVALID, said=f"one device has nothing but NaN in {', '.join(nothing)}")
     if kind == "raised":
-        return verdict(REFUSED if form == "central" and ONE_COPY.match(value) else RAISES, said=value)
+        return verdict(REFUSED if form in REFUSALS and REFUSALS[form].match(value) else RAISES, said=value)
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
     why = expected(case.differs, form)

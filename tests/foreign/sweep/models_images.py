@@ -12,11 +12,10 @@ import torch
 import torchvision
 import vit_pytorch
 from models import Recipe, mean_square, model
-from programs import BATCH, random
+from programs import BATCH, BROAD, random
 from torch import nn
 
 FORMS = ("replicas", "ranks")
-BROAD = ("replicas", "ranks", "central", "grouped")
 
 
 def _pictures(size: int, channels: int = 3, count: int = BATCH) -> Callable[[int], torch.Tensor]:

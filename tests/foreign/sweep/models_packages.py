@@ -22,14 +22,13 @@ import torchdiffeq
 import vector_quantize_pytorch
 import x_transformers
 from models import Recipe, mean_square, model
-from programs import BATCH, integers, random
+from programs import BATCH, BROAD, integers, random
 from pytorch_tabnet.tab_network import TabNet
 from torch import nn
 from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
 from transformers import AutoModelForCausalLM, GPT2Config
 
-BROAD = ("replicas", "ranks", "central", "grouped")
 FIRST_CALL = "its first call sets parameters from the replica's random numbers or share; a warning says so on replicas"
 
 # ---- graphs: a batch is a list of graphs of the same size ----------------------------------------------------------

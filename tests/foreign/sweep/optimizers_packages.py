@@ -13,7 +13,7 @@ import schedulefree
 import torch
 import torch_ema
 import torch_optimizer
-from programs import Program, Run, add
+from programs import DRAWS, Program, Run, add
 from torch import nn, optim
 from torch.nn import functional as F
 
@@ -188,6 +188,8 @@ for _name, _kind in _classes(P).items():
         _options["differs"] = OF_THE_REPLICA
         # They ask autograd for each parameter, and all replicas but the first have none.
         _options["refused"] = {"central": "The replicas made different calls"}
+    if _name in ("Gravity", "Kron", "Magma"):
+        _options["differs"] = {"elastic": DRAWS}
     if _name == "Kron":  # numpy draws whether its factors are balanced, which changes the rounding alone
         _options["tolerance"] = 1e-7
     if _name == "SOAP":
@@ -204,7 +206,8 @@ for _name in ("SpectralSphere", "Muon", "GaLore", "SCION", "SOAP", "Alice", "Fir
     _options = {"differs": ROUNDING} if _name == "SOAP" else {}
     add(GROUP, f"pytorch_optimizer.{_name}-matrices", trained(_of(getattr(P, _name)), Matrices), **_options)
 for _name in ("GaLore", "APOLLO", "Fira", "Alice", "RACS", "Conda"):
-    add(GROUP, f"pytorch_optimizer.{_name}-low-rank", trained(_low_rank(getattr(P, _name)), Matrices))
+    _options = {"differs": {"elastic": DRAWS}} if _name == "APOLLO" else {}
+    add(GROUP, f"pytorch_optimizer.{_name}-low-rank", trained(_low_rank(getattr(P, _name)), Matrices), **_options)
 for _name, _kind in FUSED.items():
     _make = lambda m, kind=_kind: kind(m, lr=1e-3)  # noqa: E731
     add(GROUP, f"pytorch_optimizer.{_name}-fused-backward", trained(_make, how="fused"), differs=(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from programs import Net, Program, Run, add
+from programs import BROAD, Net, Program, Run, add
 from torch import nn, optim
 from torch.nn import functional as F, utils
 from torch.optim import swa_utils
@@ -30,7 +30,7 @@ NAMES = (
 FLAGS = ("foreach", "fused", "capturable", "maximize", "differentiable", "amsgrad", "centered", "nesterov")
 RAISES = {"capturable": "If capturable=True", "differentiable": "a leaf Variable that requires grad"}
 """What torch's optimizers say on a CPU, and after a plain step."""
-FORMS = ("replicas", "ranks", "central", "grouped")
+FORMS = BROAD
 Made = Callable[[nn.Module], Any]
 
 

@@ -19,10 +19,11 @@ import tfstyle_dist as tfd
 BATCH = 8
 STEPS = 6
 SEED = 7
-ALL_FORMS = ("replicas", "ranks", "central", "grouped", "servers")
+ALL_FORMS = ("replicas", "ranks", "central", "grouped", "elastic", "servers")
 USUAL = ("replicas", "ranks")
-BROAD = ("replicas", "ranks", "central", "grouped")
-REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "grouped": 4, "servers": 1}
+BROAD = ("replicas", "ranks", "central", "grouped", "elastic")
+DRAWS = "random numbers are a function of the seed before the first step, the number of the step, and the replica"
+REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "grouped": 4, "elastic": 4, "servers": 1}
 
 Program = Callable[["Run"], Any]
 
@@ -83,7 +84,7 @@ def add(group: str, name: str, program: Program, **options: Any) -> None:
         if isinstance(table, str):
             options[key] = {"*": table}
         elif "replicas" in table:  # of one process: so in each of several
-            options[key] = {"grouped": table["replicas"], **table}
+            options[key] = {"grouped": table["replicas"], "elastic": table["replicas"], **table}
     if options.get("reference", "one") == "one" and options.get("forms", USUAL) == USUAL:
         options["forms"] = BROAD
     made = Case(name, group, program, **options)

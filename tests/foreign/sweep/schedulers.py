@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from programs import Net, Program, Run, add
+from programs import BROAD, Net, Program, Run, add
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules, swa_utils
@@ -98,7 +98,7 @@ def _of_transformers(name: str, options: dict[str, Any]) -> Callable[[Any], Any]
     return make
 
 
-FORMS = ("replicas", "ranks", "central")
+FORMS = BROAD
 IN_COMMON = {"central": "under central storage there is one optimizer"}
 """Of the message: under central storage a scheduler that steps inside of run would step the one optimizer twice."""
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from programs import Program, Run, add
+from programs import DRAWS, Program, Run, add
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,5 +37,5 @@ REFUSED = {
 """Of the message, where replicas of one process share parameters and optimizer."""
 
 for _name in idioms.CASES:
-    forms = ("replicas", "ranks", "central", "grouped")
-    add("steps", f"written-{_name}", _program(_name), forms=forms, refused=REFUSED.get(_name, {}))
+    _differs = {"elastic": DRAWS} if _name == "optimizer_that_draws_random_numbers" else {}
+    add("steps", f"written-{_name}", _program(_name), refused=REFUSED.get(_name, {}), differs=_differs)

@@ -1,0 +1,63 @@
+"""Steps as other people write them, in an elastic job of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as tfd
+
+
+@pytest.fixture
+def strategy() -> Iterator[Any]:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2, check_every=1)) as made:
+        yield made
+
+
+def test_a_run_in_inference_mode_between_steps(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    def evaluate() -> torch.Tensor:
+        assert torch.is_inference_mode_enabled()
+        return model(torch.ones(2, 3)).mean()
+
+    strategy.run(step)
+    with torch.inference_mode():
+        values = strategy.experimental_local_results(strategy.run(evaluate))
+    before = model.weight.detach().clone()
+    strategy.run(step)
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * (2 + 0.9 * 2))
+    assert len(values) == 2
+
+
+def test_a_wrapper_of_an_optimizer_without_groups(strategy: Any) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base = base
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+        optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    torch.testing.assert_close(model.weight.detach(), before - 2 * 0.1 * 2)
