@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
+from tfstyle_dist.elastic.values import ValueReader, ValueWriter
 
 
 @pytest.fixture
@@ -61,3 +62,36 @@ def test_a_wrapper_of_an_optimizer_without_groups(strategy: Any) -> None:
     for _ in range(2):
         strategy.run(step)
     torch.testing.assert_close(model.weight.detach(), before - 2 * 0.1 * 2)
+
+
+class Shapes(tuple[int, ...]):
+    """As a package for rotations has them: a tuple that does not want to be counted."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_is_none(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+        model.shapes = [Shapes((1, 2))]
+    strategy.run(lambda: model(torch.ones(2, 3)).sum().backward())
+    assert tuple.__len__(model.shapes[0]) == 2
+
+
+def test_an_attribute_that_is_a_parameter_when_another_one_is_gone(strategy: Any) -> None:
+    """Workers number their parameters alike, also where one of them has lost one."""
+    with strategy.scope():
+        old, model = torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)
+
+    def step() -> None:
+        model.last = model.bias
+        model(torch.ones(2, 3)).sum().backward()
+
+    strategy.run(step)
+    contents = strategy._elastic_steps.job._contents
+    before = ValueWriter(contents).value(model.bias)
+    del old
+    strategy.run(step)
+    assert ValueWriter(contents).value(model.bias) == before
+    assert ValueReader(contents).value(before, None) is model.bias

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
+from tfstyle_dist.variables.known_tensors import find_record
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -46,7 +47,7 @@ class ValueWriter:
 
     @cached_property
     def _parameters(self) -> dict[int, int]:
-        return {id(p): number for number, p in enumerate(self._contents.parameters())}
+        return {id(parameter): number for number, parameter in _numbered(self._contents)}
 
     @cached_property
     def _objects(self) -> dict[int, int]:
@@ -73,7 +74,7 @@ class ValueWriter:
             return ["n", self.put(torch.from_numpy(np.array(value))), isinstance(value, np.ndarray)]
         if isinstance(value, random.Random):
             return ["r", value.getstate()]
-        if depth > _MOST_DEPTH or not (kind in CONTAINERS or isinstance(value, tuple)) or len(value) > MOST_ENTRIES:
+        if depth > _MOST_DEPTH or not (kind in CONTAINERS or _is_plain_tuple(value)) or len(value) > MOST_ENTRIES:
             return self._leave_out(value)
         if isinstance(value, dict):
             entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]
@@ -103,6 +104,19 @@ class ValueWriter:
         return _KEEP
 
 
+def _numbered(contents: ReplicaContents) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters with numbers that are the same on all workers, also where some are gone on some."""
+    for place, parameter in enumerate(contents.parameters()):
+        record = find_record(parameter)
+        yield (-1 - place if record is None else record.number), parameter
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    """A tuple, maybe with names, whose class has not made something else of it."""
+    kind = type(value)
+    return isinstance(value, tuple) and kind.__len__ is tuple.__len__ and kind.__iter__ is tuple.__iter__
+
+
 def is_sent_as_tensor(value: Any) -> bool:
     """Whether a value is a dense tensor, and none that gets gradients."""
     if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_nested:
@@ -126,8 +140,8 @@ class ValueReader:
         self._contents = contents
 
     @cached_property
-    def _parameters(self) -> list[torch.Tensor]:
-        return self._contents.parameters()
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        return dict(_numbered(self._contents))
 
     @cached_property
     def _objects(self) -> dict[int, Any]:
@@ -145,7 +159,7 @@ class ValueReader:
         if kind == "v":
             return own if type(own) is type(what) and own == what else what
         if kind == "p":
-            return self._parameters[what]
+            return self._parameters.get(what, own)
         if kind == "o":
             return self._objects.get(what, own)
         if kind == "t":

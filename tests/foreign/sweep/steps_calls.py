@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from programs import DRAWS, Net, Run, add, case, flat, plain, sgd
+from programs import Net, Run, add, case, flat, plain, sgd
 from torch import nn, optim
 from torch.autograd import backward
 from torch.nn import functional as F
@@ -444,7 +444,7 @@ def dropout_twice_bitwise(run):
     return "same" if torch.equal(*r) else "differ"
 
 
-@case("steps", "dropout-twice-same-strategy", differs={"elastic": DRAWS})
+@case("steps", "dropout-twice-same-strategy", forms=("replicas", "ranks", "central", "grouped"))
 def dropout_twice_same_strategy(run):
     if not run.strategy:
         return "same"
