@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
+from tfstyle_dist.elastic.membership import MembershipChanged
 from tfstyle_dist.elastic.values import ValueReader, ValueWriter
 
 
@@ -39,6 +40,28 @@ def test_a_run_in_inference_mode_between_steps(strategy: Any) -> None:
     strategy.run(step)
     torch.testing.assert_close(model.weight.detach(), before - 0.1 * (2 + 0.9 * 2))
     assert len(values) == 2
+
+
+def test_a_step_that_is_done_again_after_it_kept_a_tensor_of_inference_mode(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model.last = model(torch.ones(2, 3))
+
+    strategy.run(step)
+    before, fails = model.last.clone(), [False, False, True]
+
+    def disturbed() -> None:
+        with torch.inference_mode():
+            model.last.add_(1)
+        if fails.pop():
+            raise MembershipChanged("another worker died")
+
+    strategy.run(disturbed)
+    assert fails == []
+    torch.testing.assert_close(model.last, before + 1)
 
 
 def test_a_wrapper_of_an_optimizer_without_groups(strategy: Any) -> None:

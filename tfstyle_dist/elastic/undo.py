@@ -144,7 +144,10 @@ def _fits(memory: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _put(tensor: torch.Tensor, was: torch.Tensor) -> None:
     own = tensor.detach()
-    if _fits(was, own):
+    if tensor.is_inference():
+        with torch.inference_mode():
+            tensor.copy_(was)
+    elif _fits(was, own):
         own.copy_(was)
     else:  # it was resized, or is sparse
         tensor.data = was.clone()

@@ -214,7 +214,7 @@ def written(before: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fits = type(before) is torch.Tensor and before.shape == value.shape and before.dtype == value.dtype
-    if fits and before.stride() == value.stride() and not before.requires_grad:
+    if fits and before.stride() == value.stride() and not (before.requires_grad or before.is_inference()):
         with torch.no_grad():
             before.copy_(value)
         return before
