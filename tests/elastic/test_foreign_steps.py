@@ -118,3 +118,41 @@ def test_an_attribute_that_is_a_parameter_when_another_one_is_gone(strategy: Any
     strategy.run(step)
     assert ValueWriter(contents).value(model.bias) == before
     assert ValueReader(contents).value(before, None) is model.bias
+
+
+class Graft:
+    """Some optimizers keep objects of their own in their state."""
+
+    def __init__(self) -> None:
+        self.momentum, self.count = torch.zeros(1, 3), 0
+
+
+def test_a_step_that_is_done_again_after_an_optimizer_made_an_object(strategy: Any) -> None:
+    class Grafted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            state = self.state[model.weight]
+            graft = state.setdefault("graft", Graft())
+            graft.momentum.add_(model.weight.grad)
+            graft.count += 1
+            model.weight.grad.copy_(graft.momentum)
+            super().step()
+
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+        optimizer = Grafted([model.weight], lr=0.1)
+    fails: list[bool] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if fails and fails.pop():
+            raise MembershipChanged("another worker died")
+
+    before = model.weight.detach().clone()
+    strategy.run(step)
+    fails[:] = [False, False, True, False]  # the replica that comes last has made its update by then
+    strategy.run(step)
+    graft = optimizer.state[model.weight]["graft"]
+    assert (graft.count, graft.momentum.tolist(), fails) == (2, [[4.0] * 3], [])
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * (2 + 4))

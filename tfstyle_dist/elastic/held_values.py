@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
+from tfstyle_dist.variables.state_objects import is_state
 
 
 class HeldValues:
-    """What is found from the attributes of some objects on.
+    """What is found from the attributes of some objects on, also those of objects that no replica has looked for yet.
 
     Most steps leave all of it the same objects, whose numbers alone change; ``same`` sees that in a few calls, so that
     a step need not look at each attribute of each module.
@@ -62,6 +63,8 @@ class HeldValues:
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)
+        elif is_state(value):  # such as an optimizer puts into its state in a step
+            self._look_at(value.__dict__)
 
     def _look_into(self, box: Any) -> None:
         if len(box) > MOST_ENTRIES:
