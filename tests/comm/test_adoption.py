@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, it would keep the group after its end: see docs/scaling_out.md
 
 import tfstyle_dist as td
 from tfstyle_dist.cluster_resolver import ClusterSpec, SimpleClusterResolver

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TRAIN = """
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, it would keep the group after its end: see docs/scaling_out.md
 import tfstyle_dist as tfd
 
 def train(strategy):
@@ -68,6 +69,19 @@ fabric.launch()
 check(fabric.global_rank)
 assert fabric.all_gather(torch.tensor([fabric.global_rank])).flatten().tolist() == [0, 1]
 """
+LETS_GO = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+import tfstyle_dist.integrations.accelerate
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+dist.destroy_process_group()
+gc.collect()
+print("rank 0 agrees" if group() is None else "the group lives on")
+"""
 
 
 def agreeing(*commands: list[str]) -> list[str]:
@@ -89,6 +103,13 @@ def test_of_accelerate(tmp_path: Path) -> None:
     program.write_text(TRAIN + ACCELERATE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
     assert agreeing(command) == ["0", "1"]
+
+
+def test_a_destroyed_group_is_gone_although_an_optimizer_was_made(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    program = tmp_path / "program.py"
+    program.write_text(LETS_GO)
+    assert agreeing([sys.executable, str(program)]) == ["0"]
 
 
 def test_of_fabric(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.comm.rendezvous.bootstrap import default_process_group
+from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group, default_process_group
 from tfstyle_dist.cross_device_ops.collective import widened_type
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
+
+before_default_group()  # the library makes that group, mostly before the script makes its optimizer
 
 _PATIENCE = 0.1  # seconds; the threads need microseconds, once they are let
 

@@ -90,6 +90,8 @@ def process_group(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     import torch.distributed
 
+    from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group
+
     device = None
     if assignment.backend == "nccl":
         if torch.cuda.device_count() < assignment.world_size:
@@ -99,6 +101,7 @@ def process_group(request: pytest.FixtureRequest) -> Iterator[Any]:
             )
         device = torch.device("cuda", assignment.rank)
         torch.cuda.set_device(device)
+    before_default_group()
     torch.distributed.init_process_group(
         assignment.backend,
         init_method="file://" + os.environ["TFSTYLE_RENDEZVOUS_FILE"],

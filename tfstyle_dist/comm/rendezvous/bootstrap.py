@@ -133,10 +133,7 @@ def make_group(
             group = TorchGroup(torch_group, timeout, channel, backend, lambda: _leave(torch_group))
         else:
             assert members is not None
-            # Its functions keep the default group of the time of their import as a default argument, and torch.optim
-            # imports it: imported later, it would keep the group and its threads until the interpreter ends (see
-            # TorchGroup.close).
-            importlib.import_module("torch.distributed.nn.functional")
+            before_default_group()
             store, channel = open_store(members, env.start_timeout(timeout))
             # Gloo would take the interface that this host's own name resolves to, which is often the loopback.
             towards = network.interface_towards(*members.address) if members.address else None
@@ -153,6 +150,19 @@ def make_group(
         failed.pop_all()
     _check_same_shape(group, device, num_local_replicas)
     return group
+
+
+def before_default_group() -> None:
+    """Imports what would keep the default group, and its threads, until the interpreter ends.
+
+    The functions of ``torch.distributed.nn.functional`` have the default group of the time of their import as a default
+    argument, and torch imports them with its first optimizer. A thread of Gloo that still frees a tensor when the
+    interpreter goes aborts the process ("terminate called without an active exception").
+    """
+    import torch.distributed as dist
+
+    if dist.is_available():
+        importlib.import_module("torch.distributed.nn.functional")
 
 
 def default_process_group() -> Any:
