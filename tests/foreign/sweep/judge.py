@@ -78,9 +78,9 @@ def difference(reference: Mapping[str, Any], found: Mapping[str, Any], rank: int
         rank: its number.
     """
     worst, where = 0.0, ""
-    for key, expected in reference.items():
-        value = found.get(key)
-        if isinstance(expected, str) or isinstance(value, str) or value is None:
+    for key in {**reference, **found}:
+        expected, value = reference.get(key), found.get(key)
+        if isinstance(expected, str) or isinstance(value, str) or expected is None or value is None:
             apart = 0.0 if expected == value else math.inf
         else:
             wanted = expected if isinstance(expected, Each) else [expected]
