@@ -249,7 +249,7 @@ def values(strategy: td.Strategy, variable: torch.Tensor) -> list[Any]:
 def parameter(strategy: td.Strategy, value: Any) -> nn.Parameter:
     with strategy.scope():
         module = nn.Module()
-        module.w = nn.Parameter(torch.as_tensor(value, dtype=torch.float64))
+        module.w = nn.Parameter(torch.tensor(value, dtype=torch.float64))
     return module.w
 
 
