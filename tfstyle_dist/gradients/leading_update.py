@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
@@ -103,6 +104,7 @@ class _Update(Frame):
         """Whether the update is made in this replica."""
         return self.replica.local_replica_id == 0
 
+    @untraced
     def begin(self) -> None:
         """The objects are those of the update."""
         contents = self.strategy.parameter_store.contents
@@ -119,6 +121,7 @@ class _Update(Frame):
             own.__dict__ = {**own.__dict__, "param_groups": groups, "state": defaultdict(dict)}
         push(self)
 
+    @untraced
     def end(self) -> None:
         """The objects are the replica's again."""
         pop(self)

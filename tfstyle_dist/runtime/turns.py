@@ -20,6 +20,7 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.interrupts import Interrupts
@@ -69,8 +70,7 @@ class TurnRun:
         self._turn = Turn()
         self._acting: Call | None = None
         self._interrupted, self._others_go_on = False, False
-        self._updates = [0] * count  # steps of optimizers, by replica
-        self._most_updates = 0  # those of the replica whose function raised
+        self._updates, self._most_updates = [0] * count, 0  # steps of optimizers: by replica; of the one that raised
         self.error: BaseException | None = None
         self.lost: list[int] = []
         self.threads: list[int | None] = [None] * count
@@ -82,19 +82,20 @@ class TurnRun:
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
         """See ``ReplicaRun``."""
+        call = Call(kind, payload, action, anywhere, sys._getframe(1))
         if replica:
-            return self._wait_and_act(replica, kind, payload, action, phase, anywhere)
+            return self._wait_and_act(replica, call, phase)
         self._interrupts.hold()
         try:
-            return self._wait_and_act(replica, kind, payload, action, phase, anywhere)
+            return self._wait_and_act(replica, call, phase)
         finally:
             self._interrupts.admit()
 
-    def _wait_and_act(self, replica: int, kind: str, payload: Any, action: Action, phase: int, anywhere: bool) -> Any:
+    @untraced
+    def _wait_and_act(self, replica: int, call: Call, phase: int) -> Any:
         clock = self._clocks[replica]
         clock.enter(phase)  # an exception ends the run, and with it what the clock counts
-        with region("meet for", kind):
-            call = Call(kind, payload, action, anywhere, sys._getframe(2))
+        with region("meet for", call.kind):
             with self._lock:
                 self._raise_if_aborted(replica)
                 self._content.pause(replica)
@@ -103,7 +104,7 @@ class TurnRun:
                     self._abort_locked(different_calls(self._calls, self._done))
                     self._calls[replica] = None
                     raise ReplicaAborted
-            if None not in self._calls and (anywhere or replica == 0):
+            if None not in self._calls and (call.anywhere or replica == 0):
                 return self._act(replica, call, clock)
             self._waiting[replica] = call
             self._pass_on(replica)
