@@ -279,15 +279,6 @@ def test_garbage_on_the_ports_does_no_harm(cluster: Any) -> None:
     assert set(c.pids) == {("ps", 0), ("worker", 0)}
 
 
-def test_a_coordinator_that_cannot_be_served_displaces_nobody(cluster: Any) -> None:
-    c = cluster(workers=1, ps=1)
-    assert c.coordinator.schedule(max, args=(1, 2)).get(timeout=30) == 2
-    raw = Raw(c.spec["worker"][0])
-    assert raw.introduce("another", role="coordinator")[0] is Kind.ERROR  # it names no cluster
-    raw.close()
-    assert c.coordinator.schedule(max, args=(1, 3)).get(timeout=30) == 3
-
-
 def has_open(pid: int, file: int) -> bool:
     """Whether a process has a file of this process open too."""
     wanted = os.fstat(file)

@@ -127,9 +127,8 @@ class WorkerTask:
         if name in self._former:
             raise self._displaced()
         if self._session is None or self._session.name != name:
-            session = Session(meta, self._name, self._index)  # first: what it refuses displaces nobody
             self._leave()
-            self._session = session
+            self._session = Session(meta, self._name, self._index)
         self._coordinators.add(identity)
         self._heard = time.monotonic()
         self._send(identity, [messages.plain(Kind.OK, {"incarnation": self._incarnation, "task": self._name})])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator
+from tfstyle_dist.core.untraced import untraced
 
 _State = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -55,6 +56,7 @@ class RandomStreams:
         for replica in range(1, len(self._states)):
             self._states[replica] = self._made(replica, first + replica)
 
+    @untraced
     def begin_update(self) -> None:
         """A replica begins an optimizer's step: unless all were seeded, they draw replica 0's numbers in it."""
         replica = self._active
@@ -68,6 +70,7 @@ class RandomStreams:
         self._own[replica] = self._now(replica)
         self._set(replica, self._before_updates[number])
 
+    @untraced
     def end_update(self) -> None:
         """The step is made: a replica but the first goes on with its own stream."""
         replica = self._active
