@@ -116,6 +116,7 @@ class Connection:
     def _introduce(self) -> dict[str, Any]:
         """Connects and makes the handshake; with snapshots also with a server that is just being started again."""
         meta, deadline, said = pack_json(self.handshake), Deadline(self.timeout), False
+        fresh = not self._incarnation
         while True:
             self._peer = Peer(self._context, self.address, b"c")
             self._poller = zeromq_sockets.poller(self._peer.socket, self._peer.monitor)
@@ -125,6 +126,9 @@ class Connection:
             except Exception as error:
                 if self._peer is not None:
                     self._drop()
+                if fresh and self._lost is not None:  # a task whose last coordinator left closes, and listens anew
+                    fresh, self._lost = False, None
+                    continue
                 starting = isinstance(error, UnavailableError) and self._lost is None  # it has no coordinator yet
                 again = starting or (bool(self._incarnation) and isinstance(error, UnavailableError | TimeoutError))
                 if self._returns is None or not again:
