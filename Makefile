@@ -94,7 +94,7 @@ docs:  ## build the documentation site, strictly, into build/site; needs '.[docs
 	$(BIN)/mkdocs build --strict -q -f docs/site/mkdocs.yml
 
 gpu:  ## all that only an accelerator shows, in 8 minutes; without one, on the pretend one
-	$(BIN)/python tests/gpu/check.py
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) tests/gpu/check.py
 
 venv-xla:  ## make .venv-xla with torch 2.9.0 and torch_xla 2.9.0; never mix it with .venv
 	python3.11 -m venv $(VENV_XLA)

@@ -3,12 +3,14 @@
     make gpu                                        # on the GPU of this machine, else on the pretend accelerator
     python tests/gpu/check.py --out FILE.md         # writes the table too
 
-Nothing is downloaded and nothing installed: torch, triton and pytest are enough. The exit code is 1 if anything failed.
+Nothing is downloaded and nothing installed, the package neither: torch, triton and pytest with pytest-timeout and
+pytest-xdist are enough. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import re
@@ -18,6 +20,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -95,8 +98,14 @@ def run(section: Section, left: float) -> tuple[bool, str, float, str]:
     if limit < 5:
         return False, "no time was left", 0.0, ""
     environment = {**os.environ, "TFSTYLE_DEVICE_KIND": KIND, "OMP_NUM_THREADS": "4", **(section.environment or {})}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as folder:
+        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        if importlib.util.find_spec("tfstyle_dist_kernels") is None:  # what an installation would do
+            (Path(folder) / "tfstyle_dist_kernels").symlink_to(ROOT / "kernels")
+            paths.append(folder)
+        if not any(distributions(name="tfstyle_dist", path=[str(ROOT), *sys.path])):
+            environment["PYTEST_PLUGINS"] = "tfstyle_dist.testing.plugin"
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         report = Path(folder) / "report.xml"
         command = [sys.executable, *section.command, *([f"--junitxml={report}"] if section.pytest else [])]
         try:
