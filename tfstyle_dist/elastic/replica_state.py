@@ -71,7 +71,7 @@ class ReplicaStates:
                 found.append(_entry(place, value, writer, types))
             if was is None or was.left_out != _marks(writer.left_out):
                 _warn_not_sent(_type_at(place, types), place[2], writer.left_out)
-        found += [_entry(place, _GONE, writer, types) for place in before if place[1] in types]
+        found += [_entry(place, _GONE, writer, types) for place in before if _is_there(place, types)]
         return found
 
     def now(self, replica: int, places: Iterable[Place]) -> Known:
@@ -79,7 +79,7 @@ class ReplicaStates:
         if not (places := list(places)):
             return []
         values, types, writer = dict(self._values(replica)), self._types(), ValueWriter(self._contents)
-        wanted = [place for place in places if place in values or place[1] in types]
+        wanted = [place for place in places if place in values or _is_there(place, types)]
         entries = [_entry(place, values.get(place, _GONE), writer, types) for place in wanted]
         return [(state, [tensor.clone() for tensor in tensors]) for state, tensors in entries]
 
@@ -120,6 +120,8 @@ class ReplicaStates:
         reader = ValueReader(self._contents)
         for (kind, number, name, what, of, _), tensors in known:
             here = _type_at((kind, number, name), types)
+            if kind in ("a", "b") and number not in types and number < self._contents.taken:
+                continue  # it is gone: the garbage collector comes when it likes, on each worker
             if of != here:
                 raise CollectiveMismatchError(
                     f"The workers found different objects in the step: object {number} is {of!r} on one worker and "
@@ -127,8 +129,9 @@ class ReplicaStates:
                 )
             reader.tensors = tensors
             if kind == "v":
-                with torch.no_grad(), raw():
-                    records[number].components[replica].copy_(tensors[0])
+                if number in records:
+                    with torch.no_grad(), raw():
+                        records[number].components[replica].copy_(tensors[0])
             elif kind == "g":
                 self._set_generator(number, replica, tensors[0])
             elif number in objects:
@@ -253,6 +256,11 @@ def _copied(value: Any) -> Any:
 def _type_at(place: Place, types: dict[int, str]) -> str:
     """What kind of object it is; empty for what is no object."""
     return types.get(place[1], "NoneType") if place[0] in ("a", "b") else ""
+
+
+def _is_there(place: Place, types: dict[int, str]) -> bool:
+    """Whether the object of an attribute is; Variables and generators have numbers of their own."""
+    return place[0] in ("a", "b") and place[1] in types
 
 
 def _warn_not_sent(kind: str, name: str, values: Iterable[Any]) -> None:

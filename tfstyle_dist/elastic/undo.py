@@ -30,6 +30,7 @@ class Undo:
         self._contents, self._variables = contents, variables
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor and memory for its copy
         self._held: HeldValues | None = None
+        self._common: HeldValues | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -56,14 +57,21 @@ class Undo:
         roots = [attributes for _, attributes in self._dicts]
         if self._held is None or not self._held.same(roots, parameters):
             self._held = HeldValues(roots, parameters)
-        self._tensors += self._held.tensors
-        self._others += [(other, other.getstate()) for other in self._held.randoms]
+        # Apart, because a counter among these makes it another one in each step.
+        common = [thing.__dict__ for _, thing in self._contents.common.living()] if self._contents.common else []
+        if self._common is None or not self._common.same(common, parameters):
+            self._common = HeldValues(common, parameters)
+        for held in (self._held, self._common):
+            self._tensors += held.tensors
+            self._others += [(other, other.getstate()) for other in held.randoms]
         for generator, states in self._contents.generators.living():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
             self._tensors += record.components
         self._copy()
         self._contents.on_take = self._keep_late
+        if self._contents.common is not None:
+            self._contents.common.on_add = lambda thing: self._keep_values_late(thing.__dict__)
 
     def _attributes(self, thing: Any, content: ObjectContent) -> dict[str, Any]:
         """Those of the first replica here."""
@@ -75,6 +83,9 @@ class Undo:
         """An object that was found during the step, before it was written to."""
         attributes = self._attributes(content.reference(), content)
         self._dicts.append((content, attributes))
+        self._keep_values_late(attributes)
+
+    def _keep_values_late(self, attributes: dict[str, Any]) -> None:
         late = HeldValues([attributes], self._contents.parameters())
         self._late.append(late)
         self._tensors += late.tensors
@@ -104,12 +115,17 @@ class Undo:
 
     def done(self) -> None:
         """The step is committed: nothing is to be put back."""
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         self._contents.on_take = None
+        if self._contents.common is not None:
+            self._contents.common.on_add = None
 
     def restore(self) -> None:
         """Puts everything back; called in cross-replica context. The other replicas get it when they run again."""
-        self._contents.on_take = None
-        for held in (self._held, *self._late):
+        self._listen_no_more()
+        for held in (self._held, self._common, *self._late):
             if held is not None:
                 held.put_back()
         for content, now in self._dicts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from tfstyle_dist.elastic.leaves import VALUES
+from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
-from tfstyle_dist.variables.known_tensors import find_record
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -47,7 +47,7 @@ class ValueWriter:
 
     @cached_property
     def _parameters(self) -> dict[int, int]:
-        return {id(parameter): number for number, parameter in _numbered(self._contents)}
+        return {id(parameter): number for number, parameter in numbered(self._contents)}
 
     @cached_property
     def _objects(self) -> dict[int, int]:
@@ -104,13 +104,6 @@ class ValueWriter:
         return _KEEP
 
 
-def _numbered(contents: ReplicaContents) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parameters with numbers that are the same on all workers, also where some are gone on some."""
-    for place, parameter in enumerate(contents.parameters()):
-        record = find_record(parameter)
-        yield (-1 - place if record is None else record.number), parameter
-
-
 def _is_plain_tuple(value: Any) -> bool:
     """A tuple, maybe with names, whose class has not made something else of it."""
     kind = type(value)
@@ -141,7 +134,7 @@ class ValueReader:
 
     @cached_property
     def _parameters(self) -> dict[int, torch.Tensor]:
-        return dict(_numbered(self._contents))
+        return dict(numbered(self._contents))
 
     @cached_property
     def _objects(self) -> dict[int, Any]:
