@@ -174,7 +174,7 @@ def main() -> None:
         )
         together = tfd.Variable(torch.zeros(()), aggregation=tfd.VariableAggregation.SUM)
         number = tfd.Variable(torch.zeros((), dtype=torch.int64))
-        moved = tfd.Variable(torch.zeros(8))
+        moved = tfd.Variable(torch.zeros(8), aggregation=tfd.VariableAggregation.SUM)
         optimizer = make_optimizer(kind, model, number)
     tf_style = isinstance(optimizer, tfd.train.TFOptimizer)
     schedule = None if tf_style else torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
