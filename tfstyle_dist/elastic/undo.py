@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.core import torch_internals
@@ -39,6 +40,7 @@ class Undo:
         self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
         self._others: list[tuple[random.Random, Any]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._late: list[HeldValues] = []
 
     # ---- keeping ----------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ class Undo:
             self._common = HeldValues(common, parameters)
         for held in (self._held, self._common):
             self._tensors += held.tensors
-            self._others += [(other, other.getstate()) for other in held.randoms]
+            self._keep_others(held)
         for generator, states in self._contents.generators.living():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
@@ -89,9 +91,13 @@ class Undo:
         late = HeldValues([attributes], self._contents.parameters())
         self._late.append(late)
         self._tensors += late.tensors
-        self._others += [(other, other.getstate()) for other in late.randoms]
+        self._keep_others(late)
         for tensor in late.tensors:
             self._kept.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
+    def _keep_others(self, held: HeldValues) -> None:
+        self._others += [(other, other.getstate()) for other in held.randoms]
+        self._arrays += [(array, array.copy()) for array in held.arrays]
 
     def _copy(self) -> None:
         """Copies the tensors, into the memory of the last time where it fits."""
@@ -143,6 +149,8 @@ class Undo:
             states[:] = was_states
         for other, state in self._others:
             other.setstate(state)
+        for array, was in self._arrays:
+            array[...] = was
         for record in self._variables():
             record.changes += 1
         self._contents.distrust()

@@ -38,11 +38,13 @@ class ValueWriter:
     Attributes:
         tensors: those that descriptions name by number.
         left_out: what each worker keeps of its own, because it is not sent.
+        arrays: those of numpy among what was described.
     """
 
     def __init__(self, contents: ReplicaContents) -> None:
         self.tensors: list[torch.Tensor] = []
         self.left_out: list[Any] = []
+        self.arrays: list[np.ndarray] = []
         self._contents = contents
 
     @cached_property
@@ -55,7 +57,7 @@ class ValueWriter:
 
     def describe(self, value: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
         """One value by itself: its description, the tensors that it names from 0 on, and what is left out."""
-        self.tensors, self.left_out = [], []
+        self.tensors, self.left_out, self.arrays = [], [], []
         described = self.value(value)
         return described, self.tensors, self.left_out
 
@@ -64,6 +66,8 @@ class ValueWriter:
         kind = type(value)
         if kind in VALUES:
             return ["v", value]
+        if isinstance(value, np.ndarray):
+            self.arrays.append(value)
         if id(value) in self._parameters:
             return ["p", self._parameters[id(value)]]
         if id(value) in self._objects:
@@ -123,13 +127,16 @@ class ValueReader:
     Args:
         contents: what the objects of the program hold.
         tensors: those that descriptions name by number.
+        writes_arrays: whether numpy arrays that are there are filled; those of one replica may be another one's too.
 
     Attributes:
         tensors: these.
     """
 
-    def __init__(self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = (), writes_arrays: bool = False
+    ) -> None:
+        self.tensors, self._writes_arrays = tensors, writes_arrays
         self._contents = contents
 
     @cached_property
@@ -160,8 +167,11 @@ class ValueReader:
         if kind == "s":
             return torch.sparse_coo_tensor(self.tensors[what], self.tensors[described[2]], described[3])
         if kind == "n":
-            array = self.tensors[what].numpy().copy()
-            return array if described[2] else array[()]
+            array = self.tensors[what].numpy()
+            if self._writes_arrays and _fits(own, array) and described[2]:
+                own[...] = array
+                return own
+            return array.copy() if described[2] else array[()]
         if kind == "r":
             state = own if isinstance(own, random.Random) else random.Random()
             state.setstate((what[0], tuple(what[1]), what[2]))
@@ -200,6 +210,10 @@ class ValueReader:
         target.clear()
         target.update({**now, **kept})
         return target
+
+
+def _fits(own: Any, array: np.ndarray) -> bool:
+    return type(own) is np.ndarray and own.shape == array.shape and own.dtype == array.dtype and own.flags.writeable
 
 
 def written(before: Any, value: Any) -> Any:

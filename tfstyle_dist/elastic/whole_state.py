@@ -101,7 +101,7 @@ class WholeState:
                 "function that strategy.run gets, and every object with state that none of them names (a scheduler), "
                 "to tfd.experimental.join(strategy, ...)."
             )
-        reader = ValueReader(self._contents, tensors)
+        reader = ValueReader(self._contents, tensors, writes_arrays=True)
         with raw(), torch.no_grad():
             for parameter, (number, trains, grad) in zip(self._contents.parameters(), sent["parameters"], strict=True):
                 parameter.requires_grad_(trains)
