@@ -96,10 +96,9 @@ class WholeState:
             raise CollectiveMismatchError(
                 "A worker that came back has other objects than the workers it joins: they have "
                 f"{_listed(theirs, their_shared)} and {len(sent['parameters'])} parameters, it has "
-                f"{_listed(names, shared)} and "
-                f"{len(self._contents.parameters())}. Build the same objects in the same order, and give every "
-                "function that strategy.run gets, and every object with state that none of them names (a scheduler), "
-                "to tfd.experimental.join(strategy, ...)."
+                f"{_listed(names, shared)} and {len(self._contents.parameters())}. Build the same objects in the same "
+                "order, and give every function that strategy.run gets, and every object with state that none of them "
+                "names (a scheduler), to tfd.experimental.join(strategy, ...)."
             )
         reader = ValueReader(self._contents, tensors, writes_arrays=True)
         with raw(), torch.no_grad():
