@@ -60,7 +60,7 @@ class Joint(torch.nn.Module):
 
 
 def make_model(kind: str) -> torch.nn.Module:
-    if kind == "joint":
+    if kind in ("joint", "joint-tf"):
         return Joint()
     if kind == "cnn":
         return torch.nn.Sequential(
@@ -74,7 +74,14 @@ def make_model(kind: str) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, wide), torch.nn.ReLU(), torch.nn.Linear(wide, 3))
 
 
-def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(kind: str, model: torch.nn.Module, number: tfd.Variable) -> Any:
+    rate = lambda: 0.05 * 0.5 ** (int(number) // 5)  # noqa: E731
+    if kind == "joint-tf" or os.environ.get("OPTIMIZER") == "tf-momentum":
+        return tfd.train.MomentumOptimizer(rate, 0.9)
+    if os.environ.get("OPTIMIZER") == "tf-adam":
+        return tfd.train.AdamOptimizer(0.01)
+    if os.environ.get("OPTIMIZER") == "tf-wrapped":
+        return tfd.train.Optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     if kind == "joint":
         return torch.optim.SGD(model.parameters(), lr=0.05)
     if os.environ.get("OPTIMIZER", "SGD" if kind == "mlp" else "Adam") == "SGD":
@@ -86,13 +93,14 @@ def shaped(kind: str, x: torch.Tensor) -> torch.Tensor:
     return x.view(-1, 1, 8, 8) if kind == "cnn" else x.view(-1, 4, 16) if kind == "transformer" else x
 
 
-def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def digest(model: torch.nn.Module, optimizer: Any) -> str:
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
         if "running" in name or "num_batches" in name:
             continue
         found.update(value.contiguous().numpy().tobytes())
-    for state in optimizer.state_dict()["state"].values():
+    state_dict = optimizer.state_dict()
+    for state in state_dict["slots"] if "slots" in state_dict else state_dict["state"].values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 found.update(value.contiguous().numpy().tobytes())
@@ -103,6 +111,29 @@ def flip_a_bit(tensor: torch.Tensor, bit: int = 21) -> None:
     """In memory, behind everybody's back."""
     place = ctypes.c_uint8.from_address(tensor.data_ptr() + bit // 8)
     place.value ^= 1 << bit % 8
+
+
+def apply_in_one_of_the_ways(optimizer: Any, pairs: list[Any], number: int) -> None:
+    """All sum the same gradients."""
+    context = tfd.get_replica_context()
+    if number % 3 == 1:
+        grads = context.all_reduce("SUM", [grad.to_dense() for grad, _ in pairs])
+        summed = list(zip(grads, [variable for _, variable in pairs], strict=True))
+        optimizer.apply_gradients(summed, skip_gradients_aggregation=True)
+    elif number % 3 == 2 and isinstance(optimizer, tfd.train.AdamOptimizer):
+
+        def merge(strategy: Any, given: list[Any]) -> None:
+            optimizer.apply_gradients(given)
+
+        context.merge_call(merge, args=(pairs,))
+    else:
+        optimizer.apply_gradients(pairs)
+
+
+def update_together(strategy: Any, variable: tfd.Variable, loss: Any, buffer: Any) -> None:
+    """In cross-replica context: a sum of what the replicas gave, and random numbers, into all copies."""
+    summed = strategy.reduce("SUM", loss, axis=None) + strategy.reduce("MEAN", buffer, axis=None) + torch.rand(8)
+    strategy.extended.update(variable, lambda copy, value: copy.assign_add(value), args=(summed,))
 
 
 def wait_for_the_lost(strategy: Any, step: int) -> None:
@@ -136,7 +167,6 @@ def main() -> None:
     torch.manual_seed(7 + rank)  # the lowest worker's values and seed count
     with strategy.scope():
         model = make_model(kind)
-        optimizer = make_optimizer(kind, model)
         seen = tfd.Variable(
             torch.zeros(SAMPLES),
             synchronization=tfd.VariableSynchronization.ON_READ,
@@ -144,7 +174,10 @@ def main() -> None:
         )
         together = tfd.Variable(torch.zeros(()), aggregation=tfd.VariableAggregation.SUM)
         number = tfd.Variable(torch.zeros((), dtype=torch.int64))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        moved = tfd.Variable(torch.zeros(8), aggregation=tfd.VariableAggregation.SUM)
+        optimizer = make_optimizer(kind, model, number)
+    tf_style = isinstance(optimizer, tfd.train.TFOptimizer)
+    schedule = None if tf_style else torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(SAMPLES, 64, generator=generator),
@@ -166,14 +199,23 @@ def main() -> None:
 
     def train(x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         die("start")
-        optimizer.zero_grad()
+        if not tf_style:
+            optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(shaped(kind, x)), y)
         die("forward")
-        loss.backward()
-        die("backward")
-        optimizer.step()
+        if tf_style:
+            pairs = optimizer.compute_gradients(loss / 4)
+            die("backward")
+            apply_in_one_of_the_ways(optimizer, pairs, int(number))
+        else:
+            loss.backward()
+            die("backward")
+            optimizer.step()
         seen.assign_add(torch.bincount(index, minlength=SAMPLES).float())
         together.assign_add(y.float().sum())
+        if kind.startswith("joint"):
+            buffer = model.scale  # which some replicas alone have changed
+            tfd.get_replica_context().merge_call(update_together, args=(moved, loss.detach() * 0.1, buffer))
         die("step")
         return loss
 
@@ -183,8 +225,8 @@ def main() -> None:
         publish = files.publish
         files.publish = lambda *args: die("save") or publish(*args)
         checkpoint = tfd.train.Checkpoint(
-            model=model, optimizer=optimizer, schedule=schedule, seen=seen, together=together, number=number,
-            iterator=iterator,
+            model=model, optimizer=optimizer, seen=seen, together=together, number=number, iterator=iterator,
+            **({} if tf_style else {"schedule": schedule}),
         )  # fmt: skip
         every = (
             {"step_counter": number, "checkpoint_interval": int(os.environ["EVERY"])} if "EVERY" in os.environ else {}
@@ -192,7 +234,7 @@ def main() -> None:
         manager = tfd.train.CheckpointManager(checkpoint, os.environ["CHECKPOINTS"], max_to_keep=2, **every)
         if not every:
             manager.restore_or_initialize()
-    joined = tfd.experimental.join(strategy, train, schedule)
+    joined = tfd.experimental.join(strategy, train, *([] if tf_style else [schedule]))
     first = int(number)
     while int(number) < steps:
         for batch in iterator:
@@ -204,7 +246,8 @@ def main() -> None:
             held.append(strategy._elastic_steps.job.held)
             losses.append(float(strategy.reduce("MEAN", per_replica, axis=None)))
             die("end")
-            schedule.step()
+            if schedule is not None:
+                schedule.step()
             number.assign_add(1)
             if manager is not None and int(number) % 3 == 0:
                 manager.save()
@@ -227,7 +270,12 @@ def main() -> None:
         "weights": digest(model, optimizer),
         "losses": losses,
         "buffers": buffers.hexdigest(),
-        "seen": [*seen.read_value().tolist(), float(together), getattr(model, "calls", 0)],
+        "seen": [
+            *seen.read_value().tolist(),
+            float(together),
+            *moved.read_value().tolist(),
+            getattr(model, "calls", 0),
+        ],
         "threads": torch.get_num_threads(),
         "retried": strategy._elastic_steps.job.retried,
         "held": held,

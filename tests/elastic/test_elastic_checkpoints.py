@@ -17,16 +17,19 @@ from tfstyle_dist.train import Checkpoint, RandomState
 
 
 @pytest.mark.timeout(600)
-def test_a_checkpoint_is_whole_although_its_writer_dies_and_three_workers_go_on(run_job: Any, tmp_path: Path) -> None:
-    (alone,) = run_job(1, "cnn", 8)
+@pytest.mark.parametrize("optimizer", ["Adam", "tf-adam"])
+def test_a_checkpoint_is_whole_although_its_writer_dies_and_three_workers_go_on(
+    run_job: Any, tmp_path: Path, optimizer: str
+) -> None:
+    (alone,) = run_job(1, "cnn", 8, OPTIMIZER=optimizer)
     assert alone["code"] == 0, alone["output"]
     folder = str(tmp_path / "saved")
     # Worker 0 dies while it writes the second checkpoint, and comes back: its manager has not seen that one.
-    first = run_job(4, "cnn", 7, "0:6:save", restarts={0: 1}, CHECKPOINTS=folder, REJOIN="6")
+    first = run_job(4, "cnn", 7, "0:6:save", restarts={0: 1}, CHECKPOINTS=folder, REJOIN="6", OPTIMIZER=optimizer)
     assert [worker["code"] for worker in first] == [0, 0, 0, 0], first
     assert [worker["result"]["saved"] for worker in first[1:]] == [["ckpt-1", "ckpt-2"]] * 3
     assert first[0]["result"]["joined"]
-    second = run_job(3, "cnn", 8, CHECKPOINTS=folder)
+    second = run_job(3, "cnn", 8, CHECKPOINTS=folder, OPTIMIZER=optimizer)
     for worker in second:
         assert worker["code"] == 0, worker["output"]
         assert worker["result"]["first"] == 6

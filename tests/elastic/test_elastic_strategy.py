@@ -379,14 +379,6 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2))
 
 
-def test_tf_style_optimizers_are_refused(strategy: Any) -> None:
-    with strategy.scope():
-        model = torch.nn.Linear(2, 1)
-        optimizer = tfd.train.GradientDescentOptimizer(0.1)
-    with pytest.raises(NotImplementedError, match=r"Use a torch\.optim optimizer"):
-        strategy.run(lambda: optimizer.minimize(model(torch.ones(1, 2)).sum()))
-
-
 def test_gradients_left_for_the_next_run_are_refused(strategy: Any) -> None:
     model, _ = _model(strategy)
 

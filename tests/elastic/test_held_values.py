@@ -7,11 +7,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import tfstyle_dist as tfd
 from tfstyle_dist.elastic.held_values import HeldValues
+from tfstyle_dist.elastic.membership import MembershipChanged
+from tfstyle_dist.elastic.whole_state import WholeState
 
 
 def attributes() -> dict[str, Any]:
@@ -98,3 +102,66 @@ def test_what_is_found_can_be_written_to() -> None:
     wanted = [roots[0]["deep"]["x"][0], roots[0]["deep"]["x"][1]["y"][0], *roots[0]["buffers"].values()]
     assert [id(t) for t in held.tensors] == [id(t) for t in wanted]
     assert held.randoms == [roots[0]["random"]]
+
+
+class Counting(nn.Module):
+    """Its array is written to in place, or made anew."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place, self.seen = in_place, np.zeros(3)
+        self.deep = {"rows": [np.zeros(2, np.uint16)]}
+        self.data = np.ones((4, 5), np.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.seen[0] += 1
+            self.deep["rows"][0][1] = 7
+        else:
+            self.seen = self.seen + 1
+        return x * float(self.data.sum())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_elements_of_arrays_that_a_step_writes_to_are_put_back_and_said(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Counting(in_place)
+        array, row = model.seen, model.deep["rows"][0]
+        fails = [False, False, True]
+
+        def step() -> None:
+            model(torch.ones(1))
+            if fails.pop():
+                raise MembershipChanged("another worker died")
+
+        strategy.run(lambda: None)
+        strategy.run(step)
+        assert fails == []
+    written = [line for line in caplog.text.splitlines() if "elements of a numpy array" in line]
+    assert model.seen.tolist() == ([2.0, 0.0, 0.0] if in_place else [1.0] * 3)  # two replicas, once each
+    assert array.tolist() == ([2.0, 0.0, 0.0] if in_place else [0.0] * 3)
+    assert row.tolist() == ([0, 7] if in_place else [0, 0])
+    assert [("'seen' of Counting" in line, "'deep' of Counting" in line) for line in written] == (
+        [(True, False), (False, True)] if in_place else []
+    )
+
+
+def test_arrays_come_back_into_the_arrays_that_are_there() -> None:
+    """A worker that comes back may have the same array under several names."""
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Counting(in_place=False)
+        strategy.run(lambda: model(torch.ones(1)))
+        whole = WholeState(strategy.parameter_store)
+        model.seen, model.deep = np.array([1.0, 2.0, 3.0]), {"rows": [np.zeros(2)]}
+        there, tensors, _ = whole.describe()
+        here = model.seen = np.zeros(3)
+        with_other_size = model.data = np.zeros(3)
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert model.seen is here
+        assert here.tolist() == [1.0, 2.0, 3.0]
+        assert model.data.shape == (4, 5)
+        assert with_other_size.tolist() == [0.0] * 3

@@ -15,12 +15,13 @@ EXACT = ("weights", "losses", "buffers", "seen")
 def undisturbed(run_job: Any) -> Any:
     """The result of a model trained by one worker that holds all replicas."""
 
-    def result(kind: str) -> dict[str, Any]:
-        if kind not in _undisturbed:
-            (worker,) = run_job(1, kind, STEPS)
+    def result(kind: str, **environment: str) -> dict[str, Any]:
+        what = " ".join([kind, *environment.values()])
+        if what not in _undisturbed:
+            (worker,) = run_job(1, kind, STEPS, **environment)
             assert worker["code"] == 0, worker["output"]
-            _undisturbed[kind] = worker["result"]
-        return _undisturbed[kind]
+            _undisturbed[what] = worker["result"]
+        return _undisturbed[what]
 
     return result
 
@@ -121,3 +122,26 @@ def test_a_worker_that_came_back_may_die_in_its_first_step(run_job: Any, undistu
     assert_same(job, undisturbed("mlp"), set())
     assert job[1]["result"]["life"] == 2
     assert job[1]["result"]["joined"]
+
+
+# ---- TF-style optimizers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("mlp", "tf-momentum"), ("transformer", "tf-adam"), ("cnn", "tf-wrapped"), ("joint-tf", "")],
+)
+def test_tf_style_optimizers_after_kills_and_rejoins(run_job: Any, undisturbed: Any, kind: str, optimizer: str) -> None:
+    """The slots too; CHECK compares those of all workers in every step."""
+    faults = ["2:2:backward", "0:4:step", "3:5:forward"]
+    job = run_job(4, kind, STEPS, *faults, restarts={0: 1, 2: 1, 3: 1}, REJOIN="3", OPTIMIZER=optimizer, CHECK="1")
+    assert_same(job, undisturbed(kind, OPTIMIZER=optimizer), set())
+    assert [worker["result"]["joined"] for worker in job] == [True, False, True, True], job
+    assert held_before_the_last_step(job) == [0, 1, 2, 3]
+
+
+@pytest.mark.timeout(600)
+def test_a_tf_style_optimizer_when_worker_0_dies_and_nobody_comes_back(run_job: Any, undisturbed: Any) -> None:
+    job = run_job(3, "mlp", STEPS, "0:3:step", "1:5:backward", OPTIMIZER="tf-adam")
+    assert_same(job, undisturbed("mlp", OPTIMIZER="tf-adam"), {0, 1})

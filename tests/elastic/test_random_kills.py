@@ -24,7 +24,9 @@ TOO_LATE = ("came to the end of the training meanwhile", "have ended before it b
 def test_random_kills(run_job: Any) -> None:
     chance, kills = random.Random(SEED), 0
     undisturbed: dict[tuple[str, str], dict[str, Any]] = {}
-    for kind, optimizer in itertools.cycle(itertools.product(("transformer", "mlp", "cnn"), ("SGD", "Adam"))):
+    for kind, optimizer in itertools.cycle(
+        itertools.product(("transformer", "mlp", "cnn"), ("SGD", "Adam", "tf-momentum", "tf-adam"))
+    ):
         if kills >= KILLS:
             break
         victims = chance.sample(range(4), chance.randint(1, 3))

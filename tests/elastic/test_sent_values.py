@@ -122,8 +122,8 @@ def test_other_arguments_are_noticed(one: Any, other: Any) -> None:
     assert fingerprint(one) == fingerprint(one)
 
 
-def settings_of(lr: float, betas: tuple[float, float]) -> dict[int, torch.optim.Optimizer]:
-    return {3: torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=betas)}
+def settings_of(lr: float, betas: tuple[float, float]) -> dict[str, Any]:
+    return {"3": torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr, betas=betas).param_groups}
 
 
 class _NothingOfTheirOwn:
@@ -134,7 +134,7 @@ class _NothingOfTheirOwn:
         assert known == []
 
 
-def votes_of(*optimizers: dict[int, torch.optim.Optimizer]) -> tuple[list[Votes], dict[int, Packet]]:
+def votes_of(*optimizers: dict[str, Any]) -> tuple[list[Votes], dict[int, Packet]]:
     members: list[Votes] = [Votes(_NothingOfTheirOwn(), me, len(optimizers)) for me in range(len(optimizers))]  # type: ignore[arg-type]
     packets = {me: votes.make([me], [None], ["train", 1], optimizers[me]) for me, votes in enumerate(members)}
     return members, packets
@@ -149,7 +149,7 @@ def test_a_vote_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("other", [settings_of(0.2, (0.9, 0.999)), settings_of(0.1, (0.8, 0.999))], ids=["lr", "betas"])
-def test_one_worker_with_other_settings_leaves_alone(other: dict[int, torch.optim.Optimizer]) -> None:
+def test_one_worker_with_other_settings_leaves_alone(other: dict[str, Any]) -> None:
     usual = settings_of(0.1, (0.9, 0.999))
     members, packets = votes_of(usual, other, usual)
     for me in (0, 2):
@@ -167,7 +167,7 @@ def test_without_a_majority_all_stop() -> None:
 
 def test_an_optimizer_that_is_gone_on_some_workers_is_not_compared() -> None:
     usual, old = settings_of(0.1, (0.9, 0.999)), settings_of(0.5, (0.8, 0.999))
-    members, packets = votes_of({1: old[3], **usual}, usual)
+    members, packets = votes_of({"1": old["3"], **usual}, usual)
     for me in (0, 1):
         assert members[me].take(packets, [None], [me]) == [None] * 2
 

@@ -13,6 +13,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
+from tfstyle_dist.elastic.numbers import Tensors
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.replica_state import has_own_value
 from tfstyle_dist.variables.record import raw
@@ -110,9 +111,22 @@ class Audit:
                                 where = names.get(id(parameter), f"parameter of optimizer {content.number}")
                                 key = f"o{content.number} {number} {name}"
                                 yield key, f"{type(thing).__name__} {name} of {where}", value
+            yield from self._common(names)
             for record in self._store.records("variable"):
                 if not has_own_value(record):
                     yield f"v{record.number}", f"Variable {record.describe()}", record.components[replica].detach()
+
+    def _common(self, names: dict[int, str]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What the replicas of a worker have in common."""
+        names = {**names, **{id(r.tensor): r.describe() for r in self._store.records("variable")}}
+        numbers = Tensors(self._store)
+        for number, thing in [] if self._contents.common is None else self._contents.common.living():
+            for place, (tensor, values) in enumerate(thing.kept_by_tensor()):
+                for name, value in sorted(values.items()):
+                    if isinstance(value, torch.Tensor):
+                        where = names.get(id(tensor), f"variable {place}")
+                        key = f"c{number} {numbers.number(tensor)} {name}"
+                        yield key, f"{type(thing).__name__} {name} of {where}", value
 
 
 def digest(tensor: torch.Tensor) -> int:

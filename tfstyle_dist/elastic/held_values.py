@@ -9,6 +9,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
@@ -28,11 +29,13 @@ class HeldValues:
     Attributes:
         tensors: those that a step may write to.
         randoms: Python's random numbers.
+        arrays: those of numpy that a step may write to.
     """
 
     def __init__(self, roots: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.randoms: list[random.Random] = []
+        self.arrays: list[np.ndarray] = []
         self._roots, self._parameters = list(roots), list(parameters)
         self._seen: set[int] = {id(parameter) for parameter in parameters}
         self._dicts: list[dict[Any, Any]] = []
@@ -60,6 +63,10 @@ class HeldValues:
         elif isinstance(value, tuple):
             for part in value:
                 self._look_at(part)
+        elif kind is np.ndarray:
+            self._seen.add(id(value))
+            if value.flags.writeable and not value.dtype.hasobject:
+                self.arrays.append(value)
         elif isinstance(value, random.Random):
             self._seen.add(id(value))
             self.randoms.append(value)

@@ -23,9 +23,10 @@ from tfstyle_dist.elastic.positions import Positions
 from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.streams import StepStreams
 from tfstyle_dist.elastic.undo import Undo
-from tfstyle_dist.elastic.votes import Call, Votes, fingerprint
+from tfstyle_dist.elastic.votes import Call, Votes, fingerprint, settings_of
 from tfstyle_dist.elastic.whole_state import WholeState
 from tfstyle_dist.gradients.reducer import GradientReducer
+from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -61,15 +62,15 @@ class ElasticJob:
         replicas = options.replicas
         self.membership, self._store, self._contents, self._replicas = membership, store, store.contents, replicas
         self.audit = Audit(membership, store, options.check_every)
-        self.joint_work = JointWork(membership, store, reducer, replicas)
+        self._streams = StepStreams(store.worker.devices)
+        self.joint_work = JointWork(membership, store, reducer, replicas, self._streams)
         self.agreements = Agreements(membership, store, lambda: self.is_new)
         self._undo = Undo(self._contents, self._variables)
         self._states = ReplicaStates(self._contents, self._variables)
         self._votes = Votes(self._states, membership.me, replicas)
-        self._streams = StepStreams(store.worker.devices)
-        self._contents.random = self._streams
+        self._contents.random, self._contents.common = self._streams, CommonObjects()
         self._positions = positions
-        whole = WholeState(self._contents, self._variables)
+        whole = WholeState(store)
         self._handover = Handover(whole, self._votes, self._streams, positions, store)
         self._given, self._agreed = NO_EPOCH, membership.came_back
         self.committed = self.retried = 0
@@ -201,11 +202,9 @@ class ElasticJob:
     def _commit(self, view: View, results: list[Any], call: Call) -> list[Any] | None:
         """Votes; returns the results of all replicas, or ``None`` when the step is to be done again."""
         self._streams.end_step()
-        objects = self._contents.objects()
-        optimizers = {c.number: thing for thing, c in objects if isinstance(thing, torch.optim.Optimizer)}
         try:
             self.joint_work.parts.check_nothing_waits(self.held)
-            packet = self._votes.make(self.held, results, call, optimizers)
+            packet = self._votes.make(self.held, results, call, settings_of(self._contents))
         except BaseException:
             self._abort()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,11 +12,16 @@ from tfstyle_dist.elastic import gradient_parts
 from tfstyle_dist.elastic.gradient_parts import GradientParts
 from tfstyle_dist.elastic.leaves import Reader, check_same_everywhere, describe
 from tfstyle_dist.elastic.membership import Membership
+from tfstyle_dist.elastic.numbers import Tensors
 from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.elastic.streams import StepStreams
 from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.variables.store import ParameterStore
 
-_EXCHANGED = ("all_reduce", "gradient of all_reduce", "all_gather", "gradient of all_gather", "merge_call")
+_EXCHANGED = (
+    "all_reduce", "gradient of all_reduce", "all_gather", "gradient of all_gather", "merge_call", "global_step",
+)  # fmt: skip
+_APPLIES = (".apply_gradients", ".apply_gradients without aggregation")
 
 
 class JointWork:
@@ -26,14 +32,22 @@ class JointWork:
         store: what the strategy owns.
         reducer: of its gradients.
         replicas: R.
+        streams: of random numbers.
 
     Attributes:
         held: the replicas of this worker.
         parts: gradients on their way.
     """
 
-    def __init__(self, membership: Membership, store: ParameterStore, reducer: GradientReducer, replicas: int) -> None:
-        self._membership, self._store, self._replicas = membership, store, replicas
+    def __init__(
+        self,
+        membership: Membership,
+        store: ParameterStore,
+        reducer: GradientReducer,
+        replicas: int,
+        streams: StepStreams,
+    ) -> None:
+        self._membership, self._store, self._replicas, self._streams = membership, store, replicas, streams
         self.parts = GradientParts(reducer)
         self.held: tuple[int, ...] = ()
 
@@ -41,24 +55,27 @@ class JointWork:
         """See ``Exchanger``."""
         if kind == gradient_parts.KIND:
             return self._exchange_gradients(own)
-        if not (kind in _EXCHANGED or " of variable " in kind):
+        if not (kind in _EXCHANGED or " of variable " in kind or kind.endswith(_APPLIES)):
             raise NotImplementedError(
-                f"{kind} is not supported in an elastic job yet. Use a torch.optim optimizer instead of a TF-style "
-                "one, and create variables in strategy.scope() before strategy.run."
+                f"{kind} is not supported in an elastic job yet. Use an optimizer of torch.optim or of the train "
+                "module instead of one of Keras, and create variables in strategy.scope() before strategy.run."
             )
+        numbers = Tensors(self._store)
         first, spec = nest.flatten(next(iter(own.values())))
         packet = Packet({"replicas": {}})
         tensors: list[torch.Tensor] = []
         for replica, payload in own.items():
             leaves = nest.flatten(payload)[0]
-            what, sent = describe(leaves, self._store.owns)
+            if kind.endswith(_APPLIES):
+                _check_updated(payload, numbers, kind)
+            what, sent = describe(leaves, numbers.number)
             check_same_everywhere(leaves, what, kind)
             packet.header["replicas"][str(replica)] = what
             tensors += sent
         packet.tensors = tensors
         found: list[Any] = [None] * self._replicas
         for member, came in self._membership.gather(kind, packet).items():
-            reader = Reader(came.tensors)
+            reader = Reader(came.tensors, numbers.tensor)
             for name, what in came.header["replicas"].items():
                 if member != self._membership.me:
                     found[int(name)] = nest.unflatten(reader.leaves(what, first, kind), spec)
@@ -87,3 +104,18 @@ class JointWork:
         """See ``Exchanger``."""
         if kind == gradient_parts.KIND:
             self.parts.settle()
+
+    def same_numbers(self) -> AbstractContextManager[None]:
+        """See ``Exchanger``."""
+        return self._streams.joint_work()
+
+
+def _check_updated(pairs: list[Any], numbers: Tensors, kind: str) -> None:
+    """Raises ValueError for a variable that other workers do not know."""
+    for _, variable in pairs:
+        if numbers.number(variable) is None:
+            raise ValueError(
+                f"{kind} was given a variable of shape {tuple(variable.shape)} that does not belong to the strategy, "
+                "so the workers of an elastic job have no common name for it, and cannot put it back or send it. "
+                "Create it in strategy.scope(), or call strategy.experimental_adopt with its module."
+            )

@@ -8,7 +8,7 @@ module) is not: each worker uses its own.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.elastic.packets import check_can_be_sent
-from tfstyle_dist.values import Division, Share
+from tfstyle_dist.values import Division, Share, note_result, share_of_result
 
 _SAME_EVERYWHERE = (torch.Tensor, torch.nn.Module, torch.dtype, torch.device, torch.Size, enum.Enum, type)
 VALUES = frozenset({bool, int, float, str, type(None)})
@@ -24,34 +24,47 @@ VALUES = frozenset({bool, int, float, str, type(None)})
 Described = list[list[Any]]
 
 
-def describe(leaves: Sequence[Any], keep: Any = None) -> tuple[Described, list[torch.Tensor]]:
+def describe(
+    leaves: Sequence[Any], number_of: Callable[[torch.Tensor], int | None] | None = None
+) -> tuple[Described, list[torch.Tensor]]:
     """Leaves as JSON-able descriptions and tensors.
 
     Args:
         leaves: of a nest.
-        keep: called with a tensor; whether it is an object that every worker has (a variable) and is not sent.
+        number_of: called with a tensor; the number of one that every worker has (a variable) and that is not sent.
     """
     described: Described = []
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
         if type(leaf) in VALUES:
             described.append(["v", leaf])
-        elif isinstance(leaf, torch.Tensor) and not (keep is not None and keep(leaf)):
+        elif isinstance(leaf, torch.Tensor):
+            if number_of is not None and (number := number_of(leaf)) is not None:
+                described.append(["w", number])
+                continue
             value = leaf.detach()
             if value.layout is torch.sparse_coo:
                 described.append(["s", list(value.shape), value.is_coalesced()])
                 tensors += torch_internals.sparse_parts(value)
             elif value.layout is torch.strided and not value.is_nested:
                 check_can_be_sent(value)
-                described.append(["t"])
+                described.append(["t", *_told(share_of_result(leaf))])
                 tensors.append(value)
             else:
                 raise TypeError(f"A tensor of layout {value.layout} cannot be sent in an elastic job; make it dense.")
         elif isinstance(leaf, Share):
-            described.append(["h", leaf.examples, None if leaf.division is None else list(leaf.division)])
+            described.append(["h", *_told(leaf)])
         else:
             described.append(["o", type(leaf).__name__])
     return described, tensors
+
+
+def _told(share: Share | None) -> list[Any]:
+    return [] if share is None else [share.examples, None if share.division is None else list(share.division)]
+
+
+def _share(examples: int, division: list[Any] | None) -> Share:
+    return Share(examples, None if division is None else Division(*division))
 
 
 class Reader:
@@ -59,10 +72,13 @@ class Reader:
 
     Args:
         tensors: of the packet.
+        with_number: gives the tensor that every worker has and that has a number.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors, self._next = tensors, 0
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], with_number: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        self._tensors, self._next, self._with_number = tensors, 0, with_number
 
     def tensor(self) -> torch.Tensor:
         """The next one."""
@@ -90,13 +106,19 @@ class Reader:
     def _leaf(self, entry: list[Any], mine: Any) -> Any:
         if entry[0] == "o":
             return mine
+        if entry[0] == "w":
+            assert self._with_number is not None
+            return self._with_number(entry[1])
         if entry[0] == "h":
-            return Share(entry[1], None if entry[2] is None else Division(*entry[2]))
+            return _share(*entry[1:])
         if entry[0] == "v":
             same = type(entry[1]) is type(mine) and entry[1] == mine
             return mine if same else entry[1]
         if entry[0] == "t":
-            return self.tensor()
+            tensor = self.tensor()
+            if len(entry) > 1:  # what was computed of no examples is nothing here too
+                note_result(tensor, _share(*entry[1:]))
+            return tensor
         indices, values = self.tensor(), self.tensor()
         with torch.no_grad():
             return torch_internals.sparse_of(indices, values, entry[1], entry[2])

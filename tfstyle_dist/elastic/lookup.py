@@ -1,10 +1,15 @@
-"""The address of a host by its name, asked for without waiting: a name server may take its time."""
+"""The address of a host by its name, and whether somebody listens there: asked without waiting for the answer."""
 
 from __future__ import annotations
 
+import errno
+import select
 import socket
 import threading
+import time
 from typing import Any
+
+_PROBE_SECONDS = 1.0
 
 Address = tuple[str, int]
 Found = tuple[Any, Any, int, str, Any]
@@ -22,6 +27,48 @@ class Lookup:
         self._host, self._port = address
         self._thread: threading.Thread | None = None
         self._found: list[Found] = []
+        self._probe: socket.socket | None = None
+        self._probed_life: Any = None
+        self._probed_since = 0.0
+
+    def refused(self, life: Any = None) -> bool:
+        """Whether the host is there and nobody listens; asks anew if no question is under way.
+
+        A host that has vanished does not answer at all, and whoever asks has more to do than to wait for it.
+
+        Args:
+            life: which process is asked about: what was answered of an earlier one says nothing of it.
+        """
+        if life != self._probed_life or time.monotonic() - self._probed_since > _PROBE_SECONDS:
+            self._end_probe()
+        if self._probe is None:
+            if (found := self.found()) is None:
+                return False
+            self._probe = socket.socket(found[0], found[1])
+            self._probed_life, self._probed_since = life, time.monotonic()
+            self._probe.setblocking(False)
+            try:
+                answer = self._probe.connect_ex(found[4])
+            except OSError as error:  # no address of this kind
+                answer = error.errno or errno.EINVAL
+            if answer == errno.EINPROGRESS:
+                return False
+        else:
+            poller = select.poll()
+            poller.register(self._probe, select.POLLOUT)
+            if not poller.poll(0):
+                return False
+            answer = self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self._end_probe()
+        return answer == errno.ECONNREFUSED
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def __del__(self) -> None:
+        self._end_probe()
 
     def found(self) -> Found | None:
         """What the last question found, once; asks again if there is nothing and nobody asks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
 from collections.abc import Mapping
@@ -13,8 +11,6 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.core.network import port_owner
 from tfstyle_dist.elastic.lookup import Address, Lookup
 from tfstyle_dist.shm.namespaces import boot_id, pid_namespace
-
-_PROBE_SECONDS = 0.2
 
 
 def listen(worker: int, address: Address) -> socket.socket:
@@ -41,7 +37,7 @@ def place() -> str:
 
 
 def is_gone(peer: Mapping[str, Any], here: str, meant: bool, lookup: Lookup) -> bool:
-    """Whether the process at the other end of a connection that has ended is surely gone.
+    """Whether the process at the other end of a connection that has ended is surely gone, as far as is known now.
 
     Args:
         peer: what it said of itself.
@@ -51,13 +47,7 @@ def is_gone(peer: Mapping[str, Any], here: str, meant: bool, lookup: Lookup) -> 
     """
     if peer.get("place") == here:  # on this host its number says so
         return not _lives(peer.get("pid"))
-    found = None if meant else lookup.found()
-    if found is None:
-        return False
-    with contextlib.suppress(OSError), socket.socket(found[0], found[1]) as probe:
-        probe.settimeout(_PROBE_SECONDS)
-        return probe.connect_ex(found[4]) == errno.ECONNREFUSED  # its host is there, and nobody listens
-    return False
+    return not meant and lookup.refused(peer.get("life"))
 
 
 def _lives(pid: Any) -> bool:

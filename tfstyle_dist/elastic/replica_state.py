@@ -16,11 +16,10 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.elastic.leaves import VALUES
-from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_sent_as_tensor
+from tfstyle_dist.elastic.images import Image, marks
+from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import CONTAINERS, Copier, Mark, tensor_state
+from tfstyle_dist.variables.copies import Copier
 from tfstyle_dist.variables.record import Record, raw
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -31,7 +30,6 @@ MACHINERY = frozenset(
 _NO_ATTRIBUTES = MACHINERY | {"_buffers"}
 _OWN = "_tfstyle"  # what this package keeps with objects begins so
 _GONE = object()
-_TENSOR = repr(["t", 0])  # how a tensor by itself is described
 Known = list[tuple[Any, list[torch.Tensor]]]
 """Values that a replica has of its own: descriptions as ``ReplicaStates.changed`` makes them, and their tensors."""
 Place = tuple[str, int, str]  # of which kind, the number of the object or record, the name of the attribute
@@ -47,7 +45,7 @@ class ReplicaStates:
 
     def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
         self._contents, self._variables = contents, variables
-        self._before: dict[int, dict[Place, _Image]] = {}
+        self._before: dict[int, dict[Place, Image]] = {}
 
     # ---- of this worker's replicas ----------------------------------------------------------------------------
 
@@ -59,7 +57,7 @@ class ReplicaStates:
             old, now = before.get(replica, {}), self._before.setdefault(replica, {})
             for place, value in self._values(replica):
                 image = old.get(place)
-                now[place] = _Image(writer, value) if image is None else image.renewed(writer, value)
+                now[place] = Image(writer, value) if image is None else image.renewed(writer, value)
 
     def changed(self, replica: int) -> Known:
         """What the step has changed for a replica of this worker, to be sent; called when all have finished."""
@@ -69,9 +67,11 @@ class ReplicaStates:
             was = before.pop(place, None)
             if was is None or was.differs(writer, value):
                 found.append(_entry(place, value, writer, types))
-            if was is None or was.left_out != _marks(writer.left_out):
+            if was is None or was.left_out != marks(writer.left_out):
                 _warn_not_sent(_type_at(place, types), place[2], writer.left_out)
-        found += [_entry(place, _GONE, writer, types) for place in before if place[1] in types]
+            if was is not None and was.written_arrays():
+                _warn_of_array(_type_at(place, types), place[2])
+        found += [_entry(place, _GONE, writer, types) for place in before if _is_there(place, types)]
         return found
 
     def now(self, replica: int, places: Iterable[Place]) -> Known:
@@ -79,7 +79,7 @@ class ReplicaStates:
         if not (places := list(places)):
             return []
         values, types, writer = dict(self._values(replica)), self._types(), ValueWriter(self._contents)
-        wanted = [place for place in places if place in values or place[1] in types]
+        wanted = [place for place in places if place in values or _is_there(place, types)]
         entries = [_entry(place, values.get(place, _GONE), writer, types) for place in wanted]
         return [(state, [tensor.clone() for tensor in tensors]) for state, tensors in entries]
 
@@ -120,6 +120,8 @@ class ReplicaStates:
         reader = ValueReader(self._contents)
         for (kind, number, name, what, of, _), tensors in known:
             here = _type_at((kind, number, name), types)
+            if kind in ("a", "b") and number not in types and number < self._contents.taken:
+                continue  # it is gone: the garbage collector comes when it likes, on each worker
             if of != here:
                 raise CollectiveMismatchError(
                     f"The workers found different objects in the step: object {number} is {of!r} on one worker and "
@@ -127,8 +129,9 @@ class ReplicaStates:
                 )
             reader.tensors = tensors
             if kind == "v":
-                with torch.no_grad(), raw():
-                    records[number].components[replica].copy_(tensors[0])
+                if number in records:
+                    with torch.no_grad(), raw():
+                        records[number].components[replica].copy_(tensors[0])
             elif kind == "g":
                 self._set_generator(number, replica, tensors[0])
             elif number in objects:
@@ -151,83 +154,6 @@ class ReplicaStates:
         value = reader.value(what, like)
         if value is not MISSING:
             own[name] = value
-
-
-class _Image:
-    """What a value was; a module's own kernels may write to buffers without a version.
-
-    Attributes:
-        left_out: marks of what is in it and not sent.
-    """
-
-    __slots__ = ("_described", "_mark", "_tensors", "_value", "left_out")
-
-    def __init__(self, writer: ValueWriter, value: Any) -> None:
-        self.left_out: list[Any] = []
-        self._described, self._mark = "", None
-        if type(value) in VALUES:
-            self._value = value
-            return
-        if is_sent_as_tensor(value):
-            self._described, self._tensors = _TENSOR, [value.detach().clone()]
-            return
-        described, tensors, left_out = writer.describe(value)
-        self._described, self._tensors = repr(described), [tensor.clone() for tensor in tensors]
-        self.left_out = _marks(left_out)
-        can_be_marked = type(value) in CONTAINERS and (type(value) is not set or not value)
-        if can_be_marked and {type(v) for v in _parts(value)} <= VALUES:
-            self._mark = Mark(value)
-
-    def holds(self, value: Any) -> bool:
-        """Whether it is seen at once that the value is the same."""
-        if type(value) in VALUES:
-            return not self._described and type(value) is type(self._value) and bool(value == self._value)
-        return self._mark is not None and value is self._mark.value and self._mark.same()
-
-    def renewed(self, writer: ValueWriter, value: Any) -> _Image:
-        """What a value is now; in the same memory where it fits."""
-        if self.holds(value):
-            return self
-        if self._described == _TENSOR and is_sent_as_tensor(value):
-            memory = self._tensors[0]
-            fits = memory.shape == value.shape and memory.dtype == value.dtype and memory.stride() == value.stride()
-            if fits and not memory.is_inference():
-                memory.copy_(value.detach())
-                return self
-        return _Image(writer, value)
-
-    def differs(self, writer: ValueWriter, value: Any) -> bool:
-        """Whether a value is another one; what the writer leaves out of it tells of the rest."""
-        writer.left_out = []
-        if self.holds(value):
-            return False
-        if type(value) in VALUES or not self._described:
-            return True
-        if self._described == _TENSOR and is_sent_as_tensor(value):
-            return not _is_same(self._tensors[0], value)
-        described, tensors, _ = writer.describe(value)
-        return repr(described) != self._described or not all(map(_is_same, self._tensors, tensors))
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
-def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    if before.shape != now.shape or before.dtype != now.dtype:
-        return False
-    return torch.equal(bytes_of(before), bytes_of(now))
-
-
-def _marks(values: Iterable[Any]) -> list[Any]:
-    """What tells whether something that is not sent was written to, as far as that shows from outside."""
-    return [
-        (
-            id(value),
-            tensor_state(value) if isinstance(value, torch.Tensor) else len(value) if type(value) in CONTAINERS else 0,
-        )
-        for value in values
-    ]
 
 
 def _entry(place: Place, value: Any, writer: ValueWriter, types: dict[int, str]) -> tuple[Any, list[torch.Tensor]]:
@@ -255,6 +181,11 @@ def _type_at(place: Place, types: dict[int, str]) -> str:
     return types.get(place[1], "NoneType") if place[0] in ("a", "b") else ""
 
 
+def _is_there(place: Place, types: dict[int, str]) -> bool:
+    """Whether the object of an attribute is; Variables and generators have numbers of their own."""
+    return place[0] in ("a", "b") and place[1] in types
+
+
 def _warn_not_sent(kind: str, name: str, values: Iterable[Any]) -> None:
     strange = sorted({type(value).__name__ for value in values})
     if not strange:
@@ -264,6 +195,15 @@ def _warn_not_sent(kind: str, name: str, values: Iterable[Any]) -> None:
         f"The attribute {name!r} of {kind} holds {', '.join(strange)}, which a step has set or written to, and an "
         "elastic job sends tensors, numbers, text, and lists, dicts, sets and deques of them. A replica that moves to "
         "another worker begins with that worker's value.",
+    )
+
+
+def _warn_of_array(kind: str, name: str) -> None:
+    warn_once(
+        f"elastic attribute {kind}.{name} array",
+        f"A step wrote to elements of a numpy array in the attribute {name!r} of {kind}. The replicas that a worker "
+        "holds have it in common, so what is in it depends on who holds which replica, and an elastic job moves "
+        "replicas. Keep it in a tensor (register_buffer), or set the attribute to a new array: self.x = self.x + 1.",
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.runtime.random_streams import RandomStreams
@@ -26,7 +27,7 @@ class StepStreams(RandomStreams):
         self.root: int | None = None
         self.step = 0
         self.held: Sequence[int] = ()
-        self._running = False
+        self._running, self._joint = False, 0
 
     def seed(self, seed: int, python: bool = False) -> None:
         """Starts all streams anew.
@@ -46,7 +47,7 @@ class StepStreams(RandomStreams):
         self._forget_updates()
         for replica in self.held:
             self._states[replica] = self._made(replica, self._number(str(replica)))
-        self._active, self._running = self.held[0], True
+        self._active, self._running, self._joint = self.held[0], True, 0
         state = self._states[self.held[0]]
         if state is not None:
             self._set(self.held[0], state)
@@ -79,6 +80,17 @@ class StepStreams(RandomStreams):
         if self._depth[replica] == 0 and own is not None:
             self._updates[replica] += 1
             self._own[replica] = None
+            self._set(replica, own)
+
+    @contextmanager
+    def joint_work(self) -> Iterator[None]:
+        """Inside, what the replicas do together draws the same numbers on all workers, whichever replicas they hold."""
+        replica, self._joint = self._active, self._joint + 1
+        own = self._now(replica)
+        self._set(replica, self._made(replica, self._number(f"joint {self._joint}")))
+        try:
+            yield
+        finally:
             self._set(replica, own)
 
     def _number(self, what: str) -> int:

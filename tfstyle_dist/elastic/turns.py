@@ -7,6 +7,7 @@ R replicas computes, bit for bit, whoever holds which replica.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from tfstyle_dist.runtime.clocks import WAIT
@@ -27,6 +28,9 @@ class Exchanger(Protocol):
 
     def settled(self, kind: str) -> None:
         """The joint work is done."""
+
+    def same_numbers(self) -> AbstractContextManager[None]:
+        """Inside, all workers draw the same random numbers."""
 
 
 class HeldContent:
@@ -76,7 +80,8 @@ class ElasticRun:
 
         def joint(payloads: list[Any]) -> list[Any]:
             everyone = self._exchanger.exchange(kind, dict(zip(self._held, payloads, strict=True)))
-            results = action(everyone)
+            with nullcontext() if anywhere else self._exchanger.same_numbers():
+                results = action(everyone)
             self._exchanger.settled(kind)
             return [results[r] for r in self._held]
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.core import torch_internals
@@ -30,6 +31,7 @@ class Undo:
         self._contents, self._variables = contents, variables
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor and memory for its copy
         self._held: HeldValues | None = None
+        self._common: HeldValues | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -38,6 +40,7 @@ class Undo:
         self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
         self._others: list[tuple[random.Random, Any]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._late: list[HeldValues] = []
 
     # ---- keeping ----------------------------------------------------------------------------------------------
@@ -56,14 +59,21 @@ class Undo:
         roots = [attributes for _, attributes in self._dicts]
         if self._held is None or not self._held.same(roots, parameters):
             self._held = HeldValues(roots, parameters)
-        self._tensors += self._held.tensors
-        self._others += [(other, other.getstate()) for other in self._held.randoms]
+        # Apart, because a counter among these makes it another one in each step.
+        common = [thing.__dict__ for _, thing in self._contents.common.living()] if self._contents.common else []
+        if self._common is None or not self._common.same(common, parameters):
+            self._common = HeldValues(common, parameters)
+        for held in (self._held, self._common):
+            self._tensors += held.tensors
+            self._keep_others(held)
         for generator, states in self._contents.generators.living():
             self._generators.append((generator, generator.get_state(), states, list(states)))
         for record in self._variables():
             self._tensors += record.components
         self._copy()
         self._contents.on_take = self._keep_late
+        if self._contents.common is not None:
+            self._contents.common.on_add = lambda thing: self._keep_values_late(thing.__dict__)
 
     def _attributes(self, thing: Any, content: ObjectContent) -> dict[str, Any]:
         """Those of the first replica here."""
@@ -75,12 +85,19 @@ class Undo:
         """An object that was found during the step, before it was written to."""
         attributes = self._attributes(content.reference(), content)
         self._dicts.append((content, attributes))
+        self._keep_values_late(attributes)
+
+    def _keep_values_late(self, attributes: dict[str, Any]) -> None:
         late = HeldValues([attributes], self._contents.parameters())
         self._late.append(late)
         self._tensors += late.tensors
-        self._others += [(other, other.getstate()) for other in late.randoms]
+        self._keep_others(late)
         for tensor in late.tensors:
             self._kept.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
+    def _keep_others(self, held: HeldValues) -> None:
+        self._others += [(other, other.getstate()) for other in held.randoms]
+        self._arrays += [(array, array.copy()) for array in held.arrays]
 
     def _copy(self) -> None:
         """Copies the tensors, into the memory of the last time where it fits."""
@@ -104,12 +121,17 @@ class Undo:
 
     def done(self) -> None:
         """The step is committed: nothing is to be put back."""
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         self._contents.on_take = None
+        if self._contents.common is not None:
+            self._contents.common.on_add = None
 
     def restore(self) -> None:
         """Puts everything back; called in cross-replica context. The other replicas get it when they run again."""
-        self._contents.on_take = None
-        for held in (self._held, *self._late):
+        self._listen_no_more()
+        for held in (self._held, self._common, *self._late):
             if held is not None:
                 held.put_back()
         for content, now in self._dicts:
@@ -127,6 +149,8 @@ class Undo:
             states[:] = was_states
         for other, state in self._others:
             other.setstate(state)
+        for array, was in self._arrays:
+            array[...] = was
         for record in self._variables():
             record.changes += 1
         self._contents.distrust()

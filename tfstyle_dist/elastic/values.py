@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from tfstyle_dist.elastic.leaves import VALUES
+from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
-from tfstyle_dist.variables.known_tensors import find_record
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -38,16 +38,18 @@ class ValueWriter:
     Attributes:
         tensors: those that descriptions name by number.
         left_out: what each worker keeps of its own, because it is not sent.
+        arrays: those of numpy among what was described.
     """
 
     def __init__(self, contents: ReplicaContents) -> None:
         self.tensors: list[torch.Tensor] = []
         self.left_out: list[Any] = []
+        self.arrays: list[np.ndarray] = []
         self._contents = contents
 
     @cached_property
     def _parameters(self) -> dict[int, int]:
-        return {id(parameter): number for number, parameter in _numbered(self._contents)}
+        return {id(parameter): number for number, parameter in numbered(self._contents)}
 
     @cached_property
     def _objects(self) -> dict[int, int]:
@@ -55,7 +57,7 @@ class ValueWriter:
 
     def describe(self, value: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
         """One value by itself: its description, the tensors that it names from 0 on, and what is left out."""
-        self.tensors, self.left_out = [], []
+        self.tensors, self.left_out, self.arrays = [], [], []
         described = self.value(value)
         return described, self.tensors, self.left_out
 
@@ -64,6 +66,8 @@ class ValueWriter:
         kind = type(value)
         if kind in VALUES:
             return ["v", value]
+        if isinstance(value, np.ndarray):
+            self.arrays.append(value)
         if id(value) in self._parameters:
             return ["p", self._parameters[id(value)]]
         if id(value) in self._objects:
@@ -104,13 +108,6 @@ class ValueWriter:
         return _KEEP
 
 
-def _numbered(contents: ReplicaContents) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parameters with numbers that are the same on all workers, also where some are gone on some."""
-    for place, parameter in enumerate(contents.parameters()):
-        record = find_record(parameter)
-        yield (-1 - place if record is None else record.number), parameter
-
-
 def _is_plain_tuple(value: Any) -> bool:
     """A tuple, maybe with names, whose class has not made something else of it."""
     kind = type(value)
@@ -130,18 +127,21 @@ class ValueReader:
     Args:
         contents: what the objects of the program hold.
         tensors: those that descriptions name by number.
+        writes_arrays: whether numpy arrays that are there are filled; those of one replica may be another one's too.
 
     Attributes:
         tensors: these.
     """
 
-    def __init__(self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = (), writes_arrays: bool = False
+    ) -> None:
+        self.tensors, self._writes_arrays = tensors, writes_arrays
         self._contents = contents
 
     @cached_property
     def _parameters(self) -> dict[int, torch.Tensor]:
-        return dict(_numbered(self._contents))
+        return dict(numbered(self._contents))
 
     @cached_property
     def _objects(self) -> dict[int, Any]:
@@ -167,8 +167,11 @@ class ValueReader:
         if kind == "s":
             return torch.sparse_coo_tensor(self.tensors[what], self.tensors[described[2]], described[3])
         if kind == "n":
-            array = self.tensors[what].numpy().copy()
-            return array if described[2] else array[()]
+            array = self.tensors[what].numpy()
+            if self._writes_arrays and _fits(own, array) and described[2]:
+                own[...] = array
+                return own
+            return array.copy() if described[2] else array[()]
         if kind == "r":
             state = own if isinstance(own, random.Random) else random.Random()
             state.setstate((what[0], tuple(what[1]), what[2]))
@@ -207,6 +210,10 @@ class ValueReader:
         target.clear()
         target.update({**now, **kept})
         return target
+
+
+def _fits(own: Any, array: np.ndarray) -> bool:
+    return type(own) is np.ndarray and own.shape == array.shape and own.dtype == array.dtype and own.flags.writeable
 
 
 def written(before: Any, value: Any) -> Any:

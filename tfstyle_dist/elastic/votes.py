@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tfstyle_dist.elastic.leaves import VALUES, Reader, describe
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.replica_state import Known, ReplicaStates, count_tensors, place_of
 from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.replicated import Replicated
 
 Call = list[Any]
@@ -39,7 +40,11 @@ class Votes:
         self.known: dict[int, Known] = {}
 
     def make(
-        self, held: Sequence[int], results: Sequence[Any], call: Call, optimizers: Mapping[int, torch.optim.Optimizer]
+        self,
+        held: Sequence[int],
+        results: Sequence[Any],
+        call: Call,
+        settings: Mapping[str, Iterable[Mapping[str, Any]]],
     ) -> Packet:
         """This worker's vote.
 
@@ -47,7 +52,7 @@ class Votes:
             held: its replicas.
             results: theirs.
             call: the step.
-            optimizers: by number, those whose settings must be the same everywhere.
+            settings: of optimizers, by what is the same name everywhere: what the groups of each hold.
 
         Raises:
             TypeError: a result cannot be sent.
@@ -68,7 +73,7 @@ class Votes:
         header = {
             "replicas": replicas,
             "call": said(call),
-            "settings": {str(number): _settings(optimizer) for number, optimizer in optimizers.items()},
+            "settings": {name: _numbers_in(groups) for name, groups in settings.items()},
         }
         return Packet(header, [tensor.clone() for tensor in tensors])  # a vote may be sent again when more was written
 
@@ -173,11 +178,19 @@ def said(call: Call) -> str:
     return f"{call[0]} with batch {call[1]}"
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> int:
-    """A small number of the numbers in the groups of an optimizer; a wrapper may have none."""
+def settings_of(contents: ReplicaContents) -> dict[str, Iterable[Mapping[str, Any]]]:
+    """What optimizers are set to; a wrapper of one may have no groups."""
+    optimizers = [(thing, c.number) for thing, c in contents.objects() if isinstance(thing, torch.optim.Optimizer)]
+    found = {str(number): getattr(thing, "param_groups", ()) for thing, number in optimizers}
+    common = () if contents.common is None else contents.common.living()
+    return {**found, **{f"common {number}": [thing.settings()] for number, thing in common}}
+
+
+def _numbers_in(groups: Iterable[Mapping[str, Any]]) -> int:
+    """A small number of the numbers in the groups of an optimizer."""
     found = [
         [name, [float(number) for number in (value if isinstance(value, tuple) else (value,))]]
-        for group in getattr(optimizer, "param_groups", ())
+        for group in groups
         for name, value in group.items()
         if all(map(_is_number, value if isinstance(value, tuple) else (value,)))
     ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.elastic.numbers import Tensors
 from tfstyle_dist.elastic.replica_state import has_own_value, is_content
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
-from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.store import ParameterStore
 
 Sent = dict[str, Any]
 
@@ -20,12 +22,15 @@ class WholeState:
     """Describes and installs the content of the first replica of this worker, and the variables of all.
 
     Args:
-        contents: what the objects of the program hold.
-        variables: gives the records of the strategy's variables.
+        store: what the strategy owns.
     """
 
-    def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
-        self._contents, self._variables = contents, variables
+    def __init__(self, store: ParameterStore) -> None:
+        assert store.contents is not None
+        self._store, self._contents = store, store.contents
+
+    def _variables(self) -> Iterable[Record]:
+        return self._store.records("variable")
 
     def describe(self) -> tuple[Sent, list[torch.Tensor], list[bool]]:
         """What is sent.
@@ -45,6 +50,8 @@ class WholeState:
             optimizers = [e for e in self._contents.objects() if isinstance(e[0], torch.optim.Optimizer)]
             others = [e for e in self._contents.objects() if not isinstance(e[0], torch.optim.Optimizer)]
             objects = [_object(writer, thing, content.number) for thing, content in optimizers]
+            numbers = Tensors(self._store)
+            common = [_common(writer, thing, number, numbers) for number, thing in self._common_objects()]
             equal = len(tensors)
             objects += [_object(writer, thing, content.number) for thing, content in others]
             variables = [_variable(writer, record) for record in self._variables()]
@@ -55,7 +62,13 @@ class WholeState:
                 ]
                 for generator, states in self._contents.generators.living()
             ]
-        sent = {"parameters": parameters, "objects": objects, "variables": variables, "generators": generators}
+        sent = {
+            "parameters": parameters,
+            "objects": objects,
+            "common": common,
+            "variables": variables,
+            "generators": generators,
+        }
         return sent, tensors, [number < equal for number in range(len(tensors))]
 
     def install(self, sent: Sent, tensors: Sequence[torch.Tensor], complete: bool) -> None:
@@ -73,15 +86,21 @@ class WholeState:
         names = {number: type(thing).__name__ for number, thing in found.items()}
         theirs = {number: name for number, name, _ in sent["objects"]}
         different = [n for n in theirs if n in names and names[n] != theirs[n]]
-        if different or (complete and names != theirs) or len(sent["parameters"]) != len(self._contents.parameters()):
+        # Optimizers that all replicas have in common.
+        shared_here = dict(self._common_objects())
+        shared = {number: type(thing).__name__ for number, thing in shared_here.items()}
+        their_shared = {number: name for number, name, *_ in sent["common"]}
+        different += [n for n in their_shared if n in shared and shared[n] != their_shared[n]]
+        names_differ = names != theirs or shared != their_shared
+        if different or (complete and names_differ) or len(sent["parameters"]) != len(self._contents.parameters()):
             raise CollectiveMismatchError(
                 "A worker that came back has other objects than the workers it joins: they have "
-                f"{_listed(theirs)} and {len(sent['parameters'])} parameters, it has {_listed(names)} and "
-                f"{len(self._contents.parameters())}. Build the same objects in the same order, and give every "
-                "function that strategy.run gets, and every object with state that none of them names (a scheduler), "
-                "to tfd.experimental.join(strategy, ...)."
+                f"{_listed(theirs, their_shared)} and {len(sent['parameters'])} parameters, it has "
+                f"{_listed(names, shared)} and {len(self._contents.parameters())}. Build the same objects in the same "
+                "order, and give every function that strategy.run gets, and every object with state that none of them "
+                "names (a scheduler), to tfd.experimental.join(strategy, ...)."
             )
-        reader = ValueReader(self._contents, tensors)
+        reader = ValueReader(self._contents, tensors, writes_arrays=True)
         with raw(), torch.no_grad():
             for parameter, (number, trains, grad) in zip(self._contents.parameters(), sent["parameters"], strict=True):
                 parameter.requires_grad_(trains)
@@ -90,6 +109,10 @@ class WholeState:
             for number, _, attributes in sent["objects"]:
                 if number in found:
                     _fill(found[number], attributes, reader)
+            numbers = Tensors(self._store)
+            for number, _, attributes, entries in sent["common"]:
+                if number in shared_here:
+                    _fill_common(shared_here[number], attributes, entries, reader, numbers)
             records = {record.number: record for record in self._variables()}
             for number, copies in sent["variables"]:
                 record = records[number]
@@ -100,10 +123,28 @@ class WholeState:
                 own[:] = [tensors[state].clone() for state in states]
                 generator.set_state(own[self._contents.first])
 
+    def _common_objects(self) -> list[tuple[int, HeldInCommon]]:
+        return [] if self._contents.common is None else self._contents.common.living()
+
 
 def _object(writer: ValueWriter, thing: Any, number: int) -> list[Any]:
     attributes = {name: writer.value(v) for name, v in thing.__dict__.items() if is_content(thing, name)}
     return [number, type(thing).__name__, attributes]
+
+
+def _common(writer: ValueWriter, thing: HeldInCommon, number: int, numbers: Tensors) -> list[Any]:
+    attributes = {name: writer.value(value) for name, value in thing.kept().items() if is_content(thing, name)}
+    entries = [[numbers.number(tensor), writer.value(kept)] for tensor, kept in thing.kept_by_tensor()]
+    return [number, type(thing).__name__, attributes, entries]
+
+
+def _fill_common(
+    thing: HeldInCommon, attributes: dict[str, Any], entries: list[Any], reader: ValueReader, numbers: Tensors
+) -> None:
+    _fill(thing, attributes, reader)
+    before = {id(tensor): kept for tensor, kept in thing.kept_by_tensor()}
+    now = [(numbers.tensor(number), kept) for number, kept in entries]
+    thing.keep_by_tensor([(tensor, reader.value(kept, before.get(id(tensor), {}))) for tensor, kept in now])
 
 
 def _variable(writer: ValueWriter, record: Record) -> list[Any]:
@@ -119,5 +160,5 @@ def _fill(thing: Any, attributes: dict[str, Any], reader: ValueReader) -> None:
             thing.__dict__[name] = value
 
 
-def _listed(names: dict[int, str]) -> str:
-    return ", ".join(names[number] for number in sorted(names)) or "none"
+def _listed(*found: dict[int, str]) -> str:
+    return ", ".join(names[number] for names in found for number in sorted(names)) or "none"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.cross_device_ops.collective import true_device
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, entered
@@ -30,6 +33,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
     Raises:
         NotImplementedError: the copies are one, in memory that several processes share; or the rule is that of a
             wrapped ``torch.optim`` optimizer, which knows one copy in each process.
+            In an elastic job: the replicas' gradients differ.
         RuntimeError: the replicas list different variables.
     """
     central = strategy.parameter_store.placement is Placement.CENTRAL
@@ -41,14 +45,16 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
     if strategy.worker.num_local_replicas == 1:
         optimizer._update([(g, v) for g, v in pairs if g is not None])
         return
+    contents = strategy.parameter_store.contents
+    if contents is not None and contents.common is not None:
+        _apply_equal(optimizer, strategy, replica, pairs)
+        return
     if not optimizer.updates_copies:
         raise NotImplementedError(
             f"skip_gradients_aggregation=True of {type(optimizer).__name__}, which wraps a torch.optim optimizer, with "
             "several replicas in one process: it has the state of one copy. Start one process for each replica, or use "
             "one of the optimizers of the train module."
         )
-
-    contents = strategy.parameter_store.contents
     if contents is not None:
         contents.may_differ = True
 
@@ -66,6 +72,41 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
         return [None] * len(payloads)
 
     replica.barrier(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
+
+
+def _apply_equal(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pairs: list[tuple[Any, Any]]) -> None:
+    """In an elastic job replicas move to other workers, so their parameters are equal, and one update is made for all.
+
+    Raises:
+        NotImplementedError: the replicas gave different gradients.
+    """
+    told = [(None if grad is None else _digest(grad), variable) for grad, variable in pairs]
+
+    def joint(payloads: list[list[tuple[str | None, Any]]]) -> list[None]:
+        variables = same_variables(payloads)
+        for place, variable in enumerate(variables):
+            if len({payload[place][0] for payload in payloads}) > 1:
+                record = find_record(variable)
+                raise NotImplementedError(
+                    f"apply_gradients(skip_gradients_aggregation=True) in an elastic job was given different gradients "
+                    f"of {'a variable' if record is None else record.describe()!r} by the replicas, whose copies would "
+                    "drift apart: an elastic job keeps one copy for all of them. Make the gradients equal first "
+                    "(get_replica_context().all_reduce('SUM', gradients)), or leave skip_gradients_aggregation out."
+                )
+        with entered(Frame(strategy)):
+            optimizer._update([(grad, variable) for grad, variable in pairs if grad is not None])
+        return [None] * len(payloads)
+
+    replica.barrier(f"{optimizer.get_name()}.apply_gradients without aggregation", told, joint)
+
+
+def _digest(grad: torch.Tensor) -> str:
+    """A text that is equal for equal gradients."""
+    parts = torch_internals.sparse_parts(grad) if grad.is_sparse else [grad]
+    found = hashlib.blake2b(f"{tuple(grad.shape)} {grad.dtype}".encode(), digest_size=16)
+    for part in parts:
+        found.update(bytes_of(part.detach().contiguous()).cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def same_variables(payloads: Sequence[Sequence[tuple[Any, Any]]]) -> list[Any]:

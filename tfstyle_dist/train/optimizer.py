@@ -122,6 +122,8 @@ class TFOptimizer(UpdateRule):
         frame = current_frame()
         strategy = get_strategy()
         replica = None if frame is None else frame.replica
+        if (contents := strategy.parameter_store.contents) is not None:
+            contents.take(self)  # also one that the step function named nowhere one could look
         self._check(strategy, [v for _, v in pairs])
         self._claim([v for _, v in pairs], [g for g, _ in pairs])
         if replica is None or (strategy.num_replicas_in_sync == 1 and strategy.parameter_store.contents is None):
@@ -231,8 +233,7 @@ class TFOptimizer(UpdateRule):
                 local_updates.update_copy(self, grad, variable, replica)
             record.changes += 1
             return
-        target = value_of(variable) if record is None else record.components[0]
-        target = target.detach()
+        target = (value_of(variable) if record is None else record.first()).detach()
         others = [] if record is None or record.kind != "variable" else record.copies()[1:]
         before = target.clone() if others else target
         self.update_tensor(target, grad, self.slots_of(variable))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,10 @@ class Optimizer(TFOptimizer):
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Not used: the torch optimizer updates all at once."""
         raise AssertionError("the torch optimizer updates all variables at once")
+
+    def parts(self) -> Iterable[Any]:
+        """See ``HeldInCommon``."""
+        return (self.torch_optimizer,)
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's own state."""

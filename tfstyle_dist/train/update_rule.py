@@ -10,9 +10,12 @@ import torch
 
 from tfstyle_dist.train.sums import value_of
 from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.common_objects import HeldInCommon
+
+_BY_TENSOR = ("_slots", "copy_slots", "_shared_rule")
 
 
-class UpdateRule(abc.ABC):
+class UpdateRule(HeldInCommon, abc.ABC):
     """The rule of an optimizer with its slots; ``TFOptimizer`` says which gradients it is given and where.
 
     Args:
@@ -149,3 +152,23 @@ class UpdateRule(abc.ABC):
     def load_common_state(self, state: dict[str, Any]) -> None:
         """Restores ``common_state``."""
         return
+
+    # ---- as a whole, for an elastic job -------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any]:
+        """See ``HeldInCommon``."""
+        return {name: value for name, value in self.__dict__.items() if name not in _BY_TENSOR}
+
+    def kept_by_tensor(self) -> Sequence[tuple[torch.Tensor, dict[str, Any]]]:
+        """See ``HeldInCommon``."""
+        return list(self._slots.values())
+
+    def keep_by_tensor(self, entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """See ``HeldInCommon``."""
+        self._slots.clear()
+        self._slots.update({id(variable): (variable, slots) for variable, slots in entries})
+
+    def settings(self) -> dict[str, Any]:
+        """See ``HeldInCommon``: rates and counts; what a function gives is not asked for."""
+        numbers = (bool, int, float, torch.Tensor)
+        return {name: value for name, value in sorted(self.kept().items()) if isinstance(value, numbers)}

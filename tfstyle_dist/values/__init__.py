@@ -23,6 +23,7 @@ from tfstyle_dist.values.shares import (
     note_batch,
     note_result,
     share_of_arguments,
+    share_of_result,
     shares_of_results,
     without_nothing,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "select_arguments",
     "select_replica",
     "share_of_arguments",
+    "share_of_result",
     "shares_of_results",
     "without_nothing",
 ]

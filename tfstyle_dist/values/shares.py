@@ -197,6 +197,11 @@ def note_result(leaf: Any, share: Share) -> None:
         _results.put(leaf, share)
 
 
+def share_of_result(leaf: Any) -> Share | None:
+    """What was noted of a result."""
+    return _results.get(leaf) if _results and isinstance(leaf, torch.Tensor) else None
+
+
 def shares_of_results(leaves: Sequence[Any]) -> list[Share] | None:
     """The shares that per-replica results were computed of; ``None`` if no share was empty. Alike on all workers."""
     if not _results:

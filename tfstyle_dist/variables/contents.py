@@ -8,7 +8,6 @@ replicas when the next run begins (``enter``): cheap marks are compared, and onl
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,9 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import data_reads
+from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.generator_states import GeneratorStates
-from tfstyle_dist.variables.object_content import AllObjects, ObjectContent
+from tfstyle_dist.variables.object_content import AllObjects, ObjectContent, when_gone
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.shared_settings import SharedSettings
@@ -44,10 +44,12 @@ class ReplicaContents:
         count: the local replicas.
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
         first: the replica whose content cross-replica context shows.
+        taken: how many objects were taken so far; they are numbered.
         generators: those that are content.
         random: the random numbers of the replicas.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
+        common: of an elastic job: what a step writes to and all replicas have in common; ``None`` elsewhere.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class ReplicaContents:
     ) -> None:
         self.count, self._one_copy = worker.num_local_replicas, home is not None
         self.active: int | None = None
-        self.first = self._numbers = 0
+        self.first = self.taken = 0
         self.on_take: Callable[[ObjectContent], None] | None = None
+        self.common: CommonObjects | None = None
         self.may_differ = home is not None  # where there is one copy, none differs
         self._rows = ParameterRows(worker.devices, home, elsewhere)
         self._objects: list[ObjectContent] = []
@@ -175,18 +178,19 @@ class ReplicaContents:
         if isinstance(value, torch.Generator):
             if not is_of_the_streams(value):
                 self._places[id(value)] = True
-                self.generators.add(value, self.count, self._forget(id(value)))
+                self.generators.add(value, self.count, when_gone(self._let_go, id(value)))
             return True
         if not is_state(value):
+            for part in () if self.common is None else self.common.add(value):
+                self.take(part)
             return False
-        optimizer = isinstance(value, torch.optim.Optimizer)
-        if optimizer:  # what it optimises is a parameter, whatever its class
+        if isinstance(value, torch.optim.Optimizer):  # what it optimises is a parameter, whatever its class
             for group in getattr(value, "param_groups", ()):  # a wrapper may have none
                 for parameter in group["params"]:
                     self._take_tensor(parameter)
-        if optimizer and self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
-            self._settings.add(value)
-            return False
+            if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
+                self._settings.add(value)
+                return False
         self.take_object(value)
         return True
 
@@ -196,7 +200,7 @@ class ReplicaContents:
         leaf = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
         if not leaf or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
             return False
-        self._places[id(value)] = self._rows.add(value, self._forget(id(value)), self._running)
+        self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
         return True
 
     def take_object(self, value: Any) -> None:
@@ -208,7 +212,7 @@ class ReplicaContents:
         if id(value) in self._places:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
-            self._places[id(value)] = self._rows.add(value, self._forget(id(value)), self._running)
+            self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
         if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, type | ModuleType):
             raise TypeError(
@@ -217,8 +221,8 @@ class ReplicaContents:
             )
         now, active = value.__dict__, self._shown
         dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
-        content = ObjectContent(value, dicts, self._forget(id(value)), self._numbers)
-        self._numbers += 1
+        content = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
+        self.taken += 1
         self._places[id(value)] = content
         self._objects.append(content)
         self._all = None
@@ -239,6 +243,10 @@ class ReplicaContents:
     def finish_taking(self) -> None:
         """All objects that name each other were taken."""
         self._spreader.forget()
+
+    def holds(self, value: Any) -> bool:
+        """Whether something is content already."""
+        return id(value) in self._places
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
@@ -271,17 +279,8 @@ class ReplicaContents:
 
     # ---- life -------------------------------------------------------------------------------------------------
 
-    def _forget(self, number: int) -> Callable[[Any], None]:
-        """What the weak reference of something calls; as a run holds all, the next one cleans the lists."""
-        known = weakref.WeakMethod(self._let_go)
-
-        def forget(_: Any) -> None:
-            if (let_go := known()) is not None:
-                let_go(number)
-
-        return forget
-
     def _let_go(self, number: int) -> None:
+        """Something is gone; as a run holds all, the next one cleans the lists."""
         self._gone = True
         known = self._places.pop(number, None)
         if isinstance(known, ObjectContent):

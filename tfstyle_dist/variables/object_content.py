@@ -124,3 +124,14 @@ class AllObjects:
         """Remembers what was written to."""
         for mark in self._deep:
             mark.renew()
+
+
+def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:
+    """What a weak reference calls: a method, whose object it does not keep alive, with a number."""
+    known = weakref.WeakMethod(let_go)
+
+    def gone(_: Any) -> None:
+        if (method := known()) is not None:
+            method(number)
+
+    return gone

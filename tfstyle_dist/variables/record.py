@@ -100,7 +100,12 @@ class Record:
     def component(self) -> torch.Tensor:
         """The copy that the calling thread reads."""
         index = self.index()
-        return self.components[0 if index is None else index]
+        return self.first() if index is None else self.components[index]
+
+    def first(self) -> torch.Tensor:
+        """The copy that cross-replica context reads: the first replica's of this worker, wherever the job began."""
+        contents = self.store.contents
+        return self.components[0 if contents is None or self.kind == "variable" else contents.first]
 
     def value(self) -> torch.Tensor:
         """What the calling thread computes with: its replica's copy, on the replica's device."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.common_objects import HeldInCommon
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -46,7 +47,7 @@ def is_state(thing: Any) -> bool:
                 "torch.compile, or start one process for each replica (torchrun)."
             )
         return not _is_unfinished(thing)
-    return _is_plain(thing) and _holds_state(thing, depth=2)
+    return not isinstance(thing, HeldInCommon) and _is_plain(thing) and _holds_state(thing, depth=2)
 
 
 def _is_unfinished(thing: Any) -> bool:
