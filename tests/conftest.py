@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and processes of tests that are to be interrupted would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or sys.dont_write_bytecode:
+    # Some hundred interpreters would compile the package anew, and each session of ranks the tests; git ignores the files.
+    sys.dont_write_bytecode = False
 
 if on_devices.NAMES:
     on_devices.load()
@@ -41,10 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in two sessions.
+    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in three sessions.
 
-    That is, where pytest-xdist is there: one session spends half of its time waiting. A command line that names files,
-    or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
+    That is, where pytest-xdist is there: one session spends half of its time waiting, and of two on two cores one core
+    is idle while a test waits for a deadline. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
+    debugger, is taken as it stands.
     """
     option = config.option
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
@@ -55,7 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
-        option.numprocesses, option.dist = 2, "worksteal"
+        option.numprocesses, option.dist = 3, "worksteal"
 
 
 @pytest.hookimpl(optionalhook=True)
