@@ -71,9 +71,20 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["part"] = getattr(node.config.option, "part", "whole")
 
 
+def _part(config: pytest.Config) -> str:
+    part: str = getattr(config, "workerinput", {}).get("part", getattr(config.option, "part", "whole"))
+    return part
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import the files of which no test is quick where the quick ones were asked for."""
+    ours = collection_path.suffix == ".py" and _part(config) == "quick"
+    return True if ours and not is_quick(collection_path, slow=False) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what was not asked for: the quick tests, or all others."""
-    part = getattr(config, "workerinput", {}).get("part", getattr(config.option, "part", "whole"))
+    part = _part(config)
     if part == "whole":
         return
     parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
