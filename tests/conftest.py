@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or sys.dont_write_bytecode:
-    # Some hundred interpreters would compile the package anew, and each session of ranks the tests; git ignores the files.
+    # Every interpreter that a test starts would compile the package anew, and every session of ranks its tests.
     sys.dont_write_bytecode = False
 
 if on_devices.NAMES:
