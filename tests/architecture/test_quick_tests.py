@@ -46,5 +46,5 @@ def test_the_files_of_others_are_not_even_imported(pytestconfig: pytest.Config) 
     conftest = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
     names = ("faults", "faults/test_ranks.py", "core", "core/test_torch_internals.py", "test_seeds.py")
     for part, left_out in (("quick", [names[1]]), ("rest", []), ("whole", [])):
-        config = SimpleNamespace(workerinput={"part": part})
+        config = SimpleNamespace(workerinput={"part": part}, option=None)
         assert [name for name in names if conftest.pytest_ignore_collect(HERE / name, config)] == left_out
