@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and processes of tests that are to be interrupted would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or sys.dont_write_bytecode:
+    # Every interpreter that a test starts would compile the package anew, and every session of ranks its tests.
+    sys.dont_write_bytecode = False
 
 if on_devices.NAMES:
     on_devices.load()
@@ -41,10 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in two sessions.
+    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in three sessions.
 
-    That is, where pytest-xdist is there: one session spends half of its time waiting. A command line that names files,
-    or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
+    That is, where pytest-xdist is there: one session spends half of its time waiting, and of two on two cores one core
+    is idle while a test waits for a deadline. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
+    debugger, is taken as it stands.
     """
     option = config.option
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
@@ -55,7 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
-        option.numprocesses, option.dist = 2, "worksteal"
+        option.numprocesses, option.dist = 3, "worksteal"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,9 +71,20 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["part"] = getattr(node.config.option, "part", "whole")
 
 
+def _part(config: pytest.Config) -> str:
+    part: str = getattr(config, "workerinput", {}).get("part", getattr(config.option, "part", "whole"))
+    return part
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import the files of which no test is quick where the quick ones were asked for."""
+    ours = collection_path.suffix == ".py" and _part(config) == "quick"
+    return True if ours and not is_quick(collection_path, slow=False) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what was not asked for: the quick tests, or all others."""
-    part = getattr(config, "workerinput", {}).get("part", getattr(config.option, "part", "whole"))
+    part = _part(config)
     if part == "whole":
         return
     parts: dict[bool, list[pytest.Item]] = {True: [], False: []}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from quick import HERE, QUICK, is_quick
 
 LEFT_OUT = {
@@ -38,3 +40,11 @@ def test_slow_tests_are_not_quick() -> None:
     assert is_quick(path, slow=False)
     assert not is_quick(path, slow=True)
     assert not is_quick(HERE / "faults" / "test_ranks.py", slow=False)
+
+
+def test_the_files_of_others_are_not_even_imported(pytestconfig: pytest.Config) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py"))
+    names = ("faults", "faults/test_ranks.py", "core", "core/test_torch_internals.py", "test_seeds.py")
+    for part, left_out in (("quick", [names[1]]), ("rest", []), ("whole", [])):
+        config = SimpleNamespace(workerinput={"part": part}, option=None)
+        assert [name for name in names if conftest.pytest_ignore_collect(HERE / name, config)] == left_out

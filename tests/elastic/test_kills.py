@@ -82,7 +82,7 @@ def test_two_workers_die_in_one_step(run_job: Any, undisturbed: Any) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_worker_that_stands_still_is_given_up_and_says_so(run_job: Any, undisturbed: Any) -> None:
-    job = run_job(3, "mlp", STEPS, "1:3:stop-25", SUSPECT="6")
+    job = run_job(3, "mlp", STEPS, "1:3:stop-15", SUSPECT="6")
     for index in (0, 2):
         assert job[index]["code"] == 0, job[index]["output"]
         assert job[index]["result"]["weights"] == undisturbed("mlp")["weights"]

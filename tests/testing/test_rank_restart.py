@@ -23,11 +23,12 @@ def test_restarted_rank_runs_the_body_again(inner: InnerPytest) -> None:
             if attempt == 0 and how == "killed":
                 ranks.kill(1)
             while attempt == 0:
-                if how == "itself":
+                if how == "itself" and (shared_tmp_path / "seen").exists():
                     ranks.restart(1)
                 time.sleep(0.05)
             return
         old = ranks.pids[1]
+        (shared_tmp_path / "seen").touch()
         if how == "killed":
             while not (shared_tmp_path / "1-0").exists() or os.path.exists(f"/proc/{old}/fd/0"):
                 time.sleep(0.05)
