@@ -19,7 +19,7 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.images import Image, marks
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import Copier
+from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record, raw
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -173,7 +173,7 @@ def count_tensors(state: Any) -> int:
 
 
 def _copied(value: Any) -> Any:
-    return Copier(lambda _: False, lambda device: device)(value)
+    return Copier(lambda _: False, lambda tensor: copied(tensor, tensor.device))(value)
 
 
 def _type_at(place: Place, types: dict[int, str]) -> str:

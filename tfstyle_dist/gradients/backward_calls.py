@@ -18,6 +18,7 @@ from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.local_gradients import note_local
+from tfstyle_dist.gradients.other_threads import check_thread
 from tfstyle_dist.runtime.context import current_frame
 
 _CREATE_GRAPH = 3  # its place among the arguments of the engine
@@ -35,6 +36,8 @@ def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     frame = current_frame()
     replica = None if frame is None else frame.replica
+    if frame is None and ReplicaReducer.alive and torch_internals.backward_pass_under_way() == -1:
+        check_thread(args[0])
     if replica is None or torch_internals.backward_pass_under_way() != -1:  # a segment of reentrant checkpointing
         return original(*args, **kwargs)
     if not kwargs.get("accumulate_grad", True):

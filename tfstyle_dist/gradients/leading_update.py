@@ -11,6 +11,7 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
+from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record
 
 
@@ -117,8 +118,10 @@ class _Update(Frame):
         else:
             own = self.optimizer
             self._attributes = own.__dict__
-            groups = [{**group, "params": []} for group in own.param_groups]
-            own.__dict__ = {**own.__dict__, "param_groups": groups, "state": defaultdict(dict)}
+            copy = Copier(lambda _: False, lambda tensor: copied(tensor, tensor.device))  # to be written in place
+            groups = [{**{k: copy(v) for k, v in g.items() if k != "params"}, "params": []} for g in own.param_groups]
+            kept = {k: copy(v) for k, v in own.__dict__.items() if k not in ("param_groups", "state")}
+            own.__dict__ = {**kept, "param_groups": groups, "state": defaultdict(dict)}
         push(self)
 
     @untraced

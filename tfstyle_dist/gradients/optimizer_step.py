@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -126,13 +127,16 @@ def replica_of(strategy: StrategyInForce) -> Replica | None:
 def around_closure(
     around: Callable[[Callable[[], Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a step with ``around(closure)`` in the place of its closure; ``None`` when it has none."""
+    """The arguments of a step with ``around(closure)`` in the place of its closure; ``None`` when it has none.
+
+    The closure may take arguments, such as whether it is to call ``backward()``.
+    """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
 
-    def inside() -> Any:
-        return around(closure)
+    def inside(*given: Any, **named: Any) -> Any:
+        return around(functools.partial(closure, *given, **named))
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": inside}

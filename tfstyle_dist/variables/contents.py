@@ -9,7 +9,6 @@ replicas when the next run begins (``enter``): cheap marks are compared, and onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import data_reads
+from tfstyle_dist.variables import data_reads, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import AllObjects, ObjectContent, when_gone
@@ -26,7 +25,6 @@ from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.shared_settings import SharedSettings
 from tfstyle_dist.variables.shared_tensors import SharedTensors
 from tfstyle_dist.variables.spreading import Spreader
-from tfstyle_dist.variables.state_objects import is_state
 
 _set = object.__setattr__
 
@@ -75,7 +73,7 @@ class ReplicaContents:
         self._all: AllObjects | None = None
         self._shared = SharedTensors()
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
-        self._spreader = Spreader(self.count, self.take, self._rows.device, adopt)
+        self._spreader = Spreader(self.count, self.take, self._rows.device, self._rows.twins, adopt)
         data_reads.readers.add(self)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
@@ -165,8 +163,10 @@ class ReplicaContents:
 
     # ---- what is content --------------------------------------------------------------------------------------
 
-    def take(self, value: Any) -> bool:
+    def take(self, value: Any, part: bool = False) -> bool:
         """Makes an object's attributes, or a tensor's inside, content from now on.
+
+        ``part``: a module, an optimizer or a part of one has it, so that it is content whatever it holds.
 
         Returns:
             Whether they are.
@@ -180,9 +180,9 @@ class ReplicaContents:
                 self._places[id(value)] = True
                 self.generators.add(value, self.count, when_gone(self._let_go, id(value)))
             return True
-        if not is_state(value):
-            for part in () if self.common is None else self.common.add(value):
-                self.take(part)
+        if not state_objects.is_state(value, part):
+            for own in () if self.common is None else self.common.add(value):
+                self.take(own)
             return False
         if isinstance(value, torch.optim.Optimizer):  # what it optimises is a parameter, whatever its class
             for group in getattr(value, "param_groups", ()):  # a wrapper may have none
@@ -190,21 +190,22 @@ class ReplicaContents:
                     self._take_tensor(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self._settings.add(value)
+                for held in state_objects.parts_of_optimizer(value):
+                    self.take(held, part=True)
                 return False
-        self.take_object(value)
+        self.take_object(value, part or isinstance(value, state_objects.HOLDERS))
         return True
 
     def _take_tensor(self, value: torch.Tensor) -> bool:
         if id(value) in self._places:
             return True
-        leaf = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
-        if not leaf or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
+        if not state_objects.is_trained(value) or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
             return False
         self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
         return True
 
-    def take_object(self, value: Any) -> None:
-        """Makes the attributes of any object, or the values of any tensor, content.
+    def take_object(self, value: Any, parts: bool = False) -> None:
+        """Makes the attributes of any object, or the values of any tensor, content; ``parts``: all that it has too.
 
         Raises:
             TypeError: it has none that could be exchanged.
@@ -214,11 +215,7 @@ class ReplicaContents:
         if type(value) is torch.Tensor and not value.requires_grad:
             self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
-        if type(getattr(value, "__dict__", None)) is not dict or isinstance(value, type | ModuleType):
-            raise TypeError(
-                f"experimental_adopt takes a module, an optimizer or another object with attributes of its own, got "
-                f"{type(value).__name__}: {value!r}."
-            )
+        state_objects.check_adoptable(value)
         now, active = value.__dict__, self._shown
         dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
         content = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
@@ -230,7 +227,7 @@ class ReplicaContents:
             self._things.append((value, content))
         for replica, own in enumerate(dicts):
             if replica != active:
-                copier = self._spreader.copier(replica)
+                copier = self._spreader.copier(replica, parts)
                 own.update({name: copier(attribute) for name, attribute in list(now.items())})
         content.mark(now)
         if self.on_take is not None:

@@ -35,18 +35,19 @@ class Copier:
     """Makes one replica's values from replica 0's.
 
     Args:
-        take: called with each object whose attributes, and each tensor whose inside, is content; says whether it is.
-        device: where the replica's tensors live, given where replica 0's are.
+        take: called with each object whose attributes, and each tensor whose inside, may be content; says whether it
+            is.
+        copy: makes the replica's tensor of one of replica 0's.
         known: what the replica already has, by the ``id`` of what replica 0 has.
     """
 
     def __init__(
         self,
         take: Callable[[Any], bool],
-        device: Callable[[torch.device], torch.device],
+        copy: Callable[[torch.Tensor], torch.Tensor],
         known: dict[int, tuple[Any, Any]] | None = None,
     ) -> None:
-        self._take, self._device = take, device
+        self._take, self._copy = take, copy
         self._known = {} if known is None else known
 
     def __call__(self, value: Any) -> Any:
@@ -85,7 +86,7 @@ class Copier:
             return value
         if type(value) not in PLAIN_TENSORS or value.requires_grad:
             return value  # of a graph that was made outside of the replicas, or of a class of its own
-        own: torch.Tensor = self._note(value, copied(value, self._device(value.device)))
+        own: torch.Tensor = self._note(value, self._copy(value))
         return own
 
     def _container(self, value: Any) -> Any:

@@ -18,6 +18,7 @@ from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
 from tfstyle_dist.variables.parameter_marks import address_of, are_alike, hooks_of, is_same, marks_of, put_hooks
 from tfstyle_dist.variables.shared_writes import SharedWrites
+from tfstyle_dist.variables.twins import Twins
 
 _ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
@@ -36,6 +37,7 @@ class ParameterRows:
         row: which row the parameters hold.
         base: the row of cross-replica context.
         inside: the parameters, during a run.
+        twins: which memory of a row stands for which memory of the present one.
         references: all parameters.
     """
 
@@ -49,6 +51,7 @@ class ParameterRows:
         self._nothing = torch.empty(0)
         self._writes = SharedWrites()
         self.inside: list[torch.Tensor] = []
+        self.twins = Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------
 
@@ -63,10 +66,10 @@ class ParameterRows:
         Returns:
             Its place.
         """
+        others = {row: self._vessel(value, row) for row in range(len(self._vessels)) if row != self.row}
+        for row, vessel in others.items():
+            self._vessels[row].append(vessel)
         self.references.append(weakref.ref(value, forget))
-        for row, vessels in enumerate(self._vessels):
-            if row != self.row:
-                vessels.append(self._vessel(value, row))
         self._marks.append(marks_of(value))
         if running:
             self.inside.append(value)
@@ -74,13 +77,26 @@ class ParameterRows:
 
     def _vessel(self, value: torch.Tensor, row: int) -> torch.Tensor:
         with torch.no_grad():
-            data = value.detach() if self._shares else copied(value, self.device(row, value.device))
+            device = self.device(row, value.device)
+            data = value.detach() if self._shares else self.twins.copy_part(row, value.detach(), device)
         vessel = torch.nn.Parameter(data, requires_grad=value.requires_grad)
         if value.grad is not None:
-            vessel.grad = copied(value.grad, vessel.device)
+            vessel.grad = self._grad(row, value.grad, vessel.device)
         put_hooks(vessel, hooks_of(value))
         vessel.__dict__.update({name: _own(attribute, vessel.device) for name, attribute in value.__dict__.items()})
         return vessel
+
+    def _grad(self, row: int, grad: torch.Tensor, device: torch.device) -> torch.Tensor:
+        own = self.twins.copy_part(row, grad, device)
+        return own.copy_(grad) if grad.layout is torch.strided else own
+
+    def _pairs(self, row: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        if row == self.row or self.row != self.base:
+            return
+        for reference, own, mark in zip(self.references, self._vessels[row], self._marks, strict=True):
+            parameter = reference()
+            if parameter is not None and address_of(parameter) == mark[1]:  # else the row has other memory for it
+                yield parameter, own
 
     @property
     def _shares(self) -> bool:
@@ -149,6 +165,7 @@ class ParameterRows:
             self._writes.note(self.inside)
 
     def _swap(self, row: int) -> None:
+        self.twins.forget()
         vessels, done = self._vessels[row], 0
         try:
             for parameter, vessel in zip(self.inside, vessels, strict=True):
@@ -189,25 +206,26 @@ class ParameterRows:
         if begins:
             self._writes.begin()
         dirty, self._dirty = self._dirty, set()
-        if not (everything or self._elsewhere or dirty) and all(map(is_same, self.inside, self._marks)):
-            return
-        with torch.no_grad():
-            for place, parameter in enumerate(self.inside):
-                self._renew(place, parameter, everything or id(parameter) in dirty, everything)
+        if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
+            with torch.no_grad():
+                for place, parameter in enumerate(self.inside):
+                    self._renew(place, parameter, everything or id(parameter) in dirty, everything)
+        self.twins.forget()
 
     def _renew(self, place: int, parameter: torch.Tensor, written: bool, new_grad: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
         now, hooks_now = parameter.grad, hooks_of(parameter)
-        written = written or torch_internals.version_of(parameter) != version or address_of(parameter) != address
+        moved = address_of(parameter) != address
+        written = written or moved or torch_internals.version_of(parameter) != version
         new_grad = new_grad or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
         for row, vessels in enumerate(self._vessels):
             if row == self.row:
                 continue
             vessel = vessels[place]
             if self._elsewhere or written:
-                self._write(vessel, parameter, row)
+                self._write(vessel, parameter, row, moved)
             if new_grad:
-                vessel.grad = None if now is None else copied(now, vessel.device)
+                vessel.grad = None if now is None else self._grad(row, now, vessel.device)
             if vessel.requires_grad != parameter.requires_grad:
                 vessel.requires_grad_(parameter.requires_grad)
             if hooks_now != hooks:
@@ -216,9 +234,14 @@ class ParameterRows:
                 if attributes is None or value is not attributes.get(name):
                     vessel.__dict__[name] = _own(value, vessel.device)
 
-    def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int) -> None:
+    def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool = False) -> None:
         at_home = row == len(self._devices)
         device = vessel.device if at_home else self.device(row, parameter.device)
+        part = None if self._shares else self.twins.noted(row, parameter)
+        if part is not None and address_of(part) != address_of(vessel):
+            vessel.data = part
+        elif moved and part is None and not self._shares and not self._elsewhere:
+            vessel.data = vessel.data.clone()  # what it had may be another tensor's memory, which stays as it is
         if self._shares:
             if address_of(vessel) != address_of(parameter):
                 vessel.data = parameter.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import Copier, Mark
 from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.state_objects import HOLDERS
+from tfstyle_dist.variables.twins import Twins
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -21,26 +24,37 @@ class Spreader:
         count: the local replicas.
         take: makes what is found content; returns whether it is.
         device: where a replica's copy of a tensor on a device belongs.
+        twins: which memory of a replica stands for which of the first one's.
         adopt: called with a parameter that a module got outside of every scope, and the module.
     """
 
     def __init__(
         self,
         count: int,
-        take: Callable[[Any], bool],
+        take: Callable[..., bool],
         device: Callable[[int, torch.device], torch.device],
+        twins: Twins,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
     ) -> None:
-        self._count, self._take, self._device, self._adopt = count, take, device, adopt
+        self._count, self._take, self._device, self._twins, self._adopt = count, take, device, twins, adopt
         self.forget()
 
     def forget(self) -> None:
         """All objects that name each other were copied."""
         self._known: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(self._count)]
 
-    def copier(self, replica: int) -> Copier:
-        """What copies values for a replica, each once."""
-        return Copier(self._take, lambda like: self._device(replica, like), self._known[replica])
+    def copier(self, replica: int, parts: bool) -> Copier:
+        """What copies values for a replica, each once.
+
+        Args:
+            replica: its number.
+            parts: whether they are what a module or an optimizer has.
+        """
+
+        def copy(value: torch.Tensor) -> torch.Tensor:
+            return self._twins.copy(replica, value, self._device(replica, value.device))
+
+        return Copier(partial(self._take, part=parts), copy, self._known[replica])
 
     def copy_all(self, things: Things, others: Sequence[int]) -> None:
         """Gives all replicas copies of what the first one has.
@@ -51,7 +65,7 @@ class Spreader:
         """
         for thing, content in things:
             for replica in others:
-                copier, own = self.copier(replica), content.dicts[replica]
+                copier, own = self.copier(replica, isinstance(thing, HOLDERS)), content.dicts[replica]
                 own.clear()
                 own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
         self.forget()
@@ -71,7 +85,7 @@ class Spreader:
             now = thing.__dict__
             written, gone = content.changes(now)
             for replica in others:
-                copier, own = self.copier(replica), content.dicts[replica]
+                copier, own = self.copier(replica, isinstance(thing, HOLDERS)), content.dicts[replica]
                 own.update({name: copier(now[name]) for name in written})
                 for name in gone:
                     own.pop(name, None)
@@ -95,6 +109,7 @@ class Spreader:
             if now is old:
                 if own is not old and (type(mark) is not Mark or mark.same()):
                     known[id(now)] = (now, own)
+                    self._twins.note(replica, now, own)
             elif _is_converted(old, now):
                 known[id(now)] = (now, own.to(self._device(replica, now.device), now.dtype))
             return

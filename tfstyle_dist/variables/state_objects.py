@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ _SKIPPED = (
     "tfstyle_dist", "threading", "tokenizers", "tqdm", "types", "typing", "unittest", "weakref",
     *torch_internals.MACHINERY,
 )  # fmt: skip
-_MOST_LOOKED_AT = 256
-_HOLDERS = (
+_MOST_HELD = 4096
+"""Of entries in a container of state, such as averages of all parameters; more are data."""
+HOLDERS = (
     torch.nn.Module,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
@@ -31,7 +33,7 @@ _HOLDERS = (
 )
 
 
-def is_state(thing: Any) -> bool:
+def is_state(thing: Any, part: bool = False) -> bool:
     """Whether an object's attributes are content.
 
     Those of modules, optimizers, schedulers and scalers are; those of other objects if they hold such, or tensors,
@@ -39,15 +41,16 @@ def is_state(thing: Any) -> bool:
 
     Args:
         thing: any object.
+        part: a module, an optimizer or a part of one has it, so that it counts whatever it holds.
     """
-    if isinstance(thing, _HOLDERS):
+    if isinstance(thing, HOLDERS):
         if isinstance(thing, torch.jit.ScriptModule):
             raise TypeError(
                 "A torch.jit module keeps its parameters where the replicas of one process cannot have their own. Use "
                 "torch.compile, or start one process for each replica (torchrun)."
             )
         return not _is_unfinished(thing)
-    return not isinstance(thing, HeldInCommon) and _is_plain(thing) and _holds_state(thing, depth=2)
+    return not isinstance(thing, HeldInCommon) and is_plain(thing) and (part or _holds_state(thing, depth=2))
 
 
 def _is_unfinished(thing: Any) -> bool:
@@ -60,10 +63,10 @@ def _is_unfinished(thing: Any) -> bool:
     return hasattr(thing, "_post_build") and getattr(thing, "built", True) is False
 
 
-def _is_plain(thing: Any) -> bool:
+def is_plain(thing: Any) -> bool:
     """Whether this is an object of a class of the user's or of a library of training code."""
     kind = type(thing)
-    if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor)):
+    if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, *HOLDERS)):
         return False
     if type(getattr(thing, "__dict__", None)) is not dict:
         return False
@@ -87,6 +90,36 @@ def parts_of(value: list[Any] | tuple[Any, ...] | dict[Any, Any], most: int) -> 
     return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))
 
 
+def is_trained(value: torch.Tensor) -> bool:
+    """Whether gradients are accumulated for a tensor."""
+    if isinstance(value, torch.nn.Parameter):
+        return True
+    try:
+        return value.requires_grad and value.is_leaf
+    except RuntimeError:  # a view that was made without gradients, of what was written to with them
+        return False
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """The objects that an optimizer has directly or in a container, such as a schedule of its own."""
+    for held in list(vars(optimizer).values()):
+        parts = parts_of(held, _MOST_HELD) if isinstance(held, list | tuple | dict) else [held]
+        yield from filter(is_plain, parts)
+
+
+def check_adoptable(thing: Any) -> None:
+    """Refuses what has no attributes that could be content.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if type(getattr(thing, "__dict__", None)) is not dict or isinstance(thing, type | types.ModuleType):
+        raise TypeError(
+            f"experimental_adopt takes a module, an optimizer or another object with attributes of its own, got "
+            f"{type(thing).__name__}: {thing!r}."
+        )
+
+
 @functools.cache
 def _is_skipped(module: str) -> bool:
     return any(module == skipped or module.startswith(f"{skipped}.") for skipped in _SKIPPED)
@@ -99,8 +132,11 @@ def _holds_state(thing: Any, depth: int) -> bool:
 def _is_or_holds(value: Any, depth: int) -> bool:
     if issubclass(type(value), types.ModuleType):
         return False
-    if isinstance(value, (torch.Tensor, torch.Generator, *_HOLDERS)):
+    if isinstance(value, (torch.Tensor, torch.Generator, *HOLDERS)):
         return True
     if isinstance(value, list | tuple | dict):
-        return any(_is_or_holds(v, 0) for v in parts_of(value, _MOST_LOOKED_AT))
-    return depth > 0 and _is_plain(value) and _holds_state(value, depth - 1)
+        parts = parts_of(value, _MOST_HELD)
+        if parts and isinstance(value, dict):  # what is kept of each parameter, by the parameter
+            parts += dict.keys(value)
+        return any(_is_or_holds(v, 0) for v in parts)
+    return depth > 0 and is_plain(value) and _holds_state(value, depth - 1)

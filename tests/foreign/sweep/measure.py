@@ -48,11 +48,14 @@ TABLES = {
         "steps_still_more",
         "steps_errors",
         "steps_written",
+        "steps_kept",
+        "steps_trained",
+        "steps_wrapped",
     ),
     "torch": ("optimizers_torch", "schedulers"),
     "transformers": ("models_transformers",),
-    "optimizers": ("optimizers_packages",),
-    "models": ("models_images", "models_packages"),
+    "optimizers": ("optimizers_packages", "optimizers_more"),
+    "models": ("models_images", "models_packages", "models_more"),
     "broken": ("broken",),
 }
 """The modules that fill the table, by what is asked for with ``--group``; the last only if it is named."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ema_pytorch
@@ -13,125 +12,13 @@ import schedulefree
 import torch
 import torch_ema
 import torch_optimizer
+from optimizers import OF_THE_REPLICA, ROUNDING, Made, Matrices, Normed, of, trained
 from programs import DRAWS, Program, Run, add
-from torch import nn, optim
+from torch import optim
 from torch.nn import functional as F
 
 FORMS = ("replicas", "ranks")
 GROUP = "optimizers"
-OF_THE_REPLICA = (
-    "calls torch.autograd.grad in its step, so each replica has estimates of its own and the replicas drift apart"
-)
-ROUNDING = (
-    "eigenvectors of equal eigenvalues depend on the rounding of the gradient, so the sum of two halves gives others"
-)
-Made = Callable[[nn.Module], Any]
-
-
-class Normed(nn.Module):
-    """Matrices, vectors and a layer norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.n, self.b = nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.n(self.a(x))))
-
-
-class Matrices(nn.Module):
-    """What optimizers of matrices take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 16, bias=False), nn.Linear(16, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-def trained(make: Made, kind: type[nn.Module] = Normed, how: str = "plain", ends: bool = False) -> Program:
-    """A program of one optimizer.
-
-    Args:
-        make: makes it for a model.
-        kind: of the model.
-        how: "plain", "closure", "two steps" (SAM), "graph" (``create_graph=True``), "loss" (a closure that returns a
-            number), "fused" (``fused_backward``).
-        ends: whether ``eval()`` is called on it at the end.
-    """
-
-    def program(run: Run) -> Any:
-        with run.scope():
-            model = kind()
-            optimizer = make(model)
-            if hasattr(optimizer, "train"):
-                optimizer.train()
-
-        def loss(i: int) -> torch.Tensor:
-            x, y = run.xy(i)
-            return F.mse_loss(model(x), y)
-
-        def closure(i: int) -> torch.Tensor:
-            optimizer.zero_grad()
-            value = loss(i)
-            value.backward()
-            return value
-
-        def step(i: int) -> None:
-            optimizer.zero_grad()
-            if how == "closure":
-                optimizer.step(lambda: closure(i))
-                return
-            if how == "fused":
-                optimizer.fused_backward(loss(i), lr=1e-3)
-                return
-            value = loss(i)
-            value.backward(create_graph=how == "graph")
-            if how == "two steps":
-                optimizer.first_step(zero_grad=True)
-                loss(i).backward()
-                optimizer.second_step(zero_grad=True)
-            elif how == "loss":
-                mean = float(run.mean(value.detach()))  # the step depends on it, so it must be that of all replicas
-                optimizer.step(lambda: mean)
-            else:
-                optimizer.step()
-
-        torch.manual_seed(0)  # on every rank: what an optimizer draws is the same on all
-        run.go(step)
-        if ends:
-            optimizer.eval()
-        return run.result(model)
-
-    return program
-
-
-def _of(kind: Any) -> Made:
-    """Makes an optimizer in the first way that it takes."""
-
-    def make(model: nn.Module) -> Any:
-        matrices = [p for p in model.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        ways = (
-            lambda: kind(model.parameters(), lr=1e-3),
-            lambda: kind(model.parameters()),
-            lambda: kind(
-                [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-3
-            ),
-            lambda: kind(model.parameters(), num_iterations=6),
-            lambda: kind(model),
-            lambda: kind(model, lr=1e-3),
-        )  # fmt: skip
-        errors = []
-        for way in ways:
-            try:
-                return way()
-            except Exception as error:
-                errors.append(error)
-        raise errors[0]
-
-    return make
 
 
 def _low_rank(kind: Any) -> Made:
@@ -182,7 +69,7 @@ NOT_HERE = {
 for _name, _kind in _classes(P).items():
     if _name in NOT_HERE:
         continue
-    _make = _of(_kind)
+    _make = of(_kind)
     _options: dict[str, Any] = {"dtype": "fp32", "tolerance": 2e-5} if _name in SINGLE else {}
     if _name in ("AdaHessian", "SophiaH"):
         _options["differs"] = OF_THE_REPLICA
@@ -204,7 +91,7 @@ for _name, _make in SHARPNESS.items():
 add(GROUP, "pytorch_optimizer.SAM-closure", trained(SHARPNESS["SAM"], how="closure"))
 for _name in ("SpectralSphere", "Muon", "GaLore", "SCION", "SOAP", "Alice", "Fira"):
     _options = {"differs": ROUNDING} if _name == "SOAP" else {}
-    add(GROUP, f"pytorch_optimizer.{_name}-matrices", trained(_of(getattr(P, _name)), Matrices), **_options)
+    add(GROUP, f"pytorch_optimizer.{_name}-matrices", trained(of(getattr(P, _name)), Matrices), **_options)
 for _name in ("GaLore", "APOLLO", "Fira", "Alice", "RACS", "Conda"):
     _options = {"differs": {"elastic": DRAWS}} if _name == "APOLLO" else {}
     add(GROUP, f"pytorch_optimizer.{_name}-low-rank", trained(_low_rank(getattr(P, _name)), Matrices), **_options)
@@ -217,13 +104,13 @@ for _name, _kind in FUSED.items():
 for _name, _kind in _classes(torch_optimizer).items():
     if _name in ("Adafactor", "Lookahead", "Optimizer", "Shampoo", "Adahessian"):
         continue
-    add(GROUP, f"torch_optimizer.{_name}", trained(_of(_kind)))
-add(GROUP, "torch_optimizer.Shampoo", trained(_of(torch_optimizer.Shampoo), Matrices))
-add(GROUP, "torch_optimizer.Adafactor", trained(_of(torch_optimizer.Adafactor)))
+    add(GROUP, f"torch_optimizer.{_name}", trained(of(_kind)))
+add(GROUP, "torch_optimizer.Shampoo", trained(of(torch_optimizer.Shampoo), Matrices))
+add(GROUP, "torch_optimizer.Adafactor", trained(of(torch_optimizer.Adafactor)))
 add(
     GROUP,
     "torch_optimizer.Adahessian",
-    trained(_of(torch_optimizer.Adahessian), how="graph"),
+    trained(of(torch_optimizer.Adahessian), how="graph"),
     differs=OF_THE_REPLICA,
     refused={"central": "argument to `grad..` cannot be empty"},
 )

@@ -15,6 +15,14 @@ PACKAGES = (
     "torch-geometric", "gpytorch", "normflows", "nflows", "pytorch-tabnet", "rtdl_revisiting_models",
     "tab-transformer-pytorch", "x-transformers", "snntorch", "vector-quantize-pytorch", "torchdiffeq", "e3nn", "peft",
     "pytorch-optimizer", "torch-optimizer", "schedulefree", "lion-pytorch", "prodigyopt", "ema-pytorch", "torch-ema",
+    "heavyball", "dadaptation", "adan-pytorch", "came-pytorch", "madgrad", "ranger21", "sophia-opt",
+    "adabelief-pytorch", "torch-optimi", "torchzero", "adam-atan2-pytorch", "grokfast-pytorch", "muon-optimizer",
+    "geoopt", "adabound", "adamp", "pytorch-ranger", "core-optimizer", "casmo-optimizer", "entmax", "egnn-pytorch",
+    "g-mlp-pytorch", "hyper-connections", "pykan", "kornia", "linformer", "local-attention", "loralib", "mambapy",
+    "mixture-of-experts", "ncps", "nystrom-attention", "perceiver-pytorch", "performer-pytorch", "product-key-memory",
+    "pytorch-metric-learning", "pytorch-msssim", "pytorch-tcn", "reformer-pytorch", "rotary-embedding-torch",
+    "sentence-transformers", "siren-pytorch", "soft-moe-pytorch", "spikingjelly", "st-moe-pytorch", "torchcde",
+    "pytorch-crf", "torchsde", "zuko",
 )  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,10 +36,14 @@ class ReplicaReducer(GradientReducer):
     ``clip_grad_norm_`` in each replica do not add up.
     """
 
+    alive: ClassVar[weakref.WeakSet[ReplicaReducer]] = weakref.WeakSet()
+    """All that there are, for what is called in threads that no replica runs."""
+
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
     ) -> None:
         super().__init__(worker, store, bytes_per_pack, method)
+        self.alive.add(self)
         self._one_device = worker.one_device()
         self._watched_version = -1
         self._watched: list[Record] = []

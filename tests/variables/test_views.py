@@ -1,0 +1,178 @@
+"""What shares memory for one replica shares memory for each, and what helps a module or an optimizer is its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tfstyle_dist as tfd
+
+
+@pytest.fixture
+def strategy() -> Iterator[tfd.Strategy]:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+def _values(strategy: tfd.Strategy, function: Any) -> list[Any]:
+    return list(strategy.experimental_local_results(strategy.run(function)))
+
+
+class _Keeps(torch.nn.Module):
+    """Keeps the data of its weight, and a part of a buffer, as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(2, 2)
+        self.register_buffer("both", torch.ones(4))
+        self.table, self.last = self.a.weight.data, self.both[2:]
+
+
+def test_an_attribute_that_is_data_of_a_parameter_stays_that(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = _Keeps()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.a(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+    assert all(_values(strategy, lambda: torch.equal(model.table, model.a.weight)))
+    with torch.no_grad():
+        model.a.weight.fill_(5.0)  # in cross-replica context
+    assert all(_values(strategy, lambda: torch.equal(model.table, model.a.weight)))
+
+
+def test_an_attribute_that_is_a_part_of_a_buffer_stays_that(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = _Keeps()
+
+    def step() -> torch.Tensor:
+        model.both += 1.0
+        return model.last.clone()
+
+    for count in (2.0, 3.0):
+        assert [last.tolist() for last in _values(strategy, step)] == [[count, count]] * 2
+
+
+class _Flat:
+    """All values and gradients of a model in one tensor each, of which the parameters have views."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.data = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        torch.nn.utils.vector_to_parameters(self.data, model.parameters())
+        self.grad, start = torch.zeros_like(self.data), 0
+        for p in model.parameters():
+            p.grad = self.grad[start : start + p.numel()].view_as(p)
+            start += p.numel()
+
+
+def test_parameters_and_gradients_that_are_parts_of_one_tensor_stay_that(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+        flat = _Flat(model)
+
+    def step() -> bool:
+        flat.grad.zero_()
+        replica = tfd.get_replica_context().replica_id_in_sync_group
+        F.mse_loss(model(torch.full((3, 2), 1.0 + replica)), torch.zeros(3, 2)).backward()
+        flat.data.sub_(flat.grad, alpha=0.1)
+        start = flat.data.untyped_storage().data_ptr()
+        return all(p.untyped_storage().data_ptr() == start for p in model.parameters())
+
+    before = flat.data.clone()
+    for _ in range(3):
+        assert all(_values(strategy, step))
+    first, second = _values(strategy, lambda: flat.data.clone())
+    assert torch.equal(first, second)
+    assert not torch.equal(first, before)
+
+
+class _Counter:
+    """Holds no tensor."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class _Counted(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counters = [_Counter()]
+        self.param_groups[0]["steps"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.counters[0].calls += 1
+        self.param_groups[0]["steps"].add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [tfd.MirroredStrategy, tfd.experimental.CentralStorageStrategy])
+def test_what_helps_a_module_or_an_optimizer_counts_once_for_each_replica(kind: Any) -> None:
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+            model.counter = _Counter()
+            optimizer = _Counted(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model.counter.calls += 1
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            strategy.run(step)
+        assert model.counter.calls == 3
+        assert optimizer.counters[0].calls == 3
+        assert optimizer.param_groups[0]["steps"] == 3
+
+
+class _ByParameter:
+    """What it knows of each parameter begins with the first step."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.settings = dict.fromkeys(model.parameters(), "a setting")
+        self.state: dict[Any, dict[str, int]] = defaultdict(dict)
+
+
+def test_an_object_that_has_parameters_as_keys_is_each_replicas_own(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        known = _ByParameter(model)
+
+    def step() -> float:
+        model(torch.ones(1, 2)).sum().backward()
+        state = known.state[model.weight]
+        state["step"] = state.get("step", 0) + 1
+        return float(state["step"])
+
+    assert [_values(strategy, step) for _ in range(2)] == [[1, 1], [2, 2]]
+
+
+class _Shadow:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_averages_of_three_hundred_parameters_are_each_replicas_own(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(150)])
+        shadow = _Shadow(model)
+
+    def step() -> float:
+        for kept in shadow.shadow.values():
+            kept.fill_(kept[0].item() + 1.0) if kept.dim() == 1 else kept.zero_()
+        return float(shadow.shadow["0.bias"] - start)
+
+    start = shadow.shadow["0.bias"].item()
+    assert [_values(strategy, step) for _ in range(2)] == [pytest.approx([n, n]) for n in (1.0, 2.0)]

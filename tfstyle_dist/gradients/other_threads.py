@@ -1,0 +1,49 @@
+"""A backward pass in a thread that the step function started: no replica would reduce its gradients."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
+
+
+def check_thread(roots: Any) -> None:
+    """Refuses a pass that would leave gradients of one replica with a strategy's parameters.
+
+    Args:
+        roots: the tensors that are differentiated, in a thread that no strategy runs.
+
+    Raises:
+        RuntimeError: they depend on parameters of a strategy whose replicas run in this process now.
+    """
+    for reducer in list(ReplicaReducer.alive):
+        contents = reducer.store.contents
+        if contents is None or contents.active is None:
+            continue
+        own = {id(record.tensor) for record in reducer.store.records() if record.tensor is not None}
+        if _reaches(roots, own):
+            raise RuntimeError(
+                f"backward() was called in the thread {threading.current_thread().name!r} while strategy.run is under "
+                "way in another one. The replicas of one process wait for each other at the end of backward(), in the "
+                "thread of each, so these gradients would stay those of one replica. Compute the loss in threads if "
+                "you like, and call backward() in the step function itself, or start one process for each replica "
+                "(torchrun)."
+            )
+
+
+def _reaches(roots: Any, leaves: set[int]) -> bool:
+    tensors = (roots,) if isinstance(roots, torch.Tensor) else roots
+    stack = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        stack += [before for before, _ in node.next_functions]
+    return False

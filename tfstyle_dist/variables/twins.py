@@ -1,0 +1,81 @@
+"""Tensors that share memory for replica 0 share memory for every replica: a view of a parameter stays a view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from tfstyle_dist.variables.copies import copied
+
+_Pair = tuple[torch.Tensor, torch.Tensor]  # the first keeps its memory, so that no other tensor gets the address
+Pairs = Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+
+
+class Twins:
+    """Which memory of a replica stands for which memory of the objects as they are shown now.
+
+    It is known while objects are taken and spread, and forgotten afterwards: a view holds its memory by itself.
+
+    Args:
+        pairs: gives the parameters with the tensors that have their insides for a replica.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known any more; what was given out is a view by itself."""
+        self._noted: dict[tuple[int, int], _Pair] = {}
+        self._parameters: dict[int, dict[int, _Pair]] = {}
+
+    def note(self, replica: int, value: torch.Tensor, own: torch.Tensor) -> None:
+        """What a replica has in the place of a tensor; of use if it has all of the tensor's memory."""
+        if (address := _address(value)) and _is_whole(value, own):
+            self._noted[replica, address] = (value.detach(), own)
+
+    def copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What a replica gets in the place of a tensor: a view where the replica has the memory, else a copy."""
+        address = _address(value)
+        if address and replica not in self._parameters:
+            known = ((_address(p), p, own) for p, own in self._pairs(replica))
+            whole = ((found, (p.detach(), own)) for found, p, own in known if found and _is_whole(p, own))
+            self._parameters[replica] = dict(whole)
+        pair = self._noted.get((replica, address)) or (self._parameters[replica].get(address) if address else None)
+        own = copied(value, device) if pair is None or pair[1].device != device else _view(pair[1], value)
+        self.note(replica, value, own)
+        return own
+
+    def copy_part(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """As ``copy``, where all other parts of the tensor's memory may be a parameter's or a gradient's too."""
+        address = _address(value)
+        if address and (replica, address) not in self._noted and value.untyped_storage().nbytes() > value.nbytes:
+            count = value.untyped_storage().nbytes() // value.element_size()
+            whole = value.detach().as_strided((count,), (1,), 0)
+            self.note(replica, whole, copied(whole, device))
+        return self.copy(replica, value, device)
+
+    def noted(self, replica: int, value: torch.Tensor) -> torch.Tensor | None:
+        """A view of what another tensor, no parameter, has in a replica in the place of this tensor's memory."""
+        pair = self._noted.get((replica, _address(value))) if self._noted else None
+        return None if pair is None else _view(pair[1], value)
+
+
+def _address(value: torch.Tensor) -> int:
+    """Where the whole memory begins of which a tensor has a part; 0 if it cannot be viewed in another way."""
+    if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter | torch.nn.Buffer):
+        return 0
+    if value.layout is not torch.strided or value.is_meta or value.is_conj() or value.is_neg():
+        return 0
+    return value.untyped_storage().data_ptr()
+
+
+def _is_whole(value: torch.Tensor, own: torch.Tensor) -> bool:
+    return own.dtype == value.dtype and own.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+
+
+def _view(base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        made = torch.empty(0, dtype=value.dtype, device=base.device)
+        return made.set_(base.untyped_storage(), value.storage_offset(), value.shape, value.stride())
