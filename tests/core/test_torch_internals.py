@@ -225,7 +225,7 @@ def test_many_tensors_in_one_call() -> None:
     assert [t.tolist() for t in added] == [[4, 4], [6, 6, 6]]
     torch_internals.foreach_add_(targets, sources)
     assert [t.tolist() for t in targets] == [[4, 4], [6, 6, 6]]
-    torch_internals.foreach_div_(targets, 2)
+    torch_internals.foreach_mul_(targets, torch.tensor(0.5))
     assert [t.tolist() for t in targets] == [[2, 2], [3, 3, 3]]
     halves = [t.to(torch.bfloat16) for t in targets]
     torch_internals.foreach_copy_(halves, sources)
