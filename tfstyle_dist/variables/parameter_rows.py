@@ -195,9 +195,9 @@ class ParameterRows:
         if begins:
             self._writes.begin()
         dirty, self._dirty = self._dirty, set()
-        if not (everything or self._elsewhere or dirty) and self._all is not None:
-            if comparable(self.inside) == self._all:
-                return
+        known = None if everything or self._elsewhere or dirty else self._all
+        if known is not None and comparable(self.inside) == known:
+            return
         with torch.no_grad():
             for place, parameter in enumerate(self.inside):
                 self._renew(place, parameter, everything or id(parameter) in dirty, everything)

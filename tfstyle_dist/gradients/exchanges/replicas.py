@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -106,7 +105,7 @@ class ReplicaReducer(GradientReducer):
                 self._reduce(replica, touched)
 
     def _records(self) -> list[Record]:
-        if self._watched_version != self.store.version or any([r.reference() is None for r in self._watched]):
+        if self._watched_version != self.store.version or [r for r in self._watched if r.reference() is None]:
             self.forget_dead()
             self._watched_version = self.store.version
             self._watched = [r for r in self.store.records() if id(r) in self.states]
@@ -169,7 +168,7 @@ class ReplicaReducer(GradientReducer):
         if self.own_sum is not None or record.policy is None or record.policy.scale is not ReduceOp.MEAN:
             return False
         dtype = grad.dtype
-        return all([g.layout is torch.strided and g.dtype is dtype for _, g, _ in column])
+        return not [g for _, g, _ in column if g.layout is not torch.strided or g.dtype is not dtype]
 
     def _sum(self, columns: Sequence[Sequence[_New]]) -> None:
         """Puts the means into the gradients of all replicas."""
@@ -180,10 +179,10 @@ class ReplicaReducer(GradientReducer):
         if not self._one_device:
             sum_over_devices([first, *others], self.method, self.bytes_per_pack)
             return
-        if count == 2 and not any([g.dtype in HALF for g in first]):
+        if count == 2 and not [g for g in first if g.dtype in HALF]:
             torch_internals.foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
             # A number, and any division, takes torch much longer than a tensor on the CPU; a half is exact.
-            half = self._half if all([g.is_cpu for g in first]) else 0.5
+            half = 0.5 if [g for g in first if not g.is_cpu] else self._half
             torch_internals.foreach_mul_(first, half)
         else:
             aggregate_list([first, *others], self.method, outs=first, divisor=count)
