@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,8 +10,6 @@ import torch
 from tfstyle_dist.core import torch_internals
 
 Hooks = tuple[Any, ...]
-_ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
-_PLAIN: tuple[Any, ...] = (None, None, {})
 
 
 def address_of(parameter: torch.Tensor) -> Any:
@@ -23,7 +18,7 @@ def address_of(parameter: torch.Tensor) -> Any:
 
 
 def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """What is remembered of one parameter."""
+    """What ``is_same`` compares."""
     grad = parameter.grad
     version = 0 if grad is None else torch_internals.version_of(grad)
     attributes = dict(parameter.__dict__) if parameter.__dict__ else None
@@ -31,42 +26,18 @@ def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     return written, address_of(parameter), trains, grad, version, hooks_of(parameter), attributes
 
 
-def marks_of_all(parameters: Sequence[torch.Tensor]) -> tuple[list[tuple[Any, ...]], list[Any] | None]:
-    """The marks of each of many parameters.
-
-    Returns:
-        The marks; and what of them can be compared at once (``comparable``), ``None`` where it would not tell all.
-    """
-    known = comparable(parameters)
-    if known is None:
-        return list(map(marks_of, parameters)), None
-    versions, addresses, trains, _, grad_versions = known
-    grads = [parameter.grad for parameter in parameters]
-    marks = zip(versions, addresses, trains, grads, grad_versions, repeat(()), repeat(None))
-    return list(marks), known
-
-
-def comparable(parameters: Sequence[torch.Tensor]) -> list[Any] | None:
-    """Equals what it was before if surely nothing was written to the parameters, whose gradients are still held.
-
-    Returns:
-        ``None`` if some parameter has hooks or attributes.
-    """
-    if not all_plain(parameters):
-        return None
-    grads = [parameter.grad for parameter in parameters]
-    return [
-        list(map(torch_internals.version_of, parameters)),
-        [p.data_ptr() if p.layout is torch.strided else None for p in parameters],
-        [parameter.requires_grad for parameter in parameters],
-        list(map(id, grads)),
-        [0 if grad is None else torch_internals.version_of(grad) for grad in grads],
-    ]
-
-
-def all_plain(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether none of these has hooks or attributes, as mostly."""
-    return list(map(_ATTRIBUTES, parameters)) == [_PLAIN] * len(parameters)
+def is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
+    """Whether a parameter is surely as it was marked."""
+    grad = parameter.grad
+    return (
+        torch_internals.version_of(parameter) == marks[0]
+        and grad is marks[3]
+        and (grad is None or torch_internals.version_of(grad) == marks[4])
+        and parameter.requires_grad is marks[2]
+        and address_of(parameter) == marks[1]
+        and not parameter.__dict__
+        and hooks_of(parameter) == marks[5]
+    )
 
 
 def hooks_of(tensor: torch.Tensor) -> Hooks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,17 +16,11 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.parameter_marks import (
-    address_of,
-    all_plain,
-    are_alike,
-    comparable,
-    hooks_of,
-    marks_of,
-    marks_of_all,
-    put_hooks,
-)
+from tfstyle_dist.variables.parameter_marks import address_of, are_alike, hooks_of, is_same, marks_of, put_hooks
 from tfstyle_dist.variables.shared_writes import SharedWrites
+
+_ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
+_PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
 
 
 class ParameterRows:
@@ -50,7 +45,6 @@ class ParameterRows:
         self.references: list[weakref.ref[torch.Tensor]] = []
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
-        self._all: list[Any] | None = None  # all marks at once
         self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
         self._nothing = torch.empty(0)
         self._writes = SharedWrites()
@@ -74,7 +68,6 @@ class ParameterRows:
             if row != self.row:
                 vessels.append(self._vessel(value, row))
         self._marks.append(marks_of(value))
-        self._all = None
         if running:
             self.inside.append(value)
         return len(self.references) - 1
@@ -116,7 +109,7 @@ class ParameterRows:
         """Forgets what is gone; returns the ``id`` and the place of every parameter that stays."""
         alive = [place for place, reference in enumerate(self.references) if reference() is not None]
         self.references = [self.references[place] for place in alive]
-        self._marks, self._all = [self._marks[place] for place in alive], None
+        self._marks = [self._marks[place] for place in alive]
         self._vessels = [[vessels[place] for place in alive] if vessels else [] for vessels in self._vessels]
         return [(id(p), place) for place, ref in enumerate(self.references) if (p := ref()) is not None]
 
@@ -169,7 +162,8 @@ class ParameterRows:
                 f"{tuple(self.inside[done].shape)} cannot be given another replica's content."
             )
             raise
-        if not (all_plain(self.inside) and all_plain(vessels)):
+        plain = [_PLAIN] * len(vessels)
+        if list(map(_ATTRIBUTES, self.inside)) != plain or list(map(_ATTRIBUTES, vessels)) != plain:
             self._swap_attributes(vessels)
         self._vessels[self.row], self._vessels[row] = vessels, []
         self.row = row
@@ -195,8 +189,7 @@ class ParameterRows:
         if begins:
             self._writes.begin()
         dirty, self._dirty = self._dirty, set()
-        known = None if everything or self._elsewhere or dirty else self._all
-        if known is not None and comparable(self.inside) == known:
+        if not (everything or self._elsewhere or dirty) and all(map(is_same, self.inside, self._marks)):
             return
         with torch.no_grad():
             for place, parameter in enumerate(self.inside):
@@ -247,7 +240,7 @@ class ParameterRows:
 
     def mark(self) -> None:
         """Remembers the parameters as they are, and lets them go; compute devices keep no values between runs."""
-        self._marks, self._all = marks_of_all(self.inside)
+        self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
             with torch.no_grad():
                 for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
