@@ -181,7 +181,7 @@ _in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_s
 
 
 def steps_by_torch_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch alone, which draws no random numbers, runs between our hooks around a ``step()`` without closure."""
+    """Whether torch alone, which draws no random numbers, runs between our hooks around a step without closure."""
     plain = type(optimizer) in _OWN_OPTIMIZERS and [len(hooks) for hooks in _hooks_of_all] == [1, 1]
     return plain and not (any(_hooks_of_step(optimizer)) or in_function_mode() or _in_dispatch_mode())
 
