@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Patch
@@ -28,6 +30,7 @@ HELPERS = {
     "torch",
     "warn_once",
     "attrgetter",
+    "torch_optimizer",
     "Any",
     "Callable",
     "Sequence",
@@ -225,7 +228,7 @@ def test_many_tensors_in_one_call() -> None:
     assert [t.tolist() for t in added] == [[4, 4], [6, 6, 6]]
     torch_internals.foreach_add_(targets, sources)
     assert [t.tolist() for t in targets] == [[4, 4], [6, 6, 6]]
-    torch_internals.foreach_div_(targets, 2)
+    torch_internals.foreach_mul_(targets, torch.tensor(0.5))
     assert [t.tolist() for t in targets] == [[2, 2], [3, 3, 3]]
     halves = [t.to(torch.bfloat16) for t in targets]
     torch_internals.foreach_copy_(halves, sources)
@@ -393,3 +396,43 @@ def test_sparse_tensors_are_taken_apart_and_put_together() -> None:
 def test_the_buffers_among_the_attributes_of_a_module() -> None:
     module = torch.nn.BatchNorm1d(2)
     assert torch_internals.buffers_among(vars(module)).keys() == dict(module.named_buffers()).keys()
+
+
+def test_whose_code_runs_in_the_step_of_an_optimizer() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    weight = torch.ones(1)
+    optimizer = torch.optim.Adam([weight])
+    ours = register_optimizer_step_pre_hook(print), register_optimizer_step_post_hook(print)
+    try:
+        assert torch_internals.steps_by_torch_alone(optimizer)
+        assert not torch_internals.steps_by_torch_alone(Own([weight]))
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            handle = register(print)
+            assert not torch_internals.steps_by_torch_alone(optimizer)
+            handle.remove()
+        for register_for_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            handle = register_for_all(print)
+            assert not torch_internals.steps_by_torch_alone(optimizer)
+            handle.remove()
+        with FlopCounterMode(display=False):
+            assert not torch_internals.steps_by_torch_alone(optimizer)
+        with torch.device("meta"):
+            assert not torch_internals.steps_by_torch_alone(optimizer)
+        assert torch_internals.steps_by_torch_alone(optimizer)
+    finally:
+        for handle in ours:
+            handle.remove()
+
+
+def test_a_default_device_is_a_function_mode() -> None:
+    assert not torch_internals.in_function_mode()
+    with torch.device("meta"):
+        assert torch_internals.in_function_mode()
+    torch.set_default_device("meta")
+    try:
+        assert torch_internals.in_function_mode()
+    finally:
+        torch.set_default_device(None)
+    assert not torch_internals.in_function_mode()

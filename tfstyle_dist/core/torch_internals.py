@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.core.process_hooks import Patch
@@ -123,8 +124,8 @@ foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one ca
 foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
 """``(targets, others)``: as ``target.add_(other)`` for each pair."""
 
-foreach_div_ = _required("torch._foreach_div_", "divide many gradients in one call")
-"""``(targets, number)``: as ``target.div_(number)`` for each."""
+foreach_mul_ = _required("torch._foreach_mul_", "divide many gradients in one call")
+"""``(targets, number)``: as ``target.mul_(number)`` for each; the number may be a tensor."""
 
 entries_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._nnz", "count the rows of a sparse gradient")
 """How many entries a sparse tensor stores; of one that is not coalesced, those of one place are counted each."""
@@ -168,6 +169,21 @@ _required("torch.optim.Optimizer._patch_step_function", "see which optimizers to
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch calls hooks around ``step``, which ``Optimizer.__init__`` arranges and marks in the class."""
     return hasattr(type(optimizer).step, "hooked")
+
+
+_OWN_OPTIMIZERS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+_hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_of_all = "optimizer._global_optimizer_pre_hooks", "optimizer._global_optimizer_post_hooks"
+_hooks_of_all = [_required(name, "see whose code steps", torch_optimizer) for name in _of_all]
+in_function_mode: Callable[[], int] = _required("torch._C._len_torch_function_stack", "see a default device")
+"""How many function modes are in force: a default device is one, so without any it is the CPU."""
+_in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_stack", "see whose code steps")
+
+
+def steps_by_torch_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch alone, which draws no random numbers, runs between our hooks around a step without closure."""
+    plain = type(optimizer) in _OWN_OPTIMIZERS and [len(hooks) for hooks in _hooks_of_all] == [1, 1]
+    return plain and not (any(_hooks_of_step(optimizer)) or in_function_mode() or _in_dispatch_mode())
 
 
 # ---- nests, profiler, input -----------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class GradientParts:
             state = self._reducer.state(record, replica)
             record.components[replica].grad = grad
             # What was reduced in earlier passes is the same on all replicas.
+            self._reducer.accumulated |= dirty
             state.ready, state.dirty, state.before = is_touched, dirty, self._reducer.state(record, own).before
             self._borrowed.append(state)
             if is_touched:

@@ -49,8 +49,10 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         original = partial(weighed_by_examples, original, replica)
     reducer = replica.strategy.gradient_reducer
     if isinstance(reducer, ReplicaReducer):
-        with reducer.watching(replica):
-            return original(*args, **kwargs)
+        before = reducer.before_pass(replica.local_replica_id)
+        found = original(*args, **kwargs)
+        reducer.after_pass(replica, before)
+        return found
     if args[_CREATE_GRAPH] and isinstance(reducer, PassReducer):
         with reducer.keeping_graphs(replica):
             return original(*args, **kwargs)

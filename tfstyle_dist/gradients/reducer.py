@@ -50,9 +50,11 @@ class GradientReducer(abc.ABC):
 
     Attributes:
         own_sum: what sums in this process in the place of ``method``, if the user defined it.
+        accumulated: whether a gradient may ever have been accumulated without reduction.
     """
 
     own_sum: OwnSum | None = None
+    accumulated = False
 
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
@@ -132,6 +134,7 @@ class GradientReducer(abc.ABC):
         frame = current_frame()
         replica = frame.replica if frame is not None and frame.strategy is self.store.strategy else None
         # Replicas in threads enter and leave at their own time: each counts for itself.
+        self.accumulated = True
         inside = range(len(self._accumulating)) if replica is None else (replica.local_replica_id,)
         for index in inside:
             self._accumulating[index] += 1
@@ -153,7 +156,7 @@ class GradientReducer(abc.ABC):
 
     def check_reduced(self, records: Sequence[Record], replica: int) -> None:
         """Raises RuntimeError when an optimizer is about to apply gradients that were never reduced."""
-        for record in records:
+        for record in records if self.accumulated else ():
             states = self.states.get(id(record))
             if states is None or not states[replica].dirty:
                 continue

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure, replica_of
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
@@ -24,12 +25,15 @@ from tfstyle_dist.variables.record import Record
 
 
 class _Ownership:
-    """Which strategy an optimizer's parameters belong to."""
+    """Which strategy an optimizer's parameters belong to; ``plain``: none of them is of a class of its own."""
 
-    __slots__ = ("foreign", "key", "records", "strategies")
+    __slots__ = ("foreign", "key", "plain", "records", "strategies")
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, key: list[int]) -> None:
         self.key = key
+        self.plain = all(
+            type(p) in (torch.nn.Parameter, torch.Tensor) for g in optimizer.param_groups for p in g["params"]
+        )
         self.records: list[Record] = []
         self.foreign: list[str] = []
         self.strategies: list[Any] = []
@@ -48,7 +52,7 @@ _ownership: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ownership] = weakr
 
 
 def _owner(optimizer: torch.optim.Optimizer) -> _Ownership:
-    key = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+    key = [number for group in optimizer.param_groups for number in map(id, group["params"])]
     known = _ownership.get(optimizer)
     if known is None or known.key != key:
         known = _Ownership(optimizer, key)
@@ -85,6 +89,7 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.outer: dict[int, FrameType] = {}
+        self.quiet: set[int] = set()  # those that draw no random numbers
 
     def begin(self, optimizer: torch.optim.Optimizer, caller: FrameType) -> bool:
         """Whether this call is not within another one of the same optimizer."""
@@ -105,6 +110,16 @@ class _Calls(threading.local):
             return False
         del self.outer[id(optimizer)]
         return True
+
+    def is_quiet(self, optimizer: torch.optim.Optimizer, owner: _Ownership, args: Any, kwargs: Any) -> bool:
+        """Whether a step that begins draws no random numbers; ``was_quiet`` says it at its end."""
+        quiet = owner.plain and len(args) == 1 and not kwargs and torch_internals.steps_by_torch_alone(optimizer)
+        (self.quiet.add if quiet else self.quiet.discard)(id(optimizer))
+        return quiet
+
+    def was_quiet(self, optimizer: torch.optim.Optimizer) -> bool:
+        """What ``is_quiet`` has said of the step that ends."""
+        return id(optimizer) in self.quiet
 
 
 _calls = _Calls()
@@ -185,7 +200,8 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         frame.replica.begin_update()
     clock = _clock(owner.strategies[0])
     clock.enter(UPDATE)
-    _tell_contents(owner.strategies[0], begins=True)
+    if not _calls.is_quiet(optimizer, owner, args, kwargs):
+        _tell_contents(owner.strategies[0], begins=True)
     try:
         changed = runner.before_step(optimizer, owner.records, args, kwargs)
         return _closure_counted(clock, *(changed or (args, kwargs))) or changed
@@ -202,7 +218,8 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if owner.records and owner.strategies[0].update_runner is not None:
         clock = _clock(owner.strategies[0])
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
-        _tell_contents(owner.strategies[0], begins=False)
+        if not _calls.was_quiet(optimizer):
+            _tell_contents(owner.strategies[0], begins=False)
         clock.leave()
 
 

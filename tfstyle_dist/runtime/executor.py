@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
@@ -25,6 +26,7 @@ from tfstyle_dist.runtime.replica_run import Content, NoContent
 from tfstyle_dist.runtime.turns import TurnRun
 
 Job = Callable[[], None]
+_CPU = torch.device("cpu")
 _TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
 
 
@@ -78,7 +80,7 @@ class _Ambient:
 
     Args:
         kinds: of devices that the replicas use.
-        devices: of the replicas.
+        devices: of the replicas, if they have streams.
     """
 
     def __init__(self, kinds: Iterable[str], devices: Iterable[torch.device]) -> None:
@@ -86,10 +88,10 @@ class _Ambient:
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self.cache = torch.is_autocast_cache_enabled()
-        self.device = torch.get_default_device()
+        self.device = torch.get_default_device() if torch_internals.in_function_mode() else _CPU
         # A stream is its caller's choice: replicas that use others would not be ordered after its work, nor would what
         # one thread does with the tensors of all replicas.
-        self.streams = [accelerator(d.type).current_stream(d) for d in devices if is_accelerator(d.type)]
+        self.streams = [accelerator(d.type).current_stream(d) for d in devices]
         self.num_threads = torch.get_num_threads()
 
     @contextlib.contextmanager
@@ -134,7 +136,7 @@ class ReplicaExecutor:
     ) -> None:
         self._devices, self._timeout = tuple(devices), timeout
         self._kinds = {"cpu", *(device.type for device in devices)} - {"meta"}
-        self._places = {device.torch_device for device in devices}
+        self._places = {device.torch_device for device in devices if is_accelerator(device.type)}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
         self._teams: list[_Team] = []

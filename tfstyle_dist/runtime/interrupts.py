@@ -7,6 +7,7 @@ the user's code runs and where a replica waits.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import sys
 import threading
@@ -14,8 +15,14 @@ from types import FrameType
 from typing import Any
 
 _THAT_RAISE = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
 ]
+
+
+# The functions of ``signal`` make enums of numbers and handlers, which takes longer than a turn.
+_handler_of, _set_handler = _signal.getsignal, _signal.signal
 
 
 class Interrupts:
@@ -47,17 +54,17 @@ class _MainThread(Interrupts):
         self._runs.add(run)
         if len(self._runs) == 1:
             for number in _THAT_RAISE:
-                handler = signal.getsignal(number)
+                handler = _handler_of(number)
                 if callable(handler) and handler is not self._own:
                     self._usual[number] = handler
-                    signal.signal(number, self._own)
+                    _set_handler(number, self._own)
 
     def end(self, run: object) -> None:
         self._runs.discard(run)
         try:
             for number, handler in () if self._runs else self._usual.items():
-                if signal.getsignal(number) is self._own:  # else somebody set another one meanwhile, a debugger say
-                    signal.signal(number, handler)
+                if _handler_of(number) is self._own:  # else somebody set another one meanwhile, a debugger say
+                    _set_handler(number, handler)
         finally:
             self.admit()
 

@@ -19,7 +19,7 @@ import torch
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator
 from tfstyle_dist.core.untraced import untraced
 
-_State = tuple[torch.Tensor, torch.Tensor | None]
+_State = tuple[torch.Tensor | int, torch.Tensor | None]  # of the CPU, where a number is a seed; of the device
 
 
 class RandomStreams:
@@ -32,11 +32,11 @@ class RandomStreams:
 
     def __init__(self, devices: Sequence[ReplicaDevice], first: int) -> None:
         self._devices, self._first = [d.torch_device for d in devices], first
+        self._accelerated = [is_accelerator(d.type) for d in devices]
         self._states: list[_State | None] = [None] * len(devices)
         self._active = 0
         self._seed: int | None = None
         self._derived_from = (-1, 0)
-        self._generator = torch.Generator()
         self._python: list[Any] | None = None
         self._forget_updates()
 
@@ -99,7 +99,7 @@ class RandomStreams:
         self._seed = None
         digest = 0
         for state in self._now(0):  # a step on a device draws its numbers there, and leaves the CPU's state as it was
-            digest = digest if state is None else zlib.crc32(state.numpy().tobytes(), digest)
+            digest = zlib.crc32(state.numpy().data, digest) if isinstance(state, torch.Tensor) else digest
         before, times = self._derived_from
         times = times + 1 if digest == before else 0
         self._derived_from = digest, times
@@ -124,20 +124,23 @@ class RandomStreams:
         self._active = replica
 
     def _set(self, replica: int, state: _State) -> None:
-        torch.set_rng_state(state[0])
+        if isinstance(state[0], int):
+            torch.default_generator.manual_seed(state[0])
+        else:
+            torch.default_generator.set_state(state[0])
         if state[1] is not None:
             device = self._devices[replica]
             accelerator(device.type).set_rng_state(state[1], device)
 
     def _now(self, replica: int) -> _State:
         device = self._devices[replica]
-        own = accelerator(device.type).get_rng_state(device) if is_accelerator(device.type) else None
-        return torch.get_rng_state(), own
+        own = accelerator(device.type).get_rng_state(device) if self._accelerated[replica] else None
+        return torch.default_generator.get_state(), own
 
     def _made(self, replica: int, seed: int) -> _State:
         device = self._devices[replica]
         own = torch.Generator(device).manual_seed(seed).get_state() if is_accelerator(device.type) else None
-        return self._generator.manual_seed(seed).get_state(), own
+        return seed, own
 
 
 def is_of_the_streams(generator: torch.Generator) -> bool:

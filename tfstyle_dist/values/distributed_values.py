@@ -110,6 +110,9 @@ def regroup(per_replica: Sequence[Any], what: str = "return values", wrap: type[
     """
     if len(per_replica) == 1:
         return per_replica[0]
+    if all(type(value) is torch.Tensor for value in per_replica):  # a loss, mostly: no nest to walk
+        first = per_replica[0]
+        return first if all(value is first for value in per_replica) else wrap(per_replica)
     leaves, spec = nest.assert_same_structure(per_replica, what)
     grouped = []
     for entries in zip(*leaves, strict=True):

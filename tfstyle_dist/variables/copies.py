@@ -154,6 +154,15 @@ class Mark:
         if not self.same():
             self.__init__(self.value)  # type: ignore[misc]
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether the entries of a container are compared, not its size alone."""
+        return bool(self._marks)
+
+    def parts(self) -> list[Mark]:
+        """The marks of what a container holds."""
+        return [mark for mark in self._marks if type(mark) is Mark]
+
     def entries(self) -> Iterator[tuple[Any, Any]]:
         """The keys of a dict with the marks of what they had."""
         return zip(self._keys or (), self._marks, strict=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables.copies import ATOMS
 from tfstyle_dist.variables.state_objects import parts_of
 
@@ -27,7 +28,7 @@ _LIBRARIES = (
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of a path: a user's own packages, those of a system, and those of other environments."""
 _MOST_LOOKED_AT = 256
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)
+_NOTHING = ATOMS.difference((types.FunctionType, types.MethodType, types.ModuleType)) | {PerReplica}
 _NO_VALUE = object()
 
 
@@ -44,6 +45,7 @@ class Discovery:
     def __init__(self, take: Callable[[Any], bool]) -> None:
         self._take = take
         self.tensors: list[torch.Tensor] = []
+        # Of the user's own functions what they name; of functions of libraries nothing.
         self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
     def look(self, function: Any, arguments: Iterable[Any]) -> None:
@@ -65,7 +67,7 @@ class Discovery:
 
     def _value(self, value: Any, seen: set[int], names: Sequence[str], depth: int) -> None:
         kind = type(value)
-        if (kind in ATOMS and kind not in _FUNCTIONS) or id(value) in seen:
+        if kind in _NOTHING or id(value) in seen:
             return
         seen.add(id(value))
         if issubclass(kind, types.ModuleType):
@@ -74,6 +76,8 @@ class Discovery:
             if depth == 0 and not _is_library(held.get("__file__")):
                 for name in names:
                     self._value(held.get(name), seen, (), 1)
+        elif kind is torch.Tensor and not value.requires_grad:
+            self.tensors.append(value)
         elif isinstance(value, types.FunctionType):
             self._function(value, seen)
         elif isinstance(value, types.MethodType):
@@ -117,8 +121,6 @@ class Discovery:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._value(inspect.unwrap(wrapped), seen, (), 0)
-        if _is_library(function.__code__.co_filename):
-            return
         names, space = self._names_of(function.__code__), function.__globals__
         for name in names:
             value = space.get(name, _NO_VALUE)
@@ -128,8 +130,9 @@ class Discovery:
     def _names_of(self, code: types.CodeType) -> tuple[str, ...]:
         known = self._names.get(code)
         if known is None:
-            names = dict.fromkeys(code.co_names)
-            stack = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+            library = _is_library(code.co_filename)
+            names = dict.fromkeys(() if library else code.co_names)
+            stack = [] if library else [c for c in code.co_consts if isinstance(c, types.CodeType)]
             while stack:
                 inner = stack.pop()
                 names.update(dict.fromkeys(inner.co_names))

@@ -8,6 +8,8 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
+
 from tfstyle_dist.variables.copies import CONTAINERS, PLAIN_TENSORS, Mark
 
 
@@ -105,6 +107,30 @@ class AllObjects:
         self._boxes = [box for _, content in things for box in content.boxes]
         self._sizes = list(map(len, self._boxes))
         self._deep = [mark for _, content in things for mark in content.deep]
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """Lists what the marks compare, so that few calls of C compare all of it."""
+        inner: list[Mark] = []
+        self._tensors: list[Mark] = []
+        stack = list(self._deep)
+        while stack:
+            mark = stack.pop()
+            if isinstance(mark.value, torch.Tensor):
+                self._tensors.append(mark)
+            else:
+                inner.append(mark)
+                stack += mark.parts()
+        self._inner = [mark.value for mark in inner]
+        self._inner_sizes = list(map(len, self._inner))
+        looked_into = [mark.value for mark in inner if mark.looks_inside]
+        self._mappings = [value for value in looked_into if isinstance(value, dict)]
+        self._sequences = [value for value in looked_into if not isinstance(value, dict)]
+        self._inner_keys = list(chain.from_iterable(self._mappings))
+        self._inner_values = list(self._entries())
+
+    def _entries(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._mappings)), chain.from_iterable(self._sequences))
 
     def have_same_attributes(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
         """Whether all attributes are the same objects; they may have been written to."""
@@ -112,18 +138,30 @@ class AllObjects:
         return (
             list(map(len, dicts)) == self._counts
             and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
-            and all(map(is_, chain.from_iterable(dicts), self._keys))
+            and list(chain.from_iterable(dicts)) == self._keys
             and list(map(len, self._boxes)) == self._sizes
+        )
+
+    def _have_same_entries(self) -> bool:
+        return (
+            list(map(len, self._inner)) == self._inner_sizes
+            and all(map(is_, self._entries(), self._inner_values))
+            and all(map(is_, chain.from_iterable(self._mappings), self._inner_keys))
         )
 
     def are_same(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
         """Whether nothing was written to any attribute."""
-        return self.have_same_attributes(things) and all(mark.same() for mark in self._deep)
+        return self.have_same_attributes(things) and self._have_same_entries() and all(map(Mark.same, self._tensors))
 
     def renew(self) -> None:
         """Remembers what was written to."""
+        if self._have_same_entries():
+            for mark in self._tensors:
+                mark.renew()
+            return
         for mark in self._deep:
             mark.renew()
+        self._flatten()
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

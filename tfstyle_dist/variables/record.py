@@ -43,11 +43,11 @@ class Record:
         policy: how its gradient is reduced; ``None`` for buffers.
         number: place in the order of adoption; the same on all workers.
         changes: counts writes, so that copies elsewhere are known to be old.
+        reference: gives the user's own tensor object, while it lives.
     """
 
     __slots__ = (
         "__weakref__",
-        "_tensor",
         "aggregation",
         "changes",
         "components",
@@ -57,6 +57,7 @@ class Record:
         "number",
         "placement",
         "policy",
+        "reference",
         "store",
         "synchronization",
     )
@@ -75,18 +76,18 @@ class Record:
         self.components: list[torch.Tensor] = components  # or a sequence that looks them up
         self.synchronization, self.aggregation, self.policy = synchronization, aggregation, policy
         self.placement = store.placement
-        self._tensor: weakref.ref[torch.Tensor] = weakref.ref(tensor)
+        self.reference: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.local_name, self.number, self.changes = "", -1, 0
 
     @property
     def tensor(self) -> torch.Tensor | None:
         """The user's own tensor object, while it lives."""
-        return self._tensor()
+        return self.reference()
 
     def rebind(self, tensor: torch.Tensor) -> None:
         """Stands for another tensor object from now on."""
-        self._tensor = weakref.ref(tensor)
+        self.reference = weakref.ref(tensor)
 
     def index(self) -> int | None:
         """The local replica whose copy the calling thread means; ``None`` in cross-replica context."""

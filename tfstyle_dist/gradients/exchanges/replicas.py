@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -23,8 +21,8 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
+_Before = tuple[Record, torch.Tensor | None, torch.Tensor | None, int]  # the leaf, its gradient, how often written to
 _New = tuple[Record, torch.Tensor, bool]  # the gradient, and whether there was none before the pass
-_grad_of = attrgetter("grad")
 _SHARED = 64 * 1024  # elements; replicas share the memory of larger gradients until one of them writes to it
 
 
@@ -44,7 +42,7 @@ class ReplicaReducer(GradientReducer):
     ) -> None:
         super().__init__(worker, store, bytes_per_pack, method)
         self.alive.add(self)
-        self._one_device = worker.one_device()
+        self._one_device, self._half = worker.one_device(), torch.tensor(0.5, device="cpu")
         self._watched_version = -1
         self._watched: list[Record] = []
         self._keeps_state = worker.group.size > 1
@@ -68,26 +66,35 @@ class ReplicaReducer(GradientReducer):
         return state.ready
 
     def watch_before(self, record: Record) -> None:
-        """For SUM the gradient before each pass is remembered by ``watching``."""
+        """For SUM the gradient before each pass is remembered by ``before_pass``."""
         for state in self.states.get(id(record), ()):
             state.watches_before = True
 
-    @contextmanager
-    def watching(self, replica: Replica) -> Iterator[None]:
-        """Around one backward pass of a replica: what came in it is reduced at its end.
+    def before_pass(self, number: int) -> list[_Before]:
+        """Local replica ``number`` begins a backward pass; ``after_pass`` wants to know what is there now."""
+        before: list[_Before] = []
+        for record in self._records():
+            # In its own turn a replica's copy of a module's parameter is the parameter.
+            leaf = record.reference() if record.kind == "parameter" else record.components[number]
+            grad = None if leaf is None else leaf.grad
+            before.append((record, leaf, grad, 0 if grad is None else torch_internals.version_of(grad)))
+            if record.policy is not None and record.policy.scale is ReduceOp.SUM:  # only the new part is summed
+                state = self.state(record, number)
+                if grad is None or not state.dirty:
+                    state.before = None if grad is None else grad.detach().clone()
+        return before
+
+    def after_pass(self, replica: Replica, before: Sequence[_Before]) -> None:
+        """A replica's backward pass has returned: what came in it is reduced.
 
         Args:
             replica: the replica's context.
+            before: what ``before_pass`` returned.
         """
         number = replica.local_replica_id
-        watched = self._records()
-        # In its own turn a replica's copy of a module's parameter is the parameter.
-        leaves = [r.tensor if r.kind == "parameter" else r.components[number] for r in watched]
-        before = [(grad, 0 if grad is None else torch_internals.version_of(grad)) for grad in map(_grad_of, leaves)]
-        self._remember(watched, before, number)
-        yield
         touched: dict[int, _New] = {}
-        for record, grad, (old, version) in zip(watched, map(_grad_of, leaves), before, strict=True):
+        for record, leaf, old, version in before:
+            grad = None if leaf is None else leaf.grad
             if grad is None or (grad is old and torch_internals.version_of(grad) == version):
                 continue
             policy = record.policy
@@ -103,16 +110,8 @@ class ReplicaReducer(GradientReducer):
             with self.worker.clocks[number].counting(COMMUNICATION):
                 self._reduce(replica, touched)
 
-    def _remember(self, watched: Sequence[Record], before: Sequence[tuple[Any, int]], number: int) -> None:
-        """Of gradients that are summed only the new part is."""
-        for record, (grad, _) in zip(watched, before, strict=True):
-            if record.policy is not None and record.policy.scale is ReduceOp.SUM:
-                state = self.state(record, number)
-                if grad is None or not state.dirty:
-                    state.before = None if grad is None else grad.detach().clone()
-
     def _records(self) -> list[Record]:
-        if self._watched_version != self.store.version or any(r.tensor is None for r in self._watched):
+        if self._watched_version != self.store.version or [r for r in self._watched if r.reference() is None]:
             self.forget_dead()
             self._watched_version = self.store.version
             self._watched = [r for r in self.store.records() if id(r) in self.states]
@@ -128,23 +127,27 @@ class ReplicaReducer(GradientReducer):
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
         first, *others = all_touched
-        dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.states[id(r)])}
+        dirty: dict[int, Record] = {}
+        if self.accumulated:
+            dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.states[id(r)])}
         with torch.no_grad():
             if self.worker.group.size > 1:
                 self._over_workers()
                 return [None] * len(all_touched)
-            plain: list[list[_New]] = []
+            plain: list[Sequence[_New]] = []
             rest = dirty
             for key, new in first.items():
-                column = [new, *(other[key] for other in others if key in other)]
+                column = (new, *[other[key] for other in others if key in other])
                 if len(column) == len(all_touched) and key not in dirty and self._is_plain(column):
                     plain.append(column)
                 else:
                     rest[key] = new[0]
             for other in others:
-                rest.update({key: new[0] for key, new in other.items() if key not in first})
+                if other.keys() != first.keys():
+                    rest.update({key: new[0] for key, new in other.items() if key not in first})
             self._sum(plain)
-            self.say_unused([r for key, r in rest.items() if any(key not in part for part in all_touched)])
+            if rest:
+                self.say_unused([r for key, r in rest.items() if any(key not in part for part in all_touched)])
             for record in rest.values():
                 self._reduce_locally(record)
         return [None] * len(all_touched)
@@ -171,7 +174,7 @@ class ReplicaReducer(GradientReducer):
         if self.own_sum is not None or record.policy is None or record.policy.scale is not ReduceOp.MEAN:
             return False
         dtype = grad.dtype
-        return all(g.layout is torch.strided and g.dtype is dtype for _, g, _ in column)
+        return not [g for _, g, _ in column if g.layout is not torch.strided or g.dtype is not dtype]
 
     def _sum(self, columns: Sequence[Sequence[_New]]) -> None:
         """Puts the means into the gradients of all replicas."""
@@ -182,9 +185,11 @@ class ReplicaReducer(GradientReducer):
         if not self._one_device:
             sum_over_devices([first, *others], self.method, self.bytes_per_pack)
             return
-        if count == 2 and not any(g.dtype in HALF for g in first):
+        if count == 2 and not [g for g in first if g.dtype in HALF]:
             torch_internals.foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method
-            torch_internals.foreach_div_(first, count)
+            # A number, and any division, takes torch much longer than a tensor on the CPU; a half is exact.
+            half = 0.5 if [g for g in first if not g.is_cpu] else self._half
+            torch_internals.foreach_mul_(first, half)
         else:
             aggregate_list([first, *others], self.method, outs=first, divisor=count)
         for replica, other in enumerate(others, start=1):
