@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfstyle_dist.core.errors import DataLossError
@@ -21,9 +21,13 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.dialling import Dialler
+from tfstyle_dist.elastic.doorbell import Doorbell
 from tfstyle_dist.elastic.lookup import Address, Lookup
+from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.presence import is_gone, listen, place
+from tfstyle_dist.elastic.shared_lines import bell_of, found_by
+from tfstyle_dist.elastic.signs import Signs
 
 _LONGEST_PAUSE = 0.025
 _CHUNK = 1 << 20
@@ -36,14 +40,14 @@ class Links:
         me: this worker's number.
         addresses: of all workers.
         job: what tells this job from others; both ends must say the same.
-        beat_every: seconds between two signs of life.
-        suspect_after: seconds of silence after which a connection is given up.
+        options: of the job.
+        doorbell: where this process waits.
         on_up: called with a worker's number when there is a connection to it.
         on_packet: called with a worker's number and what it sent.
         on_down: called with a worker's number, whether its process is known to be gone, and whether it was the other
             end that gave up, when a connection is gone; again when its process becomes known to be gone.
 
-    All three are called by the thread, one at a time.
+    All three are called by the thread, one at a time; ``on_packet`` by whoever calls ``look`` too.
 
     Attributes:
         life: tells this process from others that have had its number.
@@ -54,22 +58,27 @@ class Links:
         me: int,
         addresses: Sequence[Address],
         job: str,
-        beat_every: float,
-        suspect_after: float,
+        options: Elastic,
+        doorbell: Doorbell,
         on_up: Callable[[int], None],
         on_packet: Callable[[int, Packet], None],
         on_down: Callable[[int, bool, bool], None],
     ) -> None:
         self._me, self._addresses, self._job = me, list(addresses), job
-        self._beat_every, self._suspect_after = beat_every, suspect_after
+        self._beat_every, self._suspect_after, self._doorbell = options.beat_every, options.suspect_after, doorbell
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
         self.life = secrets.token_hex(8)
-        self._hello = {"is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": self.life}
+        self._hello = {
+            "is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": self.life,
+            "host": doorbell.host, "bell": doorbell.announced,
+        }  # fmt: skip
+        self._signs = Signs(options, str(self._hello["place"]))
         self._lock = threading.Lock()
+        self._reading = threading.RLock()  # of shared memory; taken before the locks of what is called
         self._up: dict[int, Connection] = {}
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
         self._lookups = [Lookup(address) for address in self._addresses]
-        self._dialler = Dialler(self._lookups, suspect_after)
+        self._dialler = Dialler(self._lookups, options.suspect_after)
         self._past: dict[int, str] = {}  # the last process there was a connection to
         self._looked = time.monotonic()
         self._orders, self._closing = list[Callable[[], None]](), False
@@ -96,6 +105,33 @@ class Links:
             connection.send(packet)
             if connection.has_more():
                 self._wake()
+
+    def has_more(self, others: Iterable[int]) -> bool:
+        """Whether something was kept for workers that read it from shared memory."""
+        with self._lock:
+            found = [connection for other in others if (connection := self._up.get(other)) is not None]
+        return any(connection.lines is not None and connection.has_more() for connection in found)
+
+    def look(self) -> bool:
+        """Takes what has come in shared memory, and writes what was kept; returns whether something has come."""
+        found = False
+        with self._reading:
+            for connection in list(self._up.values()):
+                if connection.lines is not None:
+                    connection.flush()
+                    found |= self._take(connection)
+        return found
+
+    def _take(self, connection: Connection) -> bool:
+        found = False
+        try:
+            for packet in connection.receive(_CHUNK):
+                found = True
+                self._on_received(connection, packet)
+        except DataLossError as error:
+            get_logger().error("the connection to worker %s is given up: %s", connection.rank, error)
+            self._order(lambda: self._gone(connection))
+        return found
 
     def drop(self, other: int) -> None:
         """Closes the connection that there is now; the other end is told that it is meant so."""
@@ -139,6 +175,7 @@ class Links:
         try:
             while not self._closing:
                 self._look_after()
+                self.look()
                 for key, events in self._selector.select(self._pause()):
                     self._handle(key.fileobj, key.data, events)
                 with self._lock:
@@ -155,6 +192,7 @@ class Links:
                     key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
             self._ring.close()
+            self._doorbell.close()
 
     def _pause(self) -> float:
         return 0.01 if self._unsure else min(self._beat_every / 2, _LONGEST_PAUSE)
@@ -177,11 +215,16 @@ class Links:
                     self._forget(connection)
                     return
                 connection.flush()
-            if events & selectors.EVENT_READ:
+            if connection.lines is not None:
+                connection.hear()
+                self.look()
+            elif events & selectors.EVENT_READ:
                 for packet in connection.receive(_CHUNK):
                     self._on_received(connection, packet)
                     if connection.closed:
                         return
+                    if connection.lines is not None:
+                        break  # what comes now does not come here
             self._watch(connection)
         except (OSError, EOFError, DataLossError) as error:
             if isinstance(error, DataLossError):
@@ -218,7 +261,12 @@ class Links:
         self._dialler.end(connection)
         if connection.accepted:
             connection.rank = rank
-            connection.send(Packet(dict(self._hello)))
+            lines, bell = found_by(hello, self._hello)
+            connection.send(Packet({**self._hello, "shares": lines is not None}))
+            connection.share(lines, bell)
+        else:
+            shares = hello.get("shares")
+            connection.share(connection.offered if shares else None, bell_of(hello, self._me) if shares else None)
         if before is not None:  # a new process has its number: of the old one nothing was heard yet
             self._gone(before)
         if self._unsure.pop(rank, None) is not None:  # the new one listens where it did
@@ -231,13 +279,16 @@ class Links:
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        if now - self._looked > self._suspect_after:
+        if now - self._looked > self._signs.shortest:
             self._stood_still(now)
         self._looked = now
         for connection in list(self._up.values()):
-            if (silent := now - connection.heard) > self._suspect_after:
-                get_logger().warning("worker %s was silent for %.1f s: given up", connection.rank, silent)
+            if why := self._signs.why_lost(connection, now):
+                get_logger().warning("worker %s %s: given up", connection.rank, why)
                 self._drop(connection)
+                continue
+            if self._signs.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
+                self._gone(connection)  # the end of its socket does not get through
                 continue
             if now - connection.said > self._beat_every and not connection.has_more():
                 connection.send(Packet({"is": "beat"}))
@@ -259,14 +310,15 @@ class Links:
         """This process was stopped for so long that the others have given it up; whoever is gone now did."""
         get_logger().warning("worker %d stood still for %.1f s", self._me, now - self._looked)
         for connection in self._up.values():
-            connection.heard, connection.doubtful_until = now, now + self._suspect_after
+            connection.heard, connection.doubtful_until, connection.stopped = now, now + self._suspect_after, 0.0
 
     def _register(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
         self._selector.register(connection.socket, events, connection)
 
     def _watch(self, connection: Connection) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more() else 0)
+        by_socket = connection.has_more() and connection.lines is None
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if by_socket else 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.modify(connection.socket, events, connection)
 
@@ -283,12 +335,15 @@ class Links:
         connection.close()
 
     def _gone(self, connection: Connection) -> None:
-        self._forget(connection)
         rank = connection.rank
-        if rank is None or self._up.get(rank) is not connection:
-            return
-        with self._lock:
-            del self._up[rank]
+        with self._reading:  # nothing of what it has sent is taken later
+            if connection.lines is not None:
+                self._take(connection)
+            self._forget(connection)
+            if rank is None or self._up.get(rank) is not connection:
+                return
+            with self._lock:
+                del self._up[rank]
         if time.monotonic() < connection.doubtful_until:
             connection.meant = connection.dropped = True
         dead = connection.left or self._is_dead(rank, connection)
