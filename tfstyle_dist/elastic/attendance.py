@@ -74,9 +74,7 @@ class Attendance:
         self._closed = False
         described = json.dumps([list(addresses), options.replicas, options.min_workers])
         job = hashlib.sha256(described.encode()).hexdigest()[:16]
-        self._links = Links(
-            me, addresses, job, options, self._changed, self._on_up, self._on_packet, self._on_down
-        )
+        self._links = Links(me, addresses, job, options, self._changed, self._on_up, self._on_packet, self._on_down)
         self._changed.look = self._links.look
         self._links.start()  # what it calls uses it
 

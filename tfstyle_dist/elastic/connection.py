@@ -45,7 +45,7 @@ class Connection:
         lines: memory that both ends share, once both have it.
         offered: memory that this end has made, and of which it does not know yet whether the other end has it.
         bell: that of the other end, if it can be rung.
-        stopped: since when it is known that the other end's process was stopped; 0: it was not.
+        stopped: for how many seconds the other end's process was seen to be stopped by a signal.
     """
 
     def __init__(self, connected: socket.socket, rank: int | None) -> None:

@@ -130,5 +130,3 @@ class Bell:
             self._futex.wait(_RUNG, seen)
         self._words[_SLEEPS] = 0
         look()
-
-

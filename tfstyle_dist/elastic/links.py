@@ -7,7 +7,6 @@ that closes, or on which nothing was heard for too long, is gone for good; a new
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
 import socket
@@ -22,15 +21,15 @@ from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.dialling import Dialler
 from tfstyle_dist.elastic.doorbell import Doorbell
+from tfstyle_dist.elastic.greeting import answer, hello_of
 from tfstyle_dist.elastic.lookup import Address, Lookup
+from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections
 from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.presence import is_gone, listen, place
-from tfstyle_dist.elastic.shared_lines import bell_of, found_by
+from tfstyle_dist.elastic.presence import is_gone, listen
 from tfstyle_dist.elastic.signs import Signs
 
 _LONGEST_PAUSE = 0.025
-_CHUNK = 1 << 20
 
 
 class Links:
@@ -47,7 +46,7 @@ class Links:
         on_down: called with a worker's number, whether its process is known to be gone, and whether it was the other
             end that gave up, when a connection is gone; again when its process becomes known to be gone.
 
-    All three are called by the thread, one at a time; ``on_packet`` by whoever calls ``look`` too.
+    All three are called by the thread, ``on_packet`` by whoever calls ``look`` too.
 
     Attributes:
         life: tells this process from others that have had its number.
@@ -64,26 +63,20 @@ class Links:
         on_packet: Callable[[int, Packet], None],
         on_down: Callable[[int, bool, bool], None],
     ) -> None:
-        self._me, self._addresses, self._job = me, list(addresses), job
-        self._beat_every, self._suspect_after, self._doorbell = options.beat_every, options.suspect_after, doorbell
+        self._me, self._job, self._options, self._doorbell = me, job, options, doorbell
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
         self.life = secrets.token_hex(8)
-        self._hello = {
-            "is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": self.life,
-            "host": doorbell.host, "bell": doorbell.announced,
-        }  # fmt: skip
-        self._signs = Signs(options, str(self._hello["place"]))
+        self._hello = hello_of(me, job, self.life, doorbell)
+        self._signs = Signs(me, options, str(self._hello["place"]))
         self._lock = threading.Lock()
-        self._reading = threading.RLock()  # of shared memory; taken before the locks of what is called
-        self._up: dict[int, Connection] = {}
+        self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
-        self._lookups = [Lookup(address) for address in self._addresses]
+        self._lookups = [Lookup(address) for address in addresses]
         self._dialler = Dialler(self._lookups, options.suspect_after)
         self._past: dict[int, str] = {}  # the last process there was a connection to
-        self._looked = time.monotonic()
         self._orders, self._closing = list[Callable[[], None]](), False
         self._selector = selectors.DefaultSelector()
-        self._listener = listen(me, self._addresses[me])
+        self._listener = listen(me, addresses[me])
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         for each in (self._listener, self._bell):
@@ -99,56 +92,34 @@ class Links:
 
     def send(self, other: int, packet: Packet) -> None:
         """Sends, or keeps a copy of what cannot be sent yet; nothing happens if the worker is gone."""
-        with self._lock:
-            connection = self._up.get(other)
-        if connection is not None:
+        if (connection := self._open.get(other)) is not None:
             connection.send(packet)
             if connection.has_more():
                 self._wake()
 
     def has_more(self, others: Iterable[int]) -> bool:
         """Whether something was kept for workers that read it from shared memory."""
-        with self._lock:
-            found = [connection for other in others if (connection := self._up.get(other)) is not None]
-        return any(connection.lines is not None and connection.has_more() for connection in found)
+        return self._open.has_more(others)
 
     def look(self) -> bool:
         """Takes what has come in shared memory, and writes what was kept; returns whether something has come."""
-        found = False
-        with self._reading:
-            for connection in list(self._up.values()):
-                if connection.lines is not None:
-                    connection.flush()
-                    found |= self._take(connection)
-        return found
-
-    def _take(self, connection: Connection) -> bool:
-        found = False
-        try:
-            for packet in connection.receive(_CHUNK):
-                found = True
-                self._on_received(connection, packet)
-        except DataLossError as error:
-            get_logger().error("the connection to worker %s is given up: %s", connection.rank, error)
-            self._order(lambda: self._gone(connection))
-        return found
+        return self._open.look()
 
     def drop(self, other: int) -> None:
         """Closes the connection that there is now; the other end is told that it is meant so."""
-        connection = self._up.get(other)
+        connection = self._open.get(other)
         self._order(lambda: self._drop(connection))
 
     def known(self) -> list[int]:
         """The workers there is a connection to."""
-        with self._lock:
-            return sorted(self._up)
+        return self._open.ranks()
 
     def close(self) -> None:
         """Sends what is left, says goodbye and ends the thread."""
         for other in self.known():
             self.send(other, Packet({"is": "bye"}))
         end = time.monotonic() + 2.0
-        while time.monotonic() < end and any(c.has_more() for c in list(self._up.values())):
+        while time.monotonic() < end and any(c.has_more() for c in self._open.all()):
             self._wake()
             time.sleep(0.005)
         self._closing = True
@@ -176,7 +147,8 @@ class Links:
             while not self._closing:
                 self._look_after()
                 self.look()
-                for key, events in self._selector.select(self._pause()):
+                pause = 0.01 if self._unsure else min(self._options.beat_every / 2, _LONGEST_PAUSE)
+                for key, events in self._selector.select(pause):
                     self._handle(key.fileobj, key.data, events)
                 with self._lock:
                     orders, self._orders = self._orders, []
@@ -193,9 +165,6 @@ class Links:
             self._selector.close()
             self._ring.close()
             self._doorbell.close()
-
-    def _pause(self) -> float:
-        return 0.01 if self._unsure else min(self._beat_every / 2, _LONGEST_PAUSE)
 
     def _handle(self, thing: Any, connection: Connection | None, events: int) -> None:
         if thing is self._listener:
@@ -219,12 +188,10 @@ class Links:
                 connection.hear()
                 self.look()
             elif events & selectors.EVENT_READ:
-                for packet in connection.receive(_CHUNK):
+                for packet in connection.receive(CHUNK):
                     self._on_received(connection, packet)
-                    if connection.closed:
-                        return
-                    if connection.lines is not None:
-                        break  # what comes now does not come here
+                    if connection.closed or connection.lines is not None:
+                        return  # what comes now comes through memory
             self._watch(connection)
         except (OSError, EOFError, DataLossError) as error:
             if isinstance(error, DataLossError):
@@ -239,16 +206,16 @@ class Links:
             connection.meant = connection.left = True
         elif kind == "drop":
             connection.meant = connection.dropped = True
-        elif kind != "beat" and connection.rank is not None and self._up.get(connection.rank) is connection:
+        elif kind != "beat" and connection.rank is not None and self._open.get(connection.rank) is connection:
             self._on_packet(connection.rank, packet)
 
     def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
         rank = hello.get("rank")
-        if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._addresses):
+        if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._lookups):
             get_logger().warning("refused worker %s of job %s; this one is %s", rank, hello.get("job"), self._job)
             self._forget(connection)
             return
-        before = self._up.get(rank)
+        before = self._open.get(rank)
         if before is not None and before.peer.get("life") == hello.get("life"):
             self._forget(connection)  # the same process once more
             return
@@ -259,66 +226,49 @@ class Links:
         self._past[rank] = str(hello.get("life"))
         connection.peer = hello
         self._dialler.end(connection)
-        if connection.accepted:
-            connection.rank = rank
-            lines, bell = found_by(hello, self._hello)
-            connection.send(Packet({**self._hello, "shares": lines is not None}))
-            connection.share(lines, bell)
-        else:
-            shares = hello.get("shares")
-            connection.share(connection.offered if shares else None, bell_of(hello, self._me) if shares else None)
+        connection.rank = rank
+        answer(connection, hello, self._hello)
         if before is not None:  # a new process has its number: of the old one nothing was heard yet
             self._gone(before)
         if self._unsure.pop(rank, None) is not None:  # the new one listens where it did
             self._on_down(rank, True, False)
-        with self._lock:
-            self._up[rank] = connection
+        self._open.add(rank, connection)
         self._on_up(rank)
 
     # ---- beats, dialling, loss --------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        if now - self._looked > self._signs.shortest:
-            self._stood_still(now)
-        self._looked = now
-        for connection in list(self._up.values()):
-            if why := self._signs.why_lost(connection, now):
+        paused = self._signs.paused(self._open.all(), now)
+        for connection in self._open.all():
+            if why := self._signs.why_lost(connection, now, paused):
                 get_logger().warning("worker %s %s: given up", connection.rank, why)
                 self._drop(connection)
-                continue
-            if self._signs.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
+            elif self._signs.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
                 self._gone(connection)  # the end of its socket does not get through
-                continue
-            if now - connection.said > self._beat_every and not connection.has_more():
-                connection.send(Packet({"is": "beat"}))
-            if connection.has_more():
+            elif connection.has_more():
                 self._watch(connection)
-        for rank in set(range(self._me)) - set(self._up):
+            elif now - connection.said > self._options.beat_every:
+                connection.send(Packet({"is": "beat"}))
+        for rank in set(range(self._me)) - set(self._open.ranks()):
             if (late := self._dialler.overdue(rank, now)) is not None:
                 self._forget(late)
             if (dialled := self._dialler.dial(rank, now)) is not None:
                 self._register(dialled)
         for rank, connection in list(self._unsure.items()):
             near = connection.peer.get("place") == self._hello["place"]  # elsewhere it takes time to find out
-            asks = near or now - connection.heard < 10 * self._suspect_after
+            asks = near or now - connection.heard < 10 * self._options.suspect_after
             if asks and self._is_dead(rank, connection):
                 del self._unsure[rank]
                 self._on_down(rank, True, False)
-
-    def _stood_still(self, now: float) -> None:
-        """This process was stopped for so long that the others have given it up; whoever is gone now did."""
-        get_logger().warning("worker %d stood still for %.1f s", self._me, now - self._looked)
-        for connection in self._up.values():
-            connection.heard, connection.doubtful_until, connection.stopped = now, now + self._suspect_after, 0.0
 
     def _register(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
         self._selector.register(connection.socket, events, connection)
 
     def _watch(self, connection: Connection) -> None:
-        by_socket = connection.has_more() and connection.lines is None
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if by_socket else 0)
+        writes = connection.lines is None and connection.has_more()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.modify(connection.socket, events, connection)
 
@@ -335,15 +285,10 @@ class Links:
         connection.close()
 
     def _gone(self, connection: Connection) -> None:
-        rank = connection.rank
-        with self._reading:  # nothing of what it has sent is taken later
-            if connection.lines is not None:
-                self._take(connection)
-            self._forget(connection)
-            if rank is None or self._up.get(rank) is not connection:
-                return
-            with self._lock:
-                del self._up[rank]
+        rank, was_open = connection.rank, self._open.end(connection)
+        self._forget(connection)
+        if rank is None or not was_open:
+            return
         if time.monotonic() < connection.doubtful_until:
             connection.meant = connection.dropped = True
         dead = connection.left or self._is_dead(rank, connection)

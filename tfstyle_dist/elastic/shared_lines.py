@@ -9,11 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from tfstyle_dist.elastic.doorbell import Announced, Bell
+from tfstyle_dist.elastic.doorbell import Announced
 from tfstyle_dist.shm import memory_file, ordering
 
 LINE_BYTES = 1 << 20
@@ -126,29 +125,3 @@ class SharedLines:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = self.announced = None
-
-
-def found_by(peer: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[SharedLines | None, Bell | None]:
-    """The lines that a worker which has dialled has made, and its bell; nothing unless both can be had.
-
-    Args:
-        peer: what it said of itself.
-        mine: what this worker says of itself.
-    """
-    if not mine["host"] or peer.get("host") != mine["host"] or not peer.get("lines"):
-        return None, None
-    bell = bell_of(peer, mine["rank"])
-    lines = None if bell is None else SharedLines.find(peer["lines"])
-    return (None, None) if lines is None else (lines, bell)
-
-
-def bell_of(peer: Mapping[str, Any], number: int) -> Bell | None:
-    """That of a worker of this host; ``None`` if it cannot be had: its socket wakes it too.
-
-    Args:
-        peer: what it said of itself.
-        number: of this worker.
-    """
-    with suppress(OSError, ValueError, TypeError):
-        return Bell.of(peer["bell"], number)
-    return None
