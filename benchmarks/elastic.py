@@ -7,9 +7,9 @@
 
 Every worker is a process of this machine. Steps are padded with a fixed sleep, because a dead process donates its core.
 Where this user may make a network namespace (root), chaos has partitions too: for 3 s nothing gets through to or from
-the port of worker 0, to which all others connect. Workers of one host that share memory do not notice that; they would
-be cut off only where they pretend to be on several hosts (TFSTYLE_HOST). Writes a table to benchmarks/results/elastic.md
-unless --no-write.
+the port of worker 0, to which all others connect. Workers of one host that share memory do not notice that; they
+would be cut off only where they pretend to be on several hosts (TFSTYLE_HOST). Writes a table to
+benchmarks/results/elastic.md unless --no-write.
 """
 
 from __future__ import annotations
