@@ -7,7 +7,9 @@
 
 Every worker is a process of this machine. Steps are padded with a fixed sleep, because a dead process donates its core.
 Where this user may make a network namespace (root), chaos has partitions too: for 3 s nothing gets through to or from
-the port of worker 0, to which all others connect. Writes a table to benchmarks/results/elastic.md unless --no-write.
+the port of worker 0, to which all others connect. Workers of one host that share memory do not notice that; they
+would be cut off only where they pretend to be on several hosts (TFSTYLE_HOST). Writes a table to
+benchmarks/results/elastic.md unless --no-write.
 """
 
 from __future__ import annotations
@@ -42,7 +44,14 @@ OWN_NETWORK = "TFSTYLE_OWN_NETWORK"
 
 
 def work(
-    log: str, seconds: float, pad: float, kind: str, replicas: int, check_every: int, suspect_after: float
+    log: str,
+    seconds: float,
+    pad: float,
+    kind: str,
+    replicas: int,
+    check_every: int,
+    suspect_after: float,
+    stopped_after: float,
 ) -> None:
     """Trains for some time, and writes the time and number of each committed step.
 
@@ -54,6 +63,7 @@ def work(
         replicas: of an elastic job.
         check_every: see ``Elastic``.
         suspect_after: see ``Elastic``.
+        stopped_after: likewise; 0: it is not given.
     """
     import torch
 
@@ -64,7 +74,9 @@ def work(
     options: dict[str, Any] = {}
     if kind == "elastic":
         every = check_every or None
-        options["elastic"] = tfd.experimental.Elastic(replicas=replicas, suspect_after=suspect_after, check_every=every)
+        options["elastic"] = tfd.experimental.Elastic(
+            replicas=replicas, suspect_after=suspect_after, stopped_after=stopped_after or None, check_every=every
+        )
     warm = torch.nn.Parameter(torch.ones(1))  # what torch imports at the first update, before the others wait for it
     warm.grad = torch.ones(1)
     torch.optim.Adam([warm]).step()
@@ -123,6 +135,7 @@ class Job:
         replicas: of an elastic one; as many as workers if not given.
         check_every: see ``Elastic``.
         suspect_after: see ``Elastic``.
+        stopped_after: likewise; 0: it is not given.
         torchft: the Python of torchft's environment.
     """
 
@@ -135,6 +148,7 @@ class Job:
         replicas: int = 0,
         check_every: int = 0,
         suspect_after: float = 5.0,
+        stopped_after: float = 0.0,
         torchft: str = "",
     ) -> None:
         from tfstyle_dist.core.network import free_ports
@@ -146,7 +160,7 @@ class Job:
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._lighthouse_address = f"127.0.0.1:{lighthouse}"
         self._times: list[Any] = [seconds, pad]
-        self._options: list[Any] = [kind, replicas or workers, check_every, suspect_after]
+        self._options: list[Any] = [kind, replicas or workers, check_every, suspect_after, stopped_after]
         if kind == "torchft":
             command = [os.path.join(os.path.dirname(torchft), "torchft_lighthouse"), "--min_replicas", "1"]
             command += ["--join_timeout_ms", "1000", "--bind", self._lighthouse_address]
@@ -375,7 +389,7 @@ def measure_chaos(
     counts: list[int] = []
     faults: Counter[str] = Counter()
     for chaotic in (False, True):
-        job = Job(workers, seconds, 0.3, suspect_after=1.0)
+        job = Job(workers, seconds, 0.3, suspect_after=1.0, stopped_after=0.1)
         try:
             began = max(job.wait_for_commits(list(range(workers)), 0))
             faults += _chaos(job, began, seconds, every if chaotic else seconds, partitions, say)
@@ -426,8 +440,8 @@ def _spread(values: list[float]) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        log, time_of_all, pad, kind, replicas, check_every, suspect = sys.argv[2:]
-        work(log, float(time_of_all), float(pad), kind, int(replicas), int(check_every), float(suspect))
+        log, time_of_all, pad, kind, replicas, check_every, suspect, stopped = sys.argv[2:]
+        work(log, float(time_of_all), float(pad), kind, int(replicas), int(check_every), float(suspect), float(stopped))
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--long", action="store_true", help="50 kills, 10,000 steps, 10 minutes of chaos")

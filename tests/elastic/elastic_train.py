@@ -161,6 +161,7 @@ def main() -> None:
     elastic = tfd.experimental.Elastic(
         replicas=4,
         suspect_after=float(os.environ.get("SUSPECT", "30")),
+        stopped_after=float(os.environ["STOPPED"]) if "STOPPED" in os.environ else None,
         check_every=int(os.environ["CHECK"]) if "CHECK" in os.environ else None,
     )
     strategy = tfd.MultiWorkerMirroredStrategy(elastic=elastic)

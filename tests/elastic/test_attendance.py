@@ -16,7 +16,7 @@ from until import wait_until
 from tfstyle_dist.core import network
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import PeerLostError
-from tfstyle_dist.elastic import forks, links, lookup, troubles
+from tfstyle_dist.elastic import forks, greeting, lookup, troubles
 from tfstyle_dist.elastic.entrance import Entrance
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.messages import Epoch
@@ -115,7 +115,7 @@ def test_a_successor_says_that_the_process_before_it_is_gone(
 ) -> None:
     """On another host that did not say so itself, long after the connection was lost."""
     places = iter(["one host", "another host", "another host"])
-    monkeypatch.setattr(links, "place", lambda: next(places))
+    monkeypatch.setattr(greeting, "place", lambda: next(places))
     zero, one = (Membership(number, addresses, Elastic(replicas=4), LIMIT) for number in (0, 1))
     starts = threading.Thread(target=zero.start, args=(LIMIT,))
     starts.start()

@@ -90,6 +90,24 @@ def test_a_worker_that_stands_still_is_given_up_and_says_so(run_job: Any, undist
     assert "was given up by worker [0, 2]" in job[1]["output"]
 
 
+@pytest.mark.timeout(600)
+def test_a_stopped_process_is_given_up_earlier_where_that_was_asked_for(run_job: Any, undisturbed: Any) -> None:
+    job = run_job(3, "mlp", STEPS, "1:3:stop-15", SUSPECT="60", STOPPED="0.5")
+    for index in (0, 2):
+        assert job[index]["code"] == 0, job[index]["output"]
+        assert "worker 1 was stopped by a signal" in job[index]["output"]
+        assert job[index]["result"]["weights"] == undisturbed("mlp")["weights"]
+    assert job[1]["code"] == 1
+    assert "was given up by worker [0, 2]" in job[1]["output"]
+
+
+@pytest.mark.timeout(600)
+def test_a_short_stop_is_waited_for(run_job: Any, undisturbed: Any) -> None:
+    job = run_job(3, "mlp", STEPS, "1:3:stop-2")
+    assert_same(job, undisturbed("mlp"), set())
+    assert [worker["result"]["retried"] for worker in job] == [0, 0, 0]
+
+
 # ---- coming back --------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ from tfstyle_dist.core import launch_env
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError
 from tfstyle_dist.elastic import troubles
+from tfstyle_dist.elastic.doorbell import Doorbell
 from tfstyle_dist.elastic.entrance import Entrance
 from tfstyle_dist.elastic.links import Links
 from tfstyle_dist.elastic.lookup import Address
@@ -62,7 +62,7 @@ class Attendance:
     def __init__(self, me: int, addresses: Sequence[Address], options: Elastic, timeout: timedelta | None) -> None:
         self.me, self._timeout, self._options = me, timeout, options
         self.came_back = False
-        self._changed = threading.Condition()
+        self._changed = Doorbell(me)
         self._member: Member | None = None
         self._came: dict[tuple[tuple[int, int], int, int], dict[int, Packet]] = {}
         self._states: dict[tuple[int, int], dict[int, Packet]] = {}
@@ -74,9 +74,8 @@ class Attendance:
         self._closed = False
         described = json.dumps([list(addresses), options.replicas, options.min_workers])
         job = hashlib.sha256(described.encode()).hexdigest()[:16]
-        self._links = Links(
-            me, addresses, job, options.beat_every, options.suspect_after, self._on_up, self._on_packet, self._on_down
-        )
+        self._links = Links(me, addresses, job, options, self._changed, self._on_up, self._on_packet, self._on_down)
+        self._changed.look = self._links.look
         self._links.start()  # what it calls uses it
 
     # ---- beginning --------------------------------------------------------------------------------------------

@@ -1,7 +1,12 @@
-"""One connection to another worker: bytes in and out, without waiting."""
+"""One connection to another worker: bytes in and out, without waiting.
+
+Two workers of one host that can share memory send each other everything through it, so all that one has sent comes in
+order, whatever it is. Their socket tells when a process has ended, and that there is something to be taken at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,7 +14,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from tfstyle_dist.elastic.doorbell import Bell
 from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
+from tfstyle_dist.elastic.shared_lines import SharedLines
+
+_WAITED_FOR = ("data", "vote")
+"""What the other worker's program waits for; all else is to be taken by its thread of the connections."""
 
 
 class Connection:
@@ -32,6 +42,10 @@ class Connection:
         dropped: whether the other end has given this one up.
         doubtful_until: an end of it before then counts as meant by the other end.
         closed: whether it is closed.
+        lines: memory that both ends share, once both have it.
+        offered: memory that this end has made, and of which it does not know yet whether the other end has it.
+        bell: that of the other end, if it can be rung.
+        stopped: for how many seconds the other end's process was seen to be stopped by a signal.
     """
 
     def __init__(self, connected: socket.socket, rank: int | None) -> None:
@@ -41,7 +55,10 @@ class Connection:
         self.peer: dict[str, Any] = {}
         self.heard = self.said = time.monotonic()
         self.meant = self.left = self.dropped = self.closed = False
-        self.doubtful_until = 0.0
+        self.doubtful_until = self.stopped = 0.0
+        self.lines: SharedLines | None = None
+        self.offered: SharedLines | None = None
+        self.bell: Bell | None = None
         self._lock = threading.Lock()
         self._out: deque[memoryview] = deque()
         self._prefix, self._header, self._body = bytearray(PREFIX.size), bytearray(), bytearray()
@@ -55,8 +72,17 @@ class Connection:
         self.connecting = False
         if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(self.socket):
             return False
-        self.send(Packet(hello))
+        if hello.get("host"):
+            self.offered = SharedLines.make()
+        self.send(Packet({**hello, "lines": None if self.offered is None else self.offered.announced}))
         return True
+
+    def share(self, lines: SharedLines | None, bell: Bell | None) -> None:
+        """From now on everything goes through memory that both ends have, if there is any."""
+        with self._lock:
+            if self.offered is not None:
+                self.offered.settle()
+            self.lines, self.bell, self.offered = lines, bell, None
 
     # ---- out --------------------------------------------------------------------------------------------------
 
@@ -69,17 +95,38 @@ class Connection:
             if not self._out:
                 views = self._push(views)
             self._out.extend(memoryview(bytes(view)) for view in views)
+        kind = packet.header.get("is")
+        if self.lines is not None and kind != "beat":
+            self._tell(kind not in _WAITED_FOR)
 
     def flush(self) -> None:
         """Sends what was kept."""
         with self._lock:
+            before = len(self._out)
             self._out = deque(self._push(list(self._out)))
+        if before and self.lines is not None:
+            self._tell(False)
+
+    def _tell(self, thread: bool) -> None:
+        """There is something in shared memory.
+
+        Args:
+            thread: whether the other end's thread of the connections is to take it, if its program does not wait.
+        """
+        if self.bell is not None:
+            self.bell.ring()
+        if thread or self.bell is None:
+            with contextlib.suppress(OSError):
+                self.socket.send(b"!")
 
     def has_more(self) -> bool:
         """Whether something was kept."""
         return bool(self._out)
 
     def _push(self, views: list[memoryview]) -> list[memoryview]:
+        if self.lines is not None:
+            self.said = time.monotonic()
+            return self.lines.there.write([view for view in views if view.nbytes])
         try:
             while views:
                 count = self.socket.sendmsg(views[:64])
@@ -96,6 +143,17 @@ class Connection:
 
     # ---- in ---------------------------------------------------------------------------------------------------
 
+    def hear(self) -> None:
+        """Where memory is shared: the socket only says that there is something in it.
+
+        Raises:
+            EOFError: the other end closed it.
+            OSError: it broke.
+        """
+        with contextlib.suppress(BlockingIOError):
+            if not self.socket.recv(4096):
+                raise EOFError("closed by the other end")
+
     def receive(self, most: int) -> Iterator[Packet]:
         """Reads what is there.
 
@@ -107,17 +165,29 @@ class Connection:
         while not self.closed:
             if self._have < len(self._target):
                 room = memoryview(self._target)[self._have : self._have + most]
-                try:
-                    count = self.socket.recv_into(room)
-                except BlockingIOError:
+                count = self._read_into(room)
+                if count is None:
                     return
-                if count == 0:
-                    raise EOFError("closed by the other end")
                 self._have += count
                 self.heard = time.monotonic()
                 if self._have < len(self._target):
                     continue
             yield from self._next_part()
+
+    def _read_into(self, room: memoryview) -> int | None:
+        """How many bytes came; ``None`` if none did."""
+        if self.lines is not None:
+            count = self.lines.back.read_into(room)
+            if count and self.lines.back.was_asked_for_room():
+                self._tell(False)
+            return count or None
+        try:
+            count = self.socket.recv_into(room)
+        except BlockingIOError:
+            return None
+        if count == 0:
+            raise EOFError("closed by the other end")
+        return count
 
     def _next_part(self) -> Iterator[Packet]:
         """A part is complete: the prefix, the header, or the body."""
@@ -138,6 +208,8 @@ class Connection:
             self.closed = True
             self._out.clear()
             self.socket.close()
+            if self.offered is not None:
+                self.offered.settle()
 
 
 def _is_itself(connected: socket.socket) -> bool:

@@ -7,13 +7,12 @@ that closes, or on which nothing was heard for too long, is gone for good; a new
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfstyle_dist.core.errors import DataLossError
@@ -21,12 +20,16 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.dialling import Dialler
+from tfstyle_dist.elastic.doorbell import Doorbell
+from tfstyle_dist.elastic.greeting import answer, hello_of
 from tfstyle_dist.elastic.lookup import Address, Lookup
+from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections
+from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
-from tfstyle_dist.elastic.presence import is_gone, listen, place
+from tfstyle_dist.elastic.presence import is_gone, listen
+from tfstyle_dist.elastic.signs import Signs
 
 _LONGEST_PAUSE = 0.025
-_CHUNK = 1 << 20
 
 
 class Links:
@@ -36,14 +39,14 @@ class Links:
         me: this worker's number.
         addresses: of all workers.
         job: what tells this job from others; both ends must say the same.
-        beat_every: seconds between two signs of life.
-        suspect_after: seconds of silence after which a connection is given up.
+        options: of the job.
+        doorbell: where this process waits.
         on_up: called with a worker's number when there is a connection to it.
         on_packet: called with a worker's number and what it sent.
         on_down: called with a worker's number, whether its process is known to be gone, and whether it was the other
             end that gave up, when a connection is gone; again when its process becomes known to be gone.
 
-    All three are called by the thread, one at a time.
+    All three are called by the thread, ``on_packet`` by whoever calls ``look`` too.
 
     Attributes:
         life: tells this process from others that have had its number.
@@ -54,27 +57,26 @@ class Links:
         me: int,
         addresses: Sequence[Address],
         job: str,
-        beat_every: float,
-        suspect_after: float,
+        options: Elastic,
+        doorbell: Doorbell,
         on_up: Callable[[int], None],
         on_packet: Callable[[int, Packet], None],
         on_down: Callable[[int, bool, bool], None],
     ) -> None:
-        self._me, self._addresses, self._job = me, list(addresses), job
-        self._beat_every, self._suspect_after = beat_every, suspect_after
+        self._me, self._job, self._options, self._doorbell = me, job, options, doorbell
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
         self.life = secrets.token_hex(8)
-        self._hello = {"is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": self.life}
+        self._hello = hello_of(me, job, self.life, doorbell)
+        self._signs = Signs(me, options, str(self._hello["place"]))
         self._lock = threading.Lock()
-        self._up: dict[int, Connection] = {}
+        self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
-        self._lookups = [Lookup(address) for address in self._addresses]
-        self._dialler = Dialler(self._lookups, suspect_after)
+        self._lookups = [Lookup(address) for address in addresses]
+        self._dialler = Dialler(self._lookups, options.suspect_after)
         self._past: dict[int, str] = {}  # the last process there was a connection to
-        self._looked = time.monotonic()
         self._orders, self._closing = list[Callable[[], None]](), False
         self._selector = selectors.DefaultSelector()
-        self._listener = listen(me, self._addresses[me])
+        self._listener = listen(me, addresses[me])
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         for each in (self._listener, self._bell):
@@ -90,29 +92,34 @@ class Links:
 
     def send(self, other: int, packet: Packet) -> None:
         """Sends, or keeps a copy of what cannot be sent yet; nothing happens if the worker is gone."""
-        with self._lock:
-            connection = self._up.get(other)
-        if connection is not None:
+        if (connection := self._open.get(other)) is not None:
             connection.send(packet)
             if connection.has_more():
                 self._wake()
 
+    def has_more(self, others: Iterable[int]) -> bool:
+        """Whether something was kept for workers that read it from shared memory."""
+        return self._open.has_more(others)
+
+    def look(self) -> bool:
+        """Takes what has come in shared memory, and writes what was kept; returns whether something has come."""
+        return self._open.look()
+
     def drop(self, other: int) -> None:
         """Closes the connection that there is now; the other end is told that it is meant so."""
-        connection = self._up.get(other)
+        connection = self._open.get(other)
         self._order(lambda: self._drop(connection))
 
     def known(self) -> list[int]:
         """The workers there is a connection to."""
-        with self._lock:
-            return sorted(self._up)
+        return self._open.ranks()
 
     def close(self) -> None:
         """Sends what is left, says goodbye and ends the thread."""
         for other in self.known():
             self.send(other, Packet({"is": "bye"}))
         end = time.monotonic() + 2.0
-        while time.monotonic() < end and any(c.has_more() for c in list(self._up.values())):
+        while time.monotonic() < end and any(c.has_more() for c in self._open.all()):
             self._wake()
             time.sleep(0.005)
         self._closing = True
@@ -139,7 +146,9 @@ class Links:
         try:
             while not self._closing:
                 self._look_after()
-                for key, events in self._selector.select(self._pause()):
+                self.look()
+                pause = 0.01 if self._unsure else min(self._options.beat_every / 2, _LONGEST_PAUSE)
+                for key, events in self._selector.select(pause):
                     self._handle(key.fileobj, key.data, events)
                 with self._lock:
                     orders, self._orders = self._orders, []
@@ -155,9 +164,7 @@ class Links:
                     key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
             self._ring.close()
-
-    def _pause(self) -> float:
-        return 0.01 if self._unsure else min(self._beat_every / 2, _LONGEST_PAUSE)
+            self._doorbell.close()
 
     def _handle(self, thing: Any, connection: Connection | None, events: int) -> None:
         if thing is self._listener:
@@ -177,11 +184,14 @@ class Links:
                     self._forget(connection)
                     return
                 connection.flush()
-            if events & selectors.EVENT_READ:
-                for packet in connection.receive(_CHUNK):
+            if connection.lines is not None:
+                connection.hear()
+                self.look()
+            elif events & selectors.EVENT_READ:
+                for packet in connection.receive(CHUNK):
                     self._on_received(connection, packet)
-                    if connection.closed:
-                        return
+                    if connection.closed or connection.lines is not None:
+                        return  # what comes now comes through memory
             self._watch(connection)
         except (OSError, EOFError, DataLossError) as error:
             if isinstance(error, DataLossError):
@@ -196,16 +206,16 @@ class Links:
             connection.meant = connection.left = True
         elif kind == "drop":
             connection.meant = connection.dropped = True
-        elif kind != "beat" and connection.rank is not None and self._up.get(connection.rank) is connection:
+        elif kind != "beat" and connection.rank is not None and self._open.get(connection.rank) is connection:
             self._on_packet(connection.rank, packet)
 
     def _greet(self, connection: Connection, hello: dict[str, Any]) -> None:
         rank = hello.get("rank")
-        if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._addresses):
+        if hello.get("job") != self._job or not isinstance(rank, int) or not 0 <= rank < len(self._lookups):
             get_logger().warning("refused worker %s of job %s; this one is %s", rank, hello.get("job"), self._job)
             self._forget(connection)
             return
-        before = self._up.get(rank)
+        before = self._open.get(rank)
         if before is not None and before.peer.get("life") == hello.get("life"):
             self._forget(connection)  # the same process once more
             return
@@ -216,57 +226,49 @@ class Links:
         self._past[rank] = str(hello.get("life"))
         connection.peer = hello
         self._dialler.end(connection)
-        if connection.accepted:
-            connection.rank = rank
-            connection.send(Packet(dict(self._hello)))
+        connection.rank = rank
+        answer(connection, hello, self._hello)
         if before is not None:  # a new process has its number: of the old one nothing was heard yet
             self._gone(before)
         if self._unsure.pop(rank, None) is not None:  # the new one listens where it did
             self._on_down(rank, True, False)
-        with self._lock:
-            self._up[rank] = connection
+        self._open.add(rank, connection)
         self._on_up(rank)
 
     # ---- beats, dialling, loss --------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        if now - self._looked > self._suspect_after:
-            self._stood_still(now)
-        self._looked = now
-        for connection in list(self._up.values()):
-            if (silent := now - connection.heard) > self._suspect_after:
-                get_logger().warning("worker %s was silent for %.1f s: given up", connection.rank, silent)
+        paused = self._signs.paused(self._open.all(), now)
+        for connection in self._open.all():
+            if why := self._signs.why_lost(connection, now, paused):
+                get_logger().warning("worker %s %s: given up", connection.rank, why)
                 self._drop(connection)
-                continue
-            if now - connection.said > self._beat_every and not connection.has_more():
-                connection.send(Packet({"is": "beat"}))
-            if connection.has_more():
+            elif self._signs.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
+                self._gone(connection)  # the end of its socket does not get through
+            elif connection.has_more():
                 self._watch(connection)
-        for rank in set(range(self._me)) - set(self._up):
+            elif now - connection.said > self._options.beat_every:
+                connection.send(Packet({"is": "beat"}))
+        for rank in set(range(self._me)) - set(self._open.ranks()):
             if (late := self._dialler.overdue(rank, now)) is not None:
                 self._forget(late)
             if (dialled := self._dialler.dial(rank, now)) is not None:
                 self._register(dialled)
         for rank, connection in list(self._unsure.items()):
             near = connection.peer.get("place") == self._hello["place"]  # elsewhere it takes time to find out
-            asks = near or now - connection.heard < 10 * self._suspect_after
+            asks = near or now - connection.heard < 10 * self._options.suspect_after
             if asks and self._is_dead(rank, connection):
                 del self._unsure[rank]
                 self._on_down(rank, True, False)
-
-    def _stood_still(self, now: float) -> None:
-        """This process was stopped for so long that the others have given it up; whoever is gone now did."""
-        get_logger().warning("worker %d stood still for %.1f s", self._me, now - self._looked)
-        for connection in self._up.values():
-            connection.heard, connection.doubtful_until = now, now + self._suspect_after
 
     def _register(self, connection: Connection) -> None:
         events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
         self._selector.register(connection.socket, events, connection)
 
     def _watch(self, connection: Connection) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_more() else 0)
+        writes = connection.lines is None and connection.has_more()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.modify(connection.socket, events, connection)
 
@@ -283,12 +285,10 @@ class Links:
         connection.close()
 
     def _gone(self, connection: Connection) -> None:
+        rank, was_open = connection.rank, self._open.end(connection)
         self._forget(connection)
-        rank = connection.rank
-        if rank is None or self._up.get(rank) is not connection:
+        if rank is None or not was_open:
             return
-        with self._lock:
-            del self._up[rank]
         if time.monotonic() < connection.doubtful_until:
             connection.meant = connection.dropped = True
         dead = connection.left or self._is_dead(rank, connection)

@@ -88,16 +88,21 @@ class Membership(Attendance):
         view = self._current_view()
         key = (view.epoch.key, view.step, self._sequence)
         self._sequence += 1
+        others = self._others(view)
         head = {"is": "data", "e": key[0], "s": key[1], "q": key[2], "kind": kind, "c": packet.header}
-        for other in self._others(view):
+        for other in others:
             self._links.send(other, Packet(head, packet.tensors))
-        found = self._await(view, lambda: self._came.get(key, {}), f"{kind} of step {view.step}")
+
+        def found() -> dict[int, Packet]:  # what is still to be sent would be copied, and come late
+            return {} if self._links.has_more(others) else self._came.get(key, {})
+
+        came = self._await(view, found, f"{kind} of step {view.step}")
         with self._changed:
             self._came.pop(key, None)
-        calls = {other: came.header["kind"] for other, came in found.items()}
+        calls = {other: packet.header["kind"] for other, packet in came.items()}
         if any(call != kind for call in calls.values()):
             raise CollectiveMismatchError(troubles.made_different_calls({**calls, self.me: kind}, view.step))
-        parts = {other: Packet(came.header["c"], came.tensors) for other, came in found.items()}
+        parts = {other: Packet(each.header["c"], each.tensors) for other, each in came.items()}
         return {member: packet if member == self.me else parts[member] for member in view.epoch.members}
 
     def commit(self, packet: Packet) -> dict[int, Packet]:

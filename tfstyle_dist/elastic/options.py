@@ -20,6 +20,8 @@ class Elastic:
         suspect_after: seconds of silence after which a worker counts as lost. A process that ends is noticed at
             once, because its connections close; silence is for hosts that vanish and processes that stand still.
         beat_every: seconds between two signs of life.
+        stopped_after: seconds after which a worker counts as lost whose process was stopped by a signal (SIGSTOP,
+            Ctrl-Z) on a host that it shares with the worker that notices. ``None``: ``suspect_after`` holds for it too.
         check_every: at the beginning of every so manieth step, all copies of parameters, optimizer state and mirrored
             Variables are compared; a worker that differs from most is named with the tensor and given up. ``None``
             compares nothing.
@@ -38,6 +40,7 @@ class Elastic:
     min_workers: int = 1
     suspect_after: float = 5.0
     beat_every: float = 0.1
+    stopped_after: float | None = None
     check_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +57,12 @@ class Elastic:
             raise ValueError(
                 f"Elastic(replicas={self.replicas}, min_workers={self.min_workers}): every worker holds at least one "
                 "replica, so there can be no more workers than replicas. Give more replicas, or a smaller min_workers."
+            )
+        if self.stopped_after is not None and not 0 < self.stopped_after <= self.suspect_after:
+            raise ValueError(
+                f"Elastic(stopped_after={self.stopped_after:g}, suspect_after={self.suspect_after:g}): a process that "
+                "was stopped by a signal is silent, so it counts as lost after suspect_after seconds in any case. Give "
+                "a positive number that is not larger, or None."
             )
         if not 0 < self.beat_every < self.suspect_after:
             raise ValueError(

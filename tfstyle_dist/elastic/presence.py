@@ -50,9 +50,19 @@ def is_gone(peer: Mapping[str, Any], here: str, meant: bool, lookup: Lookup) -> 
     return not meant and lookup.refused(peer.get("life"))
 
 
+def is_stopped(pid: Any) -> bool:
+    """Whether a process of this host was stopped by a signal (SIGSTOP, Ctrl-Z); one in a debugger was not."""
+    return _state(pid) == "T"
+
+
 def _lives(pid: Any) -> bool:
+    return _state(pid) not in ("", "Z", "X")
+
+
+def _state(pid: Any) -> str:
+    """The letter that the system has for what a process does; empty if there is no such process."""
     try:
         with open(f"/proc/{int(pid)}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+            return stat.read().rpartition(")")[2].split()[0]
     except (OSError, ValueError, TypeError):
-        return False
+        return ""

@@ -1,0 +1,59 @@
+"""What two workers say to each other first, and whether they share memory from then on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from tfstyle_dist.elastic.connection import Connection
+from tfstyle_dist.elastic.doorbell import Bell, Doorbell
+from tfstyle_dist.elastic.packets import Packet
+from tfstyle_dist.elastic.presence import place
+from tfstyle_dist.elastic.shared_lines import SharedLines
+
+Hello = dict[str, Any]
+
+
+def hello_of(me: int, job: str, life: str, doorbell: Doorbell) -> Hello:
+    """What a worker says of itself.
+
+    Args:
+        me: its number.
+        job: what tells the job from others.
+        life: tells this process from others that have had its number.
+        doorbell: where it waits.
+    """
+    return {
+        "is": "hello", "job": job, "rank": me, "pid": os.getpid(), "place": place(), "life": life,
+        "host": doorbell.host, "bell": doorbell.announced,
+    }  # fmt: skip
+
+
+def answer(connection: Connection, hello: Hello, mine: Hello) -> None:
+    """The other end has said hello; the one that was dialled says so too, and whether it has the other's memory.
+
+    All that is sent after that goes through the memory, if both have it: nothing overtakes what was sent before.
+
+    Args:
+        connection: to the other worker.
+        hello: what it said.
+        mine: what this worker says of itself.
+    """
+    if not connection.accepted:
+        shares = hello.get("shares")
+        connection.share(connection.offered if shares else None, _bell_of(hello, mine["rank"]) if shares else None)
+        return
+    lines = bell = None
+    if mine["host"] and hello.get("host") == mine["host"] and hello.get("lines"):
+        bell = _bell_of(hello, mine["rank"])
+        lines = None if bell is None else SharedLines.find(hello["lines"])
+    connection.send(Packet({**mine, "shares": lines is not None}))
+    connection.share(lines, bell)
+
+
+def _bell_of(hello: Hello, number: int) -> Bell | None:
+    """That of the other worker; ``None`` if it cannot be had: its socket wakes it then."""
+    with suppress(OSError, ValueError, TypeError):
+        return Bell.of(hello["bell"], number)
+    return None
