@@ -15,7 +15,7 @@ from tfstyle_dist.elastic.shared_lines import SharedLines
 Hello = dict[str, Any]
 
 
-def hello_of(me: int, job: str, life: str, doorbell: Doorbell) -> Hello:
+def introduction(me: int, job: str, life: str, doorbell: Doorbell) -> Hello:
     """What a worker says of itself.
 
     Args:

@@ -21,7 +21,7 @@ from tfstyle_dist.elastic import forks
 from tfstyle_dist.elastic.connection import Connection
 from tfstyle_dist.elastic.dialling import Dialler
 from tfstyle_dist.elastic.doorbell import Doorbell
-from tfstyle_dist.elastic.greeting import answer, hello_of
+from tfstyle_dist.elastic.greeting import answer, introduction
 from tfstyle_dist.elastic.lookup import Address, Lookup
 from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections
 from tfstyle_dist.elastic.options import Elastic
@@ -66,7 +66,7 @@ class Links:
         self._me, self._job, self._options, self._doorbell = me, job, options, doorbell
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
         self.life = secrets.token_hex(8)
-        self._hello = hello_of(me, job, self.life, doorbell)
+        self._hello = introduction(me, job, self.life, doorbell)
         self._signs = Signs(me, options, str(self._hello["place"]))
         self._lock = threading.Lock()
         self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
