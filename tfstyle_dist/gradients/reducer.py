@@ -1,4 +1,4 @@
-"""What both ways of reducing gradients share: hooks, accumulation, and the SUM of the new part alone."""
+"""What all ways of reducing gradients share: hooks, accumulation, and the SUM of the new part alone."""
 
 from __future__ import annotations
 
