@@ -80,6 +80,9 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
     Args:
         regularization_loss: a tensor of any shape, the same on all replicas.
 
+    Returns:
+        A scalar tensor.
+
     Raises:
         RuntimeError: called in cross-replica context.
 

@@ -130,7 +130,10 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the worker, and in replica context the replica, that prints and writes files."""
+        """Whether this is the worker, and in replica context the replica, that prints and writes files.
+
+        It is worker 0, and there the first replica; in an elastic job the live worker with the lowest number.
+        """
         frame = current_frame()
         replica = frame.replica if frame is not None and frame.strategy is self else None
         return (
@@ -140,7 +143,12 @@ class Strategy:
         )
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """``print`` once: on the chief alone. Takes the arguments of the built-in ``print``."""
+        """``print`` once: where ``is_chief`` is true. Works in every context; no communication.
+
+        Args:
+            *values: as for the built-in ``print``.
+            **kwargs: as for the built-in ``print``.
+        """
         if self.is_chief:
             print(*values, **kwargs)
 
@@ -213,7 +221,18 @@ class Strategy:
     experimental_distribute_values_from_function = inputs.experimental_distribute_values_from_function
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
+        """The values of this worker's replicas, in the order of the replicas; no communication.
+
+        Args:
+            value: what ``run`` returned, a variable, a nest of such, or anything else.
+
+        Returns:
+            A tuple with one entry for each local replica; of a nest one nest each. A plain value gives a 1-tuple.
+
+        Example:
+            >>> strategy.experimental_local_results(per_replica_losses)
+            (tensor(0.2500), tensor(0.7500))
+        """
         return local_results(value, self.worker.num_local_replicas)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
@@ -262,7 +281,11 @@ class Strategy:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the replica threads and leaves the group; running again afterwards raises."""
+        """Ends the replica threads and leaves the group; a second call does nothing.
+
+        ``run`` raises afterwards; variables and modules keep their values. Each worker closes for itself: what the
+        others still call together raises there. Not to be called in replica context.
+        """
         if self.closed:
             return
         self.closed = True

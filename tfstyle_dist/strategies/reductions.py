@@ -52,7 +52,9 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
 def check_axis(tensor: torch.Tensor, axis: Any) -> None:
     """Raises unless ``axis`` is a dimension of the tensor."""
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
+        raise ValueError(
+            f"axis must be a whole number from 0 on, got {type(axis).__name__}: {axis!r}; write e.g. axis=0."
+        )
     if not 0 <= axis < tensor.dim():
         raise InvalidArgumentError(
             f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension "
@@ -147,9 +149,18 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
             ``axis`` only.
         axis: a dimension, not negative.
 
+    Returns:
+        A nest of tensors, the same on all workers; what is the same on all replicas, such as a plain number, as it is.
+
     Raises:
         RuntimeError: called in replica context.
+        ValueError: ``axis`` is no whole number, or a leaf is no tensor.
         InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
+
+    Example:
+        >>> results = strategy.run(lambda: torch.tensor([get_replica_context().replica_id]))
+        >>> strategy.gather(results, axis=0)
+        tensor([0, 1])
     """
     strategy.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
     with strategy.worker.clocks[0].counting(COMMUNICATION), region("gather"):

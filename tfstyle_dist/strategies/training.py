@@ -36,6 +36,9 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         TypeError: an object without attributes of its own, such as a list or a number.
         ValueError: the module has uninitialised (lazy) parameters.
         RuntimeError: a parameter belongs to another strategy.
+
+    Example:
+        >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
     """
     if not isinstance(module, torch.nn.Module):
         if not hasattr(module, "__dict__") or isinstance(module, type):
@@ -53,7 +56,11 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
 def sync_buffers(strategy: Strategy) -> None:
     """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
 
-    Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving.
+    Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving. All others
+    become those of the first replica.
+
+    Raises:
+        RuntimeError: called in replica context.
     """
     strategy.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
     buffers.synchronize(strategy.worker, strategy.parameter_store)
@@ -89,6 +96,14 @@ def accumulate(strategy: Strategy) -> AbstractContextManager[None]:
     """Inside, ``backward()`` keeps gradients local (gradient accumulation); the first one after reduces the whole.
 
     Enter it on every worker alike, around ``run`` or inside the replica function.
+
+    Returns:
+        A context manager; with one replica it does nothing.
+
+    Example:
+        >>> with strategy.accumulate():
+        ...     strategy.run(lambda: loss_of(batch).backward())
+        >>> strategy.run(train_step, args=(batch,))
     """
     if strategy.gradient_reducer is None:
         return nullcontext()
@@ -112,7 +127,10 @@ def set_gradient_policy(
         reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
 
     Raises:
-        ValueError: a parameter that this strategy does not own.
+        ValueError: a parameter that this strategy does not own, or an unknown ``scale`` or ``reduce_at``.
+
+    Example:
+        >>> strategy.set_gradient_policy(scale="SUM")
     """
     if not strategy.adopts_modules:  # one replica: there is nothing to reduce
         GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
@@ -149,6 +167,12 @@ def seed_replicas(strategy: Strategy, seed: int, *, python: bool = False) -> Non
     Args:
         seed: the same on all workers.
         python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
+
+    Raises:
+        NotImplementedError: ``python=True`` in an elastic job.
+
+    Example:
+        >>> strategy.seed_replicas(1)
     """
     if strategy.parameter_store.contents is not None:
         strategy.parameter_store.contents.random.seed(seed, python)
