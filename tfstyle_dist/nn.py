@@ -57,7 +57,9 @@ def compute_average_loss(
     else:
         size = _whole(global_batch_size)
     if size < 0:
-        raise InvalidArgumentError(f"global_batch_size must be non-negative, got {size}.")
+        raise InvalidArgumentError(
+            f"global_batch_size must be non-negative, got {size}; give the number of examples of all replicas together."
+        )
     total = weighted.sum()
     return total / size if size else total * 0.0
 

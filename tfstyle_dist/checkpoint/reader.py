@@ -75,7 +75,10 @@ class CheckpointReader:
             return self._tensors().read(names)
         except Exception as error:
             files.verify(self.path, self.content)  # a damaged file is the likely reason
-            raise DataLossError(f"Checkpoint {self.path!r} cannot be read: {error!r}.") from error
+            raise DataLossError(
+                f"Checkpoint {self.path!r} cannot be read: {error!r}. Its files are as they were written; restore an "
+                "earlier checkpoint."
+            ) from error
 
     def _tensors(self) -> TensorReader:
         if self._reader is None:
@@ -127,7 +130,10 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
     if Path(path).is_dir():
         latest = latest_checkpoint(path)
         if latest is None:
-            raise NotFoundError(f"There is no checkpoint in {path!r}.")
+            raise NotFoundError(
+                f"There is no checkpoint in {path!r}: the folder has no file 'checkpoint' that names one. Give the "
+                "folder that Checkpoint.save wrote to, or the path that it returned."
+            )
         path = latest
     return CheckpointReader(path)
 

@@ -29,7 +29,6 @@ from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
-from tfstyle_dist.values import local_results
 from tfstyle_dist.variables import ParameterStore, Variable
 from tfstyle_dist.variables.adoption import registrations
 from tfstyle_dist.variables.creation import VariableSpec
@@ -218,26 +217,9 @@ class Strategy:
 
     reduce = reductions.reduce
     gather = reductions.gather
+    experimental_local_results = reductions.experimental_local_results
+    unwrap = reductions.unwrap
     experimental_distribute_values_from_function = inputs.experimental_distribute_values_from_function
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this worker's replicas, in the order of the replicas; no communication.
-
-        Args:
-            value: what ``run`` returned, a variable, a nest of such, or anything else.
-
-        Returns:
-            A tuple with one entry for each local replica; of a nest one nest each. A plain value gives a 1-tuple.
-
-        Example:
-            >>> strategy.experimental_local_results(per_replica_losses)
-            (tensor(0.2500), tensor(0.7500))
-        """
-        return local_results(value, self.worker.num_local_replicas)
-
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The older name of ``experimental_local_results``."""
-        return self.experimental_local_results(value)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """The older place of ``extended.colocate_vars_with``."""

@@ -234,11 +234,7 @@ class StrategyExtended:
         return regroup(results, "results of update_non_slot") if group else tuple(results)
 
     def value_container(self, value: Any) -> Any:
-        """The variable that a component, one replica's copy, belongs to; anything else comes back as it is.
-
-        Args:
-            value: a component, such as ``extended.update`` gives to its function, or anything.
-        """
+        """The variable that a component (a copy, as ``update`` gives to its function) belongs to; else ``value``."""
         if isinstance(value, DistributedValues):
             return value
         record = find_record(value)

@@ -18,7 +18,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     widened,
 )
 from tfstyle_dist.runtime.clocks import COMMUNICATION
-from tfstyle_dist.values import PerReplica, may_be_nan, shares_of_results, without_nothing
+from tfstyle_dist.values import PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -165,6 +165,27 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
     strategy.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
     with strategy.worker.clocks[0].counting(COMMUNICATION), region("gather"):
         return nest.map_structure(lambda leaf: gather_value(strategy, leaf, axis), value)
+
+
+def experimental_local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """The values of this worker's replicas, in the order of the replicas; no communication.
+
+    Args:
+        value: what ``run`` returned, a variable, a nest of such, or anything else.
+
+    Returns:
+        A tuple with one entry for each local replica; of a nest one nest each. A plain value gives a 1-tuple.
+
+    Example:
+        >>> strategy.experimental_local_results(per_replica_losses)
+        (tensor(0.2500), tensor(0.7500))
+    """
+    return local_results(value, strategy.worker.num_local_replicas)
+
+
+def unwrap(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """The older name of ``experimental_local_results``."""
+    return strategy.experimental_local_results(value)
 
 
 def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:

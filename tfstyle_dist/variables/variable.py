@@ -63,9 +63,14 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
     ) -> Variable:
         """Builds what the strategy in force makes of it."""
         if not isinstance(synchronization, VariableSynchronization):
-            raise ValueError(f"synchronization must be a VariableSynchronization, got {synchronization!r}.")
+            raise ValueError(
+                f"synchronization must be a VariableSynchronization, got {synchronization!r}; write e.g. "
+                "VariableSynchronization.ON_READ."
+            )
         if not isinstance(aggregation, VariableAggregation):
-            raise ValueError(f"aggregation must be a VariableAggregation, got {aggregation!r}.")
+            raise ValueError(
+                f"aggregation must be a VariableAggregation, got {aggregation!r}; write e.g. VariableAggregation.SUM."
+            )
         if constraint is not None and not callable(constraint):
             raise ValueError(f"Argument `constraint` must be None or a callable, got {constraint!r}.")
         frame = current_frame()
