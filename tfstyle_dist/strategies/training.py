@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.random_streams import seed_python
-from tfstyle_dist.strategies import buffers
-from tfstyle_dist.variables import find_record
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables import ParameterStore, Record, find_record
 from tfstyle_dist.variables.adoption import adopt_module
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
+from tfstyle_dist.variables.record import raw
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -63,7 +65,33 @@ def sync_buffers(strategy: Strategy) -> None:
         RuntimeError: called in replica context.
     """
     strategy.require_cross_replica_context("Strategy.sync_buffers", "merge_call")
-    buffers.synchronize(strategy.worker, strategy.parameter_store)
+    _average_buffers(strategy.worker, strategy.parameter_store)
+
+
+def _average_buffers(worker: Worker, store: ParameterStore) -> None:
+    """Averages buffers of aggregation MEAN, copies the first replica's for the others; one message per kind."""
+    if worker.num_replicas == 1:
+        return
+    store.settle()
+    ops = store.strategy.cross_device_ops
+    groups: dict[tuple[torch.dtype, VariableAggregation, torch.device], list[Record]] = {}
+    for record in store.alive_everywhere(list(store.records("buffer"))):
+        first = record.components[0]
+        groups.setdefault((first.dtype, record.aggregation, first.device), []).append(record)
+    with torch.no_grad(), raw():
+        for (dtype, aggregation, _), records in groups.items():
+            if aggregation is VariableAggregation.MEAN:
+                flat = torch.cat([ops.sum_values([c.detach() for c in r.components]).reshape(-1) for r in records])
+                flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")
+            else:
+                flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])
+                worker.group.broadcast(flat, 0, f"buffers ({dtype})")
+            offset = 0
+            for record in records:
+                count = record.components[0].numel()
+                for component in list(record.components):
+                    component.copy_(flat[offset : offset + count].view(component.shape))
+                offset += count
 
 
 def should_stop(strategy: Strategy, flag: bool = False) -> bool:
