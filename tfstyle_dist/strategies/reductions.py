@@ -52,9 +52,7 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
 def check_axis(tensor: torch.Tensor, axis: Any) -> None:
     """Raises unless ``axis`` is a dimension of the tensor."""
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise ValueError(
-            f"axis must be a whole number from 0 on, got {type(axis).__name__}: {axis!r}; write e.g. axis=0."
-        )
+        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}; write e.g. axis=0.")
     if not 0 <= axis < tensor.dim():
         raise InvalidArgumentError(
             f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension "
