@@ -57,7 +57,9 @@ def compute_average_loss(
     else:
         size = _whole(global_batch_size)
     if size < 0:
-        raise InvalidArgumentError(f"global_batch_size must be non-negative, got {size}.")
+        raise InvalidArgumentError(
+            f"global_batch_size must be non-negative, got {size}; give the number of examples of all replicas together."
+        )
     total = weighted.sum()
     return total / size if size else total * 0.0
 
@@ -79,6 +81,9 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
 
     Args:
         regularization_loss: a tensor of any shape, the same on all replicas.
+
+    Returns:
+        A scalar tensor.
 
     Raises:
         RuntimeError: called in cross-replica context.

@@ -24,7 +24,7 @@ def unavailable() -> str | None:
 def _missing() -> str | None:
     for package in ("llvmlite", "numpy"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: pip install 'tfstyle_dist[cpu]'"
+            return f"{package} is not installed: pip install {package} (the extra 'cpu' of tfstyle_dist)"
     return None
 
 

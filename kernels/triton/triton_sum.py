@@ -35,7 +35,7 @@ def unavailable() -> str | None:
     The answer is found once. It imports triton if that is installed.
     """
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'tfstyle_dist[gpu]'"
+        return "triton is not installed: pip install triton (the extra 'gpu' of tfstyle_dist)"
     try:
         kernels = load_kernels()
     except Exception as error:  # whatever a broken installation raises

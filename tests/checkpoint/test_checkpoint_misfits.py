@@ -71,13 +71,23 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         Checkpoint(step=1).restore(tmp_path / "ckpt-7")
 
 
-def test_saving_inside_run_is_refused(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(step=1)
+@pytest.mark.parametrize("name", ["save", "write", "restore", "read"])
+def test_a_call_inside_run_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    call = getattr(Checkpoint(step=1), name)
     with (
         td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
-        pytest.raises(RuntimeError, match="cross-replica context"),
+        pytest.raises(RuntimeError, match=rf"Checkpoint\.{name} must be called in cross-replica context"),
     ):
-        strategy.run(lambda: checkpoint.save(tmp_path / "ckpt"))
+        strategy.run(lambda: call(tmp_path / "ckpt"))
+
+
+def test_a_manager_inside_run_is_refused_by_its_name(tmp_path: Path) -> None:
+    manager = td.train.CheckpointManager(Checkpoint(step=1), tmp_path, max_to_keep=1)
+    with (
+        td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        pytest.raises(RuntimeError, match=r"CheckpointManager\.save must be called in cross-replica context"),
+    ):
+        strategy.run(manager.save)
 
 
 # ---- without the objects ------------------------------------------------------------------------------------------

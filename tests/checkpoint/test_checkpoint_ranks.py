@@ -221,6 +221,8 @@ def test_a_worker_saves_something_else(rank: int, shared_tmp_path: Path) -> None
         del checkpoint.extra
         with pytest.raises(CollectiveMismatchError, match=r"(?s)worker 0: .*name0-1.*worker 1: .*name1-1"):
             checkpoint.save(shared_tmp_path / f"name{rank}")
+        with pytest.raises(CollectiveMismatchError, match=r"(?s)same call, Checkpoint\.write:.*name0.*name1"):
+            checkpoint.write(shared_tmp_path / f"name{rank}")
         checkpoint.save(shared_tmp_path / "ckpt")
 
 

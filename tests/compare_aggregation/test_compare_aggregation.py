@@ -115,7 +115,7 @@ def test_plot_without_matplotlib(
     monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
         main(["--plot", "out.png"])
-    assert "matplotlib is not installed: pip install 'tfstyle_dist[plot]'" in capsys.readouterr().err
+    assert "matplotlib is not installed: pip install matplotlib (the extra 'plot'" in capsys.readouterr().err
 
 
 def test_built_in_workload_can_be_learned() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import tfstyle_dist as td
 from tfstyle_dist.input import FileDataset
-from tfstyle_dist.input.sharding import resolve_policy, shard_elements, shard_files
+from tfstyle_dist.input.sharding import resolve_policy, shard_files
 from tfstyle_dist.input.split import map_leaves
 
 
@@ -21,6 +21,21 @@ def stacked(elements):
     if isinstance(first, tuple):
         return tuple(stacked(column) for column in zip(*elements, strict=True))
     return torch.stack(elements) if isinstance(first, torch.Tensor) else np.stack([np.asarray(e) for e in elements])
+
+
+def shard_elements(elements, num_shards, index):
+    """Every ``num_shards``-th element, from number ``index`` (``tf.data.Dataset.shard``).
+
+    Raises:
+        InvalidArgumentError: ``num_shards`` is not positive, or ``index`` is not below it.
+    """
+    if num_shards < 1:
+        raise td.errors.InvalidArgumentError(f"num_shards must be >= 1, got {num_shards}.")
+    if not 0 <= index < num_shards:
+        raise td.errors.InvalidArgumentError(
+            f"index must be between 0 and num_shards - 1 = {num_shards - 1}, got index {index}."
+        )
+    return (element for number, element in enumerate(elements) if number % num_shards == index)
 
 
 class Dataset:

@@ -211,4 +211,4 @@ def test_without_lightning(tmp_path: Path) -> None:
     result = run_script([str(program)])
     assert result.returncode == 1
     assert "needs Lightning Fabric, which is not installed." in result.stderr
-    assert "Write pip install 'tfstyle_dist[lightning]'." in result.stderr
+    assert "Write pip install lightning (the extra 'lightning' of tfstyle_dist)." in result.stderr

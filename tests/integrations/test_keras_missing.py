@@ -12,7 +12,7 @@ PROGRAM = "import sys\n{before}\nimport tfstyle_dist.integrations.keras\n"
 @pytest.mark.parametrize(
     ("before", "backend", "says"),
     [
-        ("sys.modules['keras'] = None", None, "needs Keras 3: pip install 'tfstyle_dist[keras]'"),
+        ("sys.modules['keras'] = None", None, "needs Keras 3, which is not installed: pip install 'keras>=3.15'"),
         ("import keras; keras.backend.backend = lambda: 'jax'", "torch", "Keras runs on its 'jax' backend here"),
         ("", "tensorflow", "Its backend must be torch: set KERAS_BACKEND=torch"),
     ],

@@ -134,7 +134,7 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         report.plot(tmp_path / "steps.png")
         assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(figure.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tfstyle_dist\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install matplotlib \(the extra 'plot'"):
         report.plot(tmp_path / "none.png")
 
 
@@ -158,6 +158,6 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tensorboard_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scalars.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with tfd.OneDeviceStrategy("cpu:0") as strategy:
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'tfstyle_dist\[tensorboard\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install tensorboard \(the extra 'tensorboard'"):
             strategy.monitor.tensorboard(tmp_path)
         assert strategy.monitor._listeners == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tfstyle_dist.checkpoint.leaves import CounterLeaf, Leaf
 from tfstyle_dist.checkpoint.listing import CheckpointState, write_state
+from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
 from tfstyle_dist.checkpoint.restoring import restore
 from tfstyle_dist.checkpoint.saving import Save, Then, save_by_one
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
@@ -17,24 +17,6 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.runtime.worker import Worker
 
 _COUNTER = "save_counter"
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Options of saving and restoring (``tf.train.CheckpointOptions``).
-
-    Args:
-        enable_async: write in the background; ``sync()``, or the next save, tells how it went.
-        experimental_enable_async_checkpoint: the older name of the same.
-    """
-
-    enable_async: bool = False
-    experimental_enable_async_checkpoint: bool = False
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether one of the two was asked for."""
-        return self.enable_async or self.experimental_enable_async_checkpoint
 
 
 def _make_latest(path: str, time: float) -> None:
@@ -173,14 +155,31 @@ class Checkpoint:
         *,
         block: bool = True,
     ) -> str:
-        """Writes a checkpoint under exactly this path, replacing one of that name; the folder's latest stays.
+        """Writes a checkpoint under exactly this path, replacing one of that name; collective.
 
-        Arguments, result and errors as for ``save``.
+        The folder's latest checkpoint and ``save_counter`` stay what they are.
+
+        Args:
+            file_prefix: the path of the checkpoint, e.g. ``"/data/job1/before_tuning"``.
+            options: see ``CheckpointOptions``.
+            block: as for ``save``.
+
+        Returns:
+            The path, as it was given.
+
+        Raises:
+            OSError, TypeError, ValueError, RuntimeError, CollectiveMismatchError, PeerLostError,
+                DeadlineExceededError: as for ``save``.
+
+        Example:
+            >>> checkpoint.write("job1/before_tuning")
+            'job1/before_tuning'
         """
         self.sync()
-        leaves, group = self._find("Checkpoint.save")
+        leaves, group = self._find("Checkpoint.write")
         path = os.fspath(file_prefix)
-        return self._write(leaves, group, path, is_async(options, block), self.save_counter, _do_nothing)
+        asynchronous = is_async(options, block)
+        return self._write(leaves, group, path, asynchronous, self.save_counter, _do_nothing, what="Checkpoint.write")
 
     def _write(
         self,
@@ -191,6 +190,7 @@ class Checkpoint:
         counter: int,
         on_commit: Then,
         on_finish: Then = _do_nothing,
+        what: str = "Checkpoint.save",
     ) -> str:
         before, self._counters[_COUNTER] = self.save_counter, counter
         for leaf in leaves:
@@ -198,9 +198,9 @@ class Checkpoint:
                 leaf.target = self._counters[leaf.path]
         try:
             if group.one_writes:
-                on_finish(path, save_by_one(group, path, leaves, on_commit))
+                on_finish(path, save_by_one(group, path, leaves, on_commit, what))
                 return path
-            save = Save(group, path, leaves, on_commit)
+            save = Save(group, path, leaves, on_commit, what)
             if asynchronous:
                 save.later()
                 self._save, self._on_finish = save, on_finish
@@ -241,24 +241,49 @@ class Checkpoint:
             save_path: what ``save`` or ``latest_checkpoint`` returned; with ``None`` nothing happens.
             options: accepted for TF's signature.
 
+        Returns:
+            What matched; see ``CheckpointLoadStatus``.
+
         Raises:
+            RuntimeError: called in replica context.
             NotFoundError: there is no such checkpoint.
             DataLossError: it is damaged; the message names the file and the other checkpoints of the folder.
             InvalidArgumentError: shapes, dtypes or kinds differ; nothing was changed.
             CollectiveMismatchError: the workers restore different checkpoints.
+            PeerLostError, DeadlineExceededError: a worker did not call it, or is gone; the message names it.
         """
+        return self._restore(save_path, "Checkpoint.restore")
+
+    def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
+        """As ``restore``, but ``save_counter`` and the other counters stay what they are; collective.
+
+        Args:
+            save_path: what ``write`` or ``save`` returned.
+            options: accepted for TF's signature.
+
+        Returns:
+            What matched; see ``CheckpointLoadStatus``.
+
+        Raises:
+            RuntimeError, NotFoundError, DataLossError, InvalidArgumentError, CollectiveMismatchError, PeerLostError,
+                DeadlineExceededError: as for ``restore``.
+
+        Example:
+            >>> path = checkpoint.write("job1/before_tuning")
+            >>> checkpoint.read(path).assert_consumed().matched, checkpoint.save_counter
+            (1, 1)
+        """
+        before = dict(self._counters)
+        status = self._restore(save_path, "Checkpoint.read")
+        self._counters = before
+        return status
+
+    def _restore(self, save_path: str | os.PathLike[str] | None, what: str) -> CheckpointLoadStatus:
         self.sync()
         if save_path is None:
             return CheckpointLoadStatus(None, (), (), 0)
-        leaves, group = self._find("Checkpoint.restore")
-        return restore(group, os.fspath(save_path), leaves, optional=self._counters.keys())
-
-    def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointLoadStatus:
-        """As ``restore``, but ``save_counter`` and the other counters stay what they are."""
-        before = dict(self._counters)
-        status = self.restore(save_path, options)
-        self._counters = before
-        return status
+        leaves, group = self._find(what)
+        return restore(group, os.fspath(save_path), leaves, self._counters.keys(), what)
 
     def _find(self, what: str) -> tuple[list[Leaf], WorkerGroup]:
         """The objects as they are now, and the workers that make a call of all."""
@@ -270,8 +295,3 @@ class Checkpoint:
             (self._counters if name in self._counters else self._tfstyle_tracked)[name] = value
 
         return find_leaves(self._tfstyle_tracked, self._counters, replace)
-
-
-def is_async(options: CheckpointOptions | None, block: bool) -> bool:
-    """Whether a save returns before the files are written."""
-    return not block or (options is not None and options.asynchronous)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tfstyle_dist.checkpoint import files
-from tfstyle_dist.checkpoint.checkpoint import Checkpoint, CheckpointOptions, is_async
+from tfstyle_dist.checkpoint.checkpoint import Checkpoint
 from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
+from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
@@ -144,7 +145,7 @@ class CheckpointManager:
         if self._one_writes is False and not self._due(asked):
             return None
         checkpoint = self._checkpoint
-        leaves, group = checkpoint._find("Checkpoint.save")
+        leaves, group = checkpoint._find("CheckpointManager.save")
         self._one_writes = group.one_writes
         if group.one_writes and asked is not None:
             asked = self._agree(group, asked)

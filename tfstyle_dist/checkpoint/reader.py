@@ -35,11 +35,11 @@ class CheckpointReader:
         self._reader: TensorReader | None = None
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """The shape of each tensor by name."""
+        """The shape of each tensor by its name in the checkpoint, e.g. ``model/weight``."""
         return {name: list(facts["shape"]) for name, facts in self._facts.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, torch.dtype]:
-        """The element type of each tensor by name."""
+        """The element type of each tensor by its name in the checkpoint."""
         return {name: getattr(torch, facts["dtype"]) for name, facts in self._facts.items()}
 
     def has_tensor(self, tensor_str: str) -> bool:
@@ -49,8 +49,16 @@ class CheckpointReader:
     def get_tensor(self, tensor_str: str) -> torch.Tensor:
         """One tensor, on the CPU.
 
+        Args:
+            tensor_str: its name, one of ``get_variable_to_shape_map()``.
+
         Raises:
             NotFoundError: there is none of this name.
+            DataLossError: a file is damaged.
+
+        Example:
+            >>> load_checkpoint("job1").get_tensor("model/weight").shape
+            torch.Size([1, 2])
         """
         return self.read([tensor_str])[tensor_str]
 
@@ -67,7 +75,10 @@ class CheckpointReader:
             return self._tensors().read(names)
         except Exception as error:
             files.verify(self.path, self.content)  # a damaged file is the likely reason
-            raise DataLossError(f"Checkpoint {self.path!r} cannot be read: {error!r}.") from error
+            raise DataLossError(
+                f"Checkpoint {self.path!r} cannot be read: {error!r}. Its files are as they were written; restore an "
+                "earlier checkpoint."
+            ) from error
 
     def _tensors(self) -> TensorReader:
         if self._reader is None:
@@ -119,7 +130,10 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
     if Path(path).is_dir():
         latest = latest_checkpoint(path)
         if latest is None:
-            raise NotFoundError(f"There is no checkpoint in {path!r}.")
+            raise NotFoundError(
+                f"There is no checkpoint in {path!r}: the folder has no file 'checkpoint' that names one. Give the "
+                "folder that Checkpoint.save wrote to, or the path that it returned."
+            )
         path = latest
     return CheckpointReader(path)
 

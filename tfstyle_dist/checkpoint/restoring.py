@@ -21,7 +21,7 @@ _BYTES_AT_A_TIME = 64 * 1024 * 1024
 
 
 def restore(
-    group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: Collection[str] = ()
+    group: WorkerGroup, path: str, leaves: Sequence[Leaf], optional: Collection[str], what: str
 ) -> CheckpointLoadStatus:
     """Reads a checkpoint into objects; collective.
 
@@ -32,6 +32,7 @@ def restore(
         path: the checkpoint.
         leaves: the objects.
         optional: names of objects that may be missing.
+        what: the call that restores, for messages.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -56,7 +57,7 @@ def restore(
     others = [other for other in checkpoints_in(_folder_of(path)) if other != path]
     if isinstance(error, DataLossError) and others:
         error = DataLossError(f"{error} Other checkpoints in that folder: {', '.join(others)}.")
-    exchange(group, "Checkpoint.restore", failed, error, same={"path": path, "data": saved if not error else ""})
+    exchange(group, what, failed, error, same={"path": path, "data": saved if not error else ""})
     assert reader is not None
     used: set[str] = set()
     servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])

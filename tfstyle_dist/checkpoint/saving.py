@@ -41,16 +41,17 @@ class Save:
         path: the checkpoint.
         leaves: what is saved.
         on_commit: called on worker 0 when it exists, maybe in another thread.
+        what: the call that saves, for messages.
 
     Attributes:
         error: why it failed.
         time: when it was begun, on worker 0.
     """
 
-    def __init__(self, group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then) -> None:
+    def __init__(self, group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then, what: str) -> None:
         self.path = path
         self.error: Exception | None = None
-        self._group, self._on_commit = group, on_commit
+        self._group, self._on_commit, self._what = group, on_commit, what
         self._failed = f"Checkpoint {path!r} was not written (those before it are untouched)"
         self._thread: threading.Thread | None = None
         self._seen = False
@@ -64,7 +65,7 @@ class Save:
             error = failure
         same = {"path": path, "saves": None if snapshot is None else snapshot.describe()}
         try:
-            told = exchange(group, "Checkpoint.save", self._failed, error, same=same, token=token, time=time.time())
+            told = exchange(group, what, self._failed, error, same=same, token=token, time=time.time())
             assert snapshot is not None
             snapshot.resolve()
         except Exception:
@@ -93,9 +94,9 @@ class Save:
         """
         error = _outcome(self._write_part)
         try:
-            exchange(self._group, "Checkpoint.save: written", self._failed, error)
+            exchange(self._group, f"{self._what}: written", self._failed, error)
             error = _outcome(self._commit) if self._group.rank == 0 else None
-            exchange(self._group, "Checkpoint.save: committed", self._failed, error)
+            exchange(self._group, f"{self._what}: committed", self._failed, error)
         except Exception:
             self._clean()
             raise
@@ -108,7 +109,7 @@ class Save:
         """
         error = _outcome(self._copy)
         try:
-            exchange(self._group, "Checkpoint.save: copied", self._failed, error)
+            exchange(self._group, f"{self._what}: copied", self._failed, error)
         except Exception:
             self._clean()
             raise
@@ -238,7 +239,7 @@ class Save:
             self._clean()
 
 
-def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then) -> float:
+def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then, what: str) -> float:
     """One worker writes what every worker holds; if it is lost, the next one does.
 
     Args:
@@ -246,6 +247,7 @@ def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit
         path: the checkpoint.
         leaves: what is saved.
         on_commit: called where it was written.
+        what: the call that saves, for messages.
 
     Returns:
         The time of the save.
@@ -255,12 +257,12 @@ def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit
     """
 
     def write() -> float:
-        save = Save(group, path, leaves, on_commit)
+        save = Save(group, path, leaves, on_commit, what)
         save.now()
         return save.time
 
     failed = f"Checkpoint {path!r} was not written (those before it are untouched)"
-    return float(by_one(group, "Checkpoint.save", failed, write))
+    return float(by_one(group, what, failed, write))
 
 
 class _FailedElsewhere(Exception):

@@ -95,7 +95,9 @@ class ClusterSpec:
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
-            raise ValueError(f"No task with index {task_index!r} in job {job_name!r}; it has {sorted(tasks)}.")
+            raise ValueError(
+                f"No task with index {task_index!r} in job {job_name!r}; it has {sorted(tasks)}. Ask for one of these."
+            )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
@@ -109,7 +111,7 @@ class ClusterSpec:
 
     def _job(self, job_name: str) -> dict[int, str]:
         if job_name not in self._tasks:
-            raise ValueError(f"No such job in cluster: {job_name!r}; it has {self.jobs}.")
+            raise ValueError(f"No such job in cluster: {job_name!r}; it has {self.jobs}. Ask for one of these.")
         return self._tasks[job_name]
 
 

@@ -105,7 +105,8 @@ def _service(credentials: Any) -> Any:
         from googleapiclient import discovery
     except ImportError:
         raise ImportError(
-            "googleapiclient must be installed before using GCEClusterResolver: pip install 'tfstyle_dist[gce]'."
+            "googleapiclient must be installed before using GCEClusterResolver: pip install google-api-python-client "
+            "(the extra 'gce' of tfstyle_dist)."
         ) from None
     # Without credentials the client looks for the machine's own.
     return discovery.build("compute", "v1", credentials=None if credentials == "default" else credentials)

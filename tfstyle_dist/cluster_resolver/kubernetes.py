@@ -102,7 +102,7 @@ def _client(location: KubernetesExecutableLocation) -> Any:
     except ImportError:
         raise ImportError(
             "The Kubernetes Python client must be installed before using KubernetesClusterResolver: "
-            "pip install 'tfstyle_dist[kubernetes]'."
+            "pip install kubernetes (the extra 'kubernetes' of tfstyle_dist)."
         ) from None
     if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
         config.load_incluster_config()

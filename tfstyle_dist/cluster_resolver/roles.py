@@ -41,7 +41,9 @@ def check(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None
             f"spec is {spec.as_dict()}."
         )
     if task_type not in (*TASK_TYPES, None):
-        raise ValueError(f"Unrecognized task_type: {task_type!r}, valid task types are: {TASK_TYPES}.")
+        raise ValueError(
+            f"Unrecognized task_type: {task_type!r}, valid task types are: {TASK_TYPES}; write one of them."
+        )
     for job in ("chief", "evaluator"):
         if job in spec.jobs and spec.num_tasks(job) > 1:
             raise ValueError(f"There must be at most one {job!r} job, got {spec.job_tasks(job)}.")
@@ -59,7 +61,9 @@ def check(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None
     if task_type not in spec.jobs:
         if task_type == "evaluator":
             return
-        raise ValueError(f"`task_type` {task_type!r} not found in cluster_spec, which has {spec.jobs}.")
+        raise ValueError(
+            f"`task_type` {task_type!r} not found in cluster_spec, which has {spec.jobs}; list its address."
+        )
     if task_id is None:
         raise ValueError(f"The task's index is missing: write {{'type': {task_type!r}, 'index': 0}} or set task_id.")
     indices = spec.task_indices(task_type)

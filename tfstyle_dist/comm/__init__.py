@@ -1,7 +1,6 @@
 """Layer 1: groups of worker processes. Nothing else talks to ``torch.distributed``."""
 
 from tfstyle_dist.comm.collectives.operations import Operation
-from tfstyle_dist.comm.fake_group import FakeGroup
 from tfstyle_dist.comm.group import Pending, WorkerGroup
 from tfstyle_dist.comm.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from tfstyle_dist.comm.single_group import SingleGroup
@@ -10,7 +9,6 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
-    "FakeGroup",
     "Operation",
     "Pending",
     "SingleGroup",

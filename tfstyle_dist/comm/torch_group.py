@@ -133,7 +133,8 @@ class TorchGroup(WorkerGroup):
         part = buffer.numel() // self.size
         if part * self.size != buffer.numel():
             raise ValueError(
-                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
+                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers; pad "
+                "the buffer to a multiple."
             )
         if buffer.device.type == self._transport.accelerator:
             self._comparison.before(name, buffer)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfstyle_dist.compare_aggregation import plot, report, training, workload
+from tfstyle_dist.compare_aggregation import report, training, workload
 from tfstyle_dist.monitoring import figure as pictures
 
 _EPILOG = """
@@ -73,7 +73,7 @@ def _show(found: Sequence[report.Findings], worries: Sequence[str], options: arg
         options.json.write_text(json.dumps(report.as_json(found, options.tolerance), indent=1) + "\n", encoding="utf-8")
         print(f"wrote {options.json}")
     if options.plot is not None:
-        plot.draw(found, options.plot)
+        report.draw(found, options.plot)
         print(f"wrote {options.plot}")
 
 

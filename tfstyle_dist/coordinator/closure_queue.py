@@ -41,7 +41,7 @@ class ClosureQueue:
         self._running = 0
         self._error: BaseException | None = None
         self._over: BaseException | None = None  # why nothing can run any more
-        self.dispatched = self.finished = 0
+        self.finished = 0
         self._seen_staleness: deque[int] = deque(maxlen=100)
 
     # ---- the program's side -----------------------------------------------------------------------------------
@@ -169,7 +169,6 @@ class ClosureQueue:
             self._above_started = max(self._above_started, closure.number + 1)
             closure.seen = self.finished
             self._running += 1
-            self.dispatched += 1
             return closure
 
     def put_back(self, closures: Iterable[Closure]) -> None:

@@ -125,11 +125,20 @@ class ClusterCoordinator:
             ValueError: a ``RemoteValue`` of another coordinator or inside ``fn``, or a worker that does not exist.
             Exception: the error of an earlier function that ``join`` or ``done`` has not raised yet, or of the function
                 whose ``RemoteValue`` is among the arguments.
+
+        Example:
+            >>> coordinator.schedule(lambda x: x + 1, args=(2,)).fetch()
+            3
+
+        Source: ``tf.distribute.coordinator.ClusterCoordinator.schedule``.
         """
         if not callable(fn):
             raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
         if worker is not None and not 0 <= worker < len(self._strategy.cluster["worker"]):
-            raise ValueError(f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}.")
+            raise ValueError(
+                f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}; give one of "
+                "these, or leave worker= out for any."
+            )
         number = self._function_number(fn)
         parts: list[bytes] = []
         values: list[RemoteValue] = []
@@ -160,11 +169,24 @@ class ClusterCoordinator:
                 then are cancelled.
             UnavailableError: a parameter server was lost.
             DeadlineExceededError: not finished in time; the message names the workers that are not there.
+
+        Source: ``tf.distribute.coordinator.ClusterCoordinator.join``.
         """
         self._queue.wait(Deadline(None if timeout is None else timedelta(seconds=timeout)), self._pool.absent)
 
     def done(self) -> bool:
-        """Whether all scheduled functions are finished; raises as ``join`` does."""
+        """Whether all scheduled functions are finished; does not wait.
+
+        Raises:
+            Exception, UnavailableError: as for ``join``.
+
+        Example:
+            >>> coordinator.join()
+            >>> coordinator.done()
+            True
+
+        Source: ``tf.distribute.coordinator.ClusterCoordinator.done``.
+        """
         return self._queue.done()
 
     def fetch(self, val: Any) -> Any:
@@ -173,8 +195,18 @@ class ClusterCoordinator:
         Args:
             val: a nest; each ``RemoteValue`` in it is replaced by its ``fetch()``, anything else stays.
 
+        Returns:
+            The nest with the results, NumPy arrays and numbers in place of tensors.
+
         Raises:
             Exception: what a function raised, or CancelledError.
+
+        Example:
+            >>> results = [coordinator.schedule(lambda x: x + 1, args=(n,)) for n in range(2)]
+            >>> coordinator.fetch(results)
+            [1, 2]
+
+        Source: ``tf.distribute.coordinator.ClusterCoordinator.fetch``.
         """
         return nest.map_structure(lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val)
 
@@ -198,6 +230,16 @@ class ClusterCoordinator:
 
         Returns:
             Something to iterate over: give ``iter(...)`` of it to ``schedule``.
+
+        Raises:
+            TypeError: ``dataset_fn`` cannot be sent to another process.
+
+        Example:
+            >>> iterator = iter(coordinator.create_per_worker_dataset(lambda: [0.25, 0.5]))
+            >>> coordinator.schedule(next, args=(iterator,)).fetch()
+            0.25
+
+        Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
         """
         factory = dataset_fn if callable(dataset_fn) else ReturnDataset(dataset_fn)
         dataset = PerWorkerDataset(factory)
@@ -208,7 +250,18 @@ class ClusterCoordinator:
         """Something that each worker makes once for itself, such as an open file or a model that is not trained.
 
         Args:
-            factory: called on each worker when it is first needed.
+            factory: called on each worker when it is first needed, and again on a worker that was restarted.
+
+        Returns:
+            What stands for it among the arguments of ``schedule``: the function gets the worker's own.
+
+        Raises:
+            TypeError: ``factory`` cannot be sent to another process.
+
+        Example:
+            >>> table = coordinator.create_per_worker_resource(lambda: {"a": 1})
+            >>> coordinator.schedule(lambda table: table["a"], args=(table,)).fetch()
+            1
         """
         resource = PerWorkerResource(factory)
         self._keep_resource(resource)

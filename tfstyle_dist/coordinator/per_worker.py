@@ -120,4 +120,7 @@ class WorkerIterator:
         try:
             return next(self._iterator)
         except StopIteration:
-            raise OutOfRangeError("The per-worker iterator is at its end.") from None
+            raise OutOfRangeError(
+                "The per-worker iterator is at its end: this worker has no more elements. Give iter(...) of the "
+                "per-worker dataset anew for another epoch, or let dataset_fn return one that does not end."
+            ) from None

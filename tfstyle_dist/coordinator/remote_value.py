@@ -85,14 +85,29 @@ class RemoteValue:
         with self._changed:
             while self._status is RemoteValueStatus.NOT_READY:
                 if deadline.passed():
-                    raise DeadlineExceededError(f"The result of a scheduled function did not come within {deadline}.")
+                    raise DeadlineExceededError(
+                        f"The result of scheduled function number {self.number} did not come within {deadline}. It may "
+                        "still wait for a worker: ask ClusterCoordinator.statistics(), or give a longer timeout."
+                    )
                 self._changed.wait(deadline.pause())
         if self._error is not None:
             raise self._error
         return self._value
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Like ``get``, with NumPy arrays and numbers in place of tensors."""
+        """Waits for the result, with NumPy arrays and numbers in place of tensors.
+
+        Args:
+            timeout: as for ``get``.
+
+        Returns:
+            What the function returned; a bfloat16 tensor, which NumPy lacks, stays one.
+
+        Raises:
+            Exception, CancelledError, DeadlineExceededError: as for ``get``.
+
+        Source: ``tf.distribute.coordinator.RemoteValue.fetch``.
+        """
         return nest.map_structure(as_numpy, self.get(timeout))
 
     def __repr__(self) -> str:

@@ -115,7 +115,10 @@ class Server:
             RuntimeError: it was started before.
         """
         if self._thread is not None:
-            raise RuntimeError("This rpc server was started already.")
+            raise RuntimeError(
+                f"This rpc server was started already and listens at {self._address}; make another one with "
+                "Server.create for another address."
+            )
         context = zeromq_sockets.new_context()
         try:
             socket = context.listen(self._address)

@@ -121,7 +121,11 @@ class Server:
         return self._definition.cluster[self._definition.job_name][self._definition.task_index]
 
     def start(self) -> None:
-        """Starts listening; nothing when it has."""
+        """Starts listening, in a thread of its own; nothing when it has.
+
+        Raises:
+            UnavailableError: the address is in use.
+        """
         if self._thread is not None:
             return
         from tfstyle_dist.parameter_server.protocol import zeromq_sockets
@@ -159,9 +163,13 @@ class Server:
         Raises:
             UnavailableError: the coordinator was there, and was then silent for ``TFSTYLE_PS_PATIENCE_SECONDS``.
             RuntimeError: the server was not started.
+            Exception: what ended the server's thread, if it failed.
         """
         if self._thread is None:
-            raise RuntimeError("Server.join() before start(): nothing is running.")
+            raise RuntimeError(
+                "Server.join() was called before start(), so nothing is running; call start(), or make the server with "
+                "start=True."
+            )
         while self._thread.is_alive():
             self._thread.join(0.5)  # with a limit, so that Ctrl-C gets through
             self._task.check()
@@ -175,6 +183,9 @@ class Server:
         Args:
             config: accepted for TF's signature.
             start: start at once.
+
+        Returns:
+            The server; ``target`` is its address.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

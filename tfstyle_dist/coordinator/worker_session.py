@@ -133,7 +133,10 @@ def run_function(
             try:
                 value = function.call(*args, **kwargs)
             except StopIteration:
-                raise OutOfRangeError("An iterator came to its end in a scheduled function.") from None
+                raise OutOfRangeError(
+                    "A scheduled function let a StopIteration through: an iterator came to its end in it. Schedule no "
+                    "more calls than it has elements, or let dataset_fn return one that does not end."
+                ) from None
             value = nest.map_structure(_exported, value)
             strategy.remote_store.push_buffers(fixed)
             function.reads = list(servers.reads)

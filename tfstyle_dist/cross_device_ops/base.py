@@ -61,9 +61,13 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: a ``ReduceOp`` (strings are refused here, as in TensorFlow).
-            per_replica_value: a ``PerReplica``, or a tensor or number that counts once for each destination.
+            per_replica_value: a ``PerReplica``; a tensor or number, which is nobody's in particular, is copied as it
+                is, whatever the ``reduce_op``.
             destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
             options: accepted for TF's signature.
+
+        Returns:
+            ``Mirrored`` if ``destinations`` names several places, else one tensor.
 
         Raises:
             ValueError: ``reduce_op`` is no ``ReduceOp``, or no destination is given.
@@ -84,7 +88,8 @@ class CrossDeviceOps:
             One result for each pair, see ``reduce``.
 
         Raises:
-            ValueError: the pairs are not a list of pairs.
+            TypeError: ``value_destination_pairs`` is no list or tuple.
+            ValueError: one of its entries is no pair, ``reduce_op`` is no ``ReduceOp``, or a destination is ``None``.
         """
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}.")
@@ -92,7 +97,18 @@ class CrossDeviceOps:
         return [self._reduce_one(reduce_op, value, where) for value, where in value_destination_pairs]
 
     def broadcast(self, tensor: torch.Tensor, destinations: Any) -> Any:
-        """A copy of ``tensor`` on each of ``destinations``, as ``reduce`` places its result."""
+        """A copy of ``tensor`` on each of ``destinations``.
+
+        Args:
+            tensor: a tensor or number of this worker; nothing is sent to other workers.
+            destinations: as for ``reduce``.
+
+        Returns:
+            As ``reduce``.
+
+        Raises:
+            ValueError: ``destinations`` is ``None``.
+        """
         return place(torch.as_tensor(tensor), destinations)
 
     def _reduce_one(self, op: ReduceOp, value: Any, destinations: Any) -> Any:

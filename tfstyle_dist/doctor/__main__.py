@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfstyle_dist.doctor import cluster, machine
 from tfstyle_dist.doctor.finding import Finding, Level, problem
-from tfstyle_dist.doctor.rendezvous import find_tasks
 
 _MACHINE = (machine.versions, machine.devices, machine.backends, machine.shared_memory, machine.limits)
 
@@ -34,7 +33,7 @@ def examine(meet_seconds: float | None = None) -> list[Finding]:
     if resolver is not None:
         findings += _guarded(lambda: cluster.reachability(resolver))
         if meet_seconds is not None:
-            findings += _guarded(lambda: find_tasks(resolver, meet_seconds))
+            findings += _guarded(lambda: cluster.find_tasks(resolver, meet_seconds))
     return findings
 
 

@@ -99,15 +99,16 @@ class DistributedDataset:
             ValueError: the dataset is empty.
         """
         if self._spec is None:
-            steps, _ = self.pipeline.begin(0, (0, 0))
-            step = next(steps, None)
+            step = next(self.pipeline.begin(0, (0, 0)), None)
             if step is None:
-                raise ValueError("An empty dataset has no element_spec.")
+                raise ValueError(
+                    "This dataset gave no batch at all, so it has no element_spec; give one with at least one batch."
+                )
             self._spec = group([spec_of(part) for part in step.parts])
         return self._spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Folds all batches of an epoch.
+        """Folds all batches of an epoch; on all workers alike, outside of ``run``.
 
         Args:
             initial_state: the first state.
@@ -115,6 +116,15 @@ class DistributedDataset:
 
         Returns:
             The last state.
+
+        Raises:
+            ValueError: called inside ``strategy.run``.
+
+        Example:
+            >>> batches.reduce(0, lambda steps, batch: steps + 1)
+            2
+
+        Source: ``tf.data.Dataset.reduce``.
         """
         state = initial_state
         for batch in self:
@@ -122,7 +132,14 @@ class DistributedDataset:
         return state
 
     def shard_report(self) -> ShardReport:
-        """Who reads what; ``print`` it."""
+        """Who reads what; no communication.
+
+        Returns:
+            Which samples or files each worker reads, by which policy, and why; ``print`` shows it as a table.
+
+        Example:
+            >>> report = batches.shard_report()
+        """
         workers = range(self.layout.workers)
         shares = [
             WorkerShare(

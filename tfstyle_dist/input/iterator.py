@@ -69,7 +69,6 @@ class DistributedIterator:
         self._epoch, self._made = epoch, 0
         self._position: Position = (0, 0)
         self._steps: Iterator[Step] | None = None
-        self._left: int | None = None
         self._template: Any = None
         self._ended = False
         self._share: Share | None = None  # of the latest batch, the first local replica's; none if it was not noted
@@ -104,11 +103,16 @@ class DistributedIterator:
         return group(step.parts)
 
     def get_next(self) -> Any:
-        """The next batch, see ``next``.
+        """The next batch, see ``next``; on all workers alike.
 
         Raises:
             OutOfRangeError: the epoch is over.
             ValueError: called inside ``strategy.run``.
+
+        Example:
+            >>> batch = iter(batches).get_next()
+
+        Source: ``tf.distribute.DistributedIterator.get_next``.
         """
         try:
             return next(self)
@@ -119,10 +123,16 @@ class DistributedIterator:
             ) from None
 
     def get_next_as_optional(self) -> Optional:
-        """The next batch, or an ``Optional`` without a value after the last one.
+        """The next batch, or an ``Optional`` without a value after the last one; on all workers alike.
 
         Raises:
             ValueError: called inside ``strategy.run``.
+
+        Example:
+            >>> iter(batches).get_next_as_optional().has_value()
+            True
+
+        Source: ``tf.distribute.DistributedIterator.get_next_as_optional``.
         """
         try:
             return Optional([next(self)])
@@ -171,7 +181,7 @@ class DistributedIterator:
             self._pipeline.set_seed(state["seed"])
         first, second = state["position"]
         self._epoch, self._made, self._position = state["epoch"], state["steps"], (first, second)
-        self._steps, self._left, self._ended = None, None, state["ended"]
+        self._steps, self._ended = None, state["ended"]
         self._dataset.continue_after(self._epoch)
 
     def _check_state(self, state: dict[str, Any]) -> None:
@@ -202,8 +212,7 @@ class DistributedIterator:
 
     def _next_step(self) -> Step | None:
         if self._steps is None:
-            steps, self._left = self._pipeline.begin(self._epoch, self._position_to_begin())
-            self._steps = self._dataset.to_devices(steps)
+            self._steps = self._dataset.to_devices(self._pipeline.begin(self._epoch, self._position_to_begin()))
         step = next(self._steps, None)
         if self._worker.group.size > 1 and not self._pipeline.same_on_all:
             step = self._agreed(step)

@@ -104,7 +104,7 @@ class SamplerPipeline(Pipeline):
         if hasattr(self.sampler.order, "seed"):
             self.sampler.order.seed = seed
 
-    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+    def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position[0])
         loader = self._idle_loader()
@@ -114,7 +114,7 @@ class SamplerPipeline(Pipeline):
         reader = _Reader(self, self.sampler.plan(), batches, position[0])
         if loader is self._loader:
             self._reader = weakref.ref(reader)
-        return reader, len(self.sampler)
+        return reader
 
     def read(self, share: list[Any]) -> Any:
         """The batch of the samples at ``share``, read by this process."""

@@ -43,7 +43,7 @@ class Pipeline(abc.ABC):
     Attributes:
         layout: numbers of workers and replicas.
         unit: what a saved position counts: ``"samples"``, ``"batches"``, or ``"steps"`` of this very layout.
-        same_on_all: whether all workers make the same number of steps, which ``begin`` tells.
+        same_on_all: whether all workers make the same number of steps, which each knows without asking.
         compares: whether all workers must read the same batches.
     """
 
@@ -53,7 +53,7 @@ class Pipeline(abc.ABC):
     compares: bool = False
 
     @abc.abstractmethod
-    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+    def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """Starts an epoch, or goes on within one.
 
         Args:
@@ -61,7 +61,7 @@ class Pipeline(abc.ABC):
             position: where to begin.
 
         Returns:
-            The steps, and their number when it is known.
+            The steps.
         """
 
     @abc.abstractmethod
@@ -125,14 +125,13 @@ class BatchPipeline(Pipeline):
     def facts(self) -> dict[str, Any]:
         return {"policy": self._policy.name} | ({"batches": self._length} if self.same_on_all else {})
 
-    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+    def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: batches before ``position`` are read and dropped."""
-        total = self.steps_per_epoch()
         steps = self._steps(iter(self._source(epoch)), (0, 0) if self.unit == "steps" else position)
         if self.unit == "steps":
             for _ in range(position[0]):
                 next(steps, None)
-        return steps, None if total is None else max(total - position[0], 0)
+        return steps
 
     def _steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
         with stopping(batches):
@@ -188,7 +187,7 @@ class DealtPipeline(Pipeline):
         """See ``Pipeline``: a batch is for one replica."""
         return self._lengths[0]
 
-    def begin(self, epoch: int, position: Position) -> tuple[Iterator[Step], int | None]:
+    def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: elements before ``position`` are read and dropped."""
         for source in self._sources:
             tell_epoch(source, epoch)
@@ -199,7 +198,7 @@ class DealtPipeline(Pipeline):
         steps = self._steps(streams)
         for _ in range(position[0]):
             next(steps, None)
-        return steps, None
+        return steps
 
     def _steps(self, streams: Sequence[Iterator[Any]]) -> Iterator[Step]:
         made, nothing = 0, object()

@@ -159,14 +159,9 @@ class ShareSampler(Sampler[list[Any]]):
         self._indices: Sequence[Any] | torch.Tensor = range(0)
         self._start = 0
 
-    def begin(self, epoch: int, start: int = 0) -> int:
-        """Chooses the epoch, and the sample of it, where the next ``iter`` begins.
-
-        Returns:
-            Samples in the epoch.
-        """
+    def begin(self, epoch: int, start: int = 0) -> None:
+        """Chooses the epoch, and the sample of it, where the next ``iter`` begins."""
         self._indices, self._start = self.order.indices(epoch), start
-        return len(self._indices)
 
     def some_index(self) -> Any:
         """The first index of the chosen epoch."""

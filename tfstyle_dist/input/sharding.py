@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -145,19 +145,6 @@ def shard_files(files: Sequence[T], workers: int, worker: int) -> list[T]:
     if mine:
         check_files(files, workers)
     return mine
-
-
-def shard_elements(elements: Iterable[T], num_shards: int, index: int) -> Iterator[T]:
-    """Every ``num_shards``-th element, from number ``index`` (``tf.data.Dataset.shard``).
-
-    Raises:
-        InvalidArgumentError: ``num_shards`` is not positive, or ``index`` is not below it.
-    """
-    if num_shards < 1:
-        raise InvalidArgumentError(f"num_shards must be >= 1, got {num_shards}.")
-    if not 0 <= index < num_shards:
-        raise InvalidArgumentError(f"index must be between 0 and num_shards - 1 = {num_shards - 1}, got index {index}.")
-    return (element for number, element in enumerate(elements) if number % num_shards == index)
 
 
 def count_steps(samples: int, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy) -> int:

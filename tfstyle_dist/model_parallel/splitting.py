@@ -32,7 +32,10 @@ def tensor_split(variable_or_tensor: torch.Tensor, num_split: int, axis: int = 0
         ...     layer.weight = tpu.experimental.tensor_split(layer.weight, 2, axis=0)
     """
     if not -variable_or_tensor.dim() <= axis < variable_or_tensor.dim():
-        raise ValueError(f"axis={axis} does not fit a tensor of shape {tuple(variable_or_tensor.shape)}.")
+        raise ValueError(
+            f"axis={axis} does not fit a tensor of shape {tuple(variable_or_tensor.shape)}; its dimensions are "
+            f"{-variable_or_tensor.dim()} to {variable_or_tensor.dim() - 1}, and a scalar cannot be cut."
+        )
     parts = [1] * variable_or_tensor.dim()
     parts[axis] = num_split
     strategy = get_strategy()

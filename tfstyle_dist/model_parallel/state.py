@@ -49,10 +49,16 @@ def load_full_state_dict(target: torch.nn.Module | torch.optim.Optimizer, state:
     own = target.state_dict(keep_vars=True)
     missing = [name for name in own if name not in state]
     if missing:
-        raise NotFoundError(f"The state has no {missing}; it holds {sorted(state)}.")
+        raise NotFoundError(
+            f"The state has no {missing}; it holds {sorted(state)}. Give the full_state_dict of a module that has the "
+            "same names."
+        )
     for name, tensor in own.items():
         if tuple(tensor.shape) != tuple(state[name].shape):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, in the state it is {tuple(state[name].shape)}.")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, in the state it is {tuple(state[name].shape)}; build the "
+                "module with the sizes of the saved one."
+            )
         if mesh.is_divided(tensor):
             mesh.write_whole(tensor, state[name])
         else:

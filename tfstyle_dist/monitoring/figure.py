@@ -16,7 +16,7 @@ _COLORS = ("#e69f00", "#0072b2", "#d55e00", "#cc79a7", "#009e73", "#999999")  # 
 def missing() -> str | None:
     """Why no picture can be drawn, or ``None``."""
     if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed: pip install 'tfstyle_dist[plot]'"
+        return "matplotlib is not installed: pip install matplotlib (the extra 'plot' of tfstyle_dist)"
     return None
 
 

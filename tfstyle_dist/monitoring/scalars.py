@@ -88,7 +88,8 @@ def summary_writer(asked_by: str) -> Any:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(
-            f"{asked_by} writes with tensorboard, which is not installed: pip install 'tfstyle_dist[tensorboard]'."
+            f"{asked_by} writes with tensorboard, which is not installed: pip install tensorboard (the extra "
+            "'tensorboard' of tfstyle_dist)."
         )
     from torch.utils.tensorboard import SummaryWriter
 

@@ -29,7 +29,6 @@ from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
-from tfstyle_dist.values import local_results
 from tfstyle_dist.variables import ParameterStore, Variable
 from tfstyle_dist.variables.adoption import registrations
 from tfstyle_dist.variables.creation import VariableSpec
@@ -130,7 +129,10 @@ class Strategy:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the worker, and in replica context the replica, that prints and writes files."""
+        """Whether this is the worker, and in replica context the replica, that prints and writes files.
+
+        It is worker 0, and there the first replica; in an elastic job the live worker with the lowest number.
+        """
         frame = current_frame()
         replica = frame.replica if frame is not None and frame.strategy is self else None
         return (
@@ -140,7 +142,12 @@ class Strategy:
         )
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """``print`` once: on the chief alone. Takes the arguments of the built-in ``print``."""
+        """``print`` once: where ``is_chief`` is true. Works in every context; no communication.
+
+        Args:
+            *values: as for the built-in ``print``.
+            **kwargs: as for the built-in ``print``.
+        """
         if self.is_chief:
             print(*values, **kwargs)
 
@@ -210,15 +217,9 @@ class Strategy:
 
     reduce = reductions.reduce
     gather = reductions.gather
+    experimental_local_results = reductions.experimental_local_results
+    unwrap = reductions.unwrap
     experimental_distribute_values_from_function = inputs.experimental_distribute_values_from_function
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this worker's replicas as a tuple; a plain value gives a 1-tuple."""
-        return local_results(value, self.worker.num_local_replicas)
-
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """The older name of ``experimental_local_results``."""
-        return self.experimental_local_results(value)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """The older place of ``extended.colocate_vars_with``."""
@@ -262,7 +263,11 @@ class Strategy:
     # ---- life -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the replica threads and leaves the group; running again afterwards raises."""
+        """Ends the replica threads and leaves the group; a second call does nothing.
+
+        ``run`` raises afterwards; variables and modules keep their values. Each worker closes for itself: what the
+        others still call together raises there. Not to be called in replica context.
+        """
         if self.closed:
             return
         self.closed = True

@@ -73,7 +73,14 @@ class StrategyExtended:
         return False
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Where an optimizer's state that belongs to no variable lives."""
+        """Where an optimizer's state that belongs to no variable lives: on all devices of this worker.
+
+        Args:
+            var_list: accepted for TF's signature.
+
+        Raises:
+            RuntimeError: the default strategy has no devices.
+        """
         return self._devices()
 
     # ---- reducing ---------------------------------------------------------------------------------------------
@@ -89,9 +96,16 @@ class StrategyExtended:
             destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
             options: accepted for TF's signature.
 
+        Returns:
+            The result on each of ``destinations``; with one replica the value as it is.
+
         Raises:
             RuntimeError: called in replica context.
-            ValueError: an unknown op, or a value that cannot be reduced.
+            ValueError: an unknown op, a value that cannot be reduced, or ``destinations`` is ``None``.
+
+        Example:
+            >>> strategy.extended.reduce_to("SUM", per_replica_losses, "cpu:0")
+            tensor(1.)
         """
         self.strategy.require_cross_replica_context("extended.reduce_to", "merge_call, or ReplicaContext.all_reduce")
         op = ReduceOp.from_any(reduce_op)
@@ -106,10 +120,20 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """``reduce_to`` for several pairs of value and destinations; one result each.
+        """``reduce_to`` for several values.
+
+        Args:
+            reduce_op: as for ``reduce_to``.
+            value_destination_pairs: a list or tuple of ``(value, destinations)``.
+            options: accepted for TF's signature.
+
+        Returns:
+            One result for each pair, in a list.
 
         Raises:
-            ValueError: ``value_destination_pairs`` is empty or not a list or tuple of pairs.
+            RuntimeError: called in replica context.
+            TypeError: ``value_destination_pairs`` is no list or tuple.
+            ValueError: it is empty, one of its entries is no pair, or ``reduce_to`` refuses one.
         """
         self.strategy.require_cross_replica_context("extended.batch_reduce_to", "merge_call")
         check_pairs(value_destination_pairs)
@@ -118,7 +142,23 @@ class StrategyExtended:
         return [self.reduce_to(reduce_op, value, where, options) for value, where in value_destination_pairs]
 
     def broadcast_to(self, tensor: torch.Tensor, destinations: Any) -> Any:
-        """Copies of one worker's tensor where ``destinations`` says."""
+        """Copies of this worker's tensor where ``destinations`` says; nothing is sent to other workers.
+
+        Args:
+            tensor: a tensor or number.
+            destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
+
+        Returns:
+            The copies.
+
+        Raises:
+            RuntimeError: called in replica context.
+            ValueError: ``destinations`` is ``None``.
+
+        Example:
+            >>> strategy.extended.broadcast_to(torch.tensor(1.0), "cpu:0")
+            tensor(1.)
+        """
         self.strategy.require_cross_replica_context("extended.broadcast_to", "merge_call")
         return place(torch.as_tensor(tensor), destinations)
 
@@ -140,6 +180,9 @@ class StrategyExtended:
             args: positional arguments.
             kwargs: keyword arguments.
             group: regroup the results into one value; else a tuple with one result per copy.
+
+        Returns:
+            What ``fn`` returned, regrouped over the copies, or the tuple.
 
         Raises:
             InvalidArgumentError: ``var`` is no variable of this strategy; ``OneDeviceStrategy`` and the default one
@@ -172,7 +215,18 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls ``fn(*args, **kwargs)`` once for each local replica, in update context."""
+        """Calls ``fn(*args, **kwargs)`` once for each local replica, in update context.
+
+        Args:
+            colocate_with: accepted for TF's signature; what ``non_slot_devices`` returned.
+            fn: gets the arguments; those that are ``PerReplica`` arrive as that replica's own entry.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            group: regroup the results into one value; else a tuple with one result per replica.
+
+        Returns:
+            What ``fn`` returned, regrouped over the replicas, or the tuple.
+        """
         results = []
         for replica in range(self.worker.num_local_replicas):
             with entered(Frame(self.strategy, component=replica)):
@@ -180,7 +234,7 @@ class StrategyExtended:
         return regroup(results, "results of update_non_slot") if group else tuple(results)
 
     def value_container(self, value: Any) -> Any:
-        """The variable that a component belongs to; anything else comes back as it is."""
+        """The variable that a component (a copy, as ``update`` gives to its function) belongs to; else ``value``."""
         if isinstance(value, DistributedValues):
             return value
         record = find_record(value)
@@ -203,7 +257,12 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Variables created inside live where ``colocate_with_variable`` does.
+        """A context manager that checks a variable; those created inside live where they do without it.
+
+        All variables of a strategy live on the same devices, so that there is nothing to move.
+
+        Args:
+            colocate_with_variable: a variable or parameter of this strategy.
 
         Raises:
             ValueError: the variable was not created in this strategy's scope.

@@ -119,6 +119,9 @@ def experimental_make_numpy_dataset(strategy: Strategy, numpy_input: Any, sessio
         numpy_input: a nest of arrays of one length.
         session: accepted for TF's signature.
 
+    Returns:
+        A map-style dataset; to be given to ``experimental_distribute_dataset`` with ``global_batch_size``.
+
     Raises:
         ValueError: arrays of different lengths.
 
@@ -132,7 +135,16 @@ def experimental_make_numpy_dataset(strategy: Strategy, numpy_input: Any, sessio
 
 
 def make_dataset_iterator(strategy: Strategy, dataset: Any) -> DistributedIterator:
-    """The older form of ``iter(experimental_distribute_dataset(dataset))``."""
+    """The older form of ``iter(experimental_distribute_dataset(dataset))``.
+
+    Args:
+        dataset: as there; its batches are global ones.
+
+    Returns:
+        An iterator over one epoch.
+
+    Source: ``tf.compat.v1.distribute.Strategy.make_dataset_iterator``.
+    """
     return iter(strategy.experimental_distribute_dataset(dataset))
 
 
@@ -141,7 +153,17 @@ def make_input_fn_iterator(
     input_fn: Callable[[InputContext], Any],
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
 ) -> DistributedIterator:
-    """The older form of ``iter(distribute_datasets_from_function(input_fn))``."""
+    """The older form of ``iter(distribute_datasets_from_function(input_fn))``.
+
+    Args:
+        input_fn: called with an ``InputContext``, returns an iterable of per-replica batches.
+        replication_mode: whether it is called once for each worker or once for each replica.
+
+    Returns:
+        An iterator over one epoch.
+
+    Source: ``tf.compat.v1.distribute.Strategy.make_input_fn_iterator``.
+    """
     options = InputOptions(experimental_replication_mode=replication_mode)
     return iter(strategy.distribute_datasets_from_function(input_fn, options))
 
@@ -149,7 +171,21 @@ def make_input_fn_iterator(
 def experimental_run(
     strategy: Strategy, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None
 ) -> Any:
-    """The older form of ``run(fn, args=(next(input_iterator),))``."""
+    """The older form of ``run(fn, args=(next(input_iterator),))``.
+
+    Args:
+        fn: called on each replica, with the batch if there is an iterator.
+        input_iterator: of ``make_dataset_iterator`` or ``make_input_fn_iterator``; ``None``: without arguments.
+
+    Returns:
+        What ``run`` returns.
+
+    Raises:
+        StopIteration: the epoch is over.
+        Exception: as ``run``.
+
+    Source: ``tf.compat.v1.distribute.Strategy.experimental_run``.
+    """
     arguments = () if input_iterator is None else (next(input_iterator),)
     return strategy.run(fn, args=arguments)
 

@@ -151,7 +151,10 @@ class LogicalDevices(Strategy):
         """
         count, group = self.num_logical_devices_per_replica, self.worker.group
         if not 0 <= logical_device_id < count:
-            raise ValueError(f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}.")
+            raise ValueError(
+                f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}; "
+                "give one of them."
+            )
         if isinstance(group, DataAxis):
             flat = tensor.detach().clone().reshape(-1)
             group.model.broadcast(flat, logical_device_id, "assign to a logical device")

@@ -18,7 +18,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     widened,
 )
 from tfstyle_dist.runtime.clocks import COMMUNICATION
-from tfstyle_dist.values import PerReplica, may_be_nan, shares_of_results, without_nothing
+from tfstyle_dist.values import PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -52,7 +52,7 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
 def check_axis(tensor: torch.Tensor, axis: Any) -> None:
     """Raises unless ``axis`` is a dimension of the tensor."""
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}.")
+        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}; write e.g. axis=0.")
     if not 0 <= axis < tensor.dim():
         raise InvalidArgumentError(
             f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension "
@@ -147,13 +147,43 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
             ``axis`` only.
         axis: a dimension, not negative.
 
+    Returns:
+        A nest of tensors, the same on all workers; what is the same on all replicas, such as a plain number, as it is.
+
     Raises:
         RuntimeError: called in replica context.
+        ValueError: ``axis`` is no whole number, or a leaf is no tensor.
         InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
+
+    Example:
+        >>> results = strategy.run(lambda: torch.tensor([get_replica_context().replica_id]))
+        >>> strategy.gather(results, axis=0)
+        tensor([0, 1])
     """
     strategy.require_cross_replica_context("Strategy.gather", "ReplicaContext.all_gather")
     with strategy.worker.clocks[0].counting(COMMUNICATION), region("gather"):
         return nest.map_structure(lambda leaf: gather_value(strategy, leaf, axis), value)
+
+
+def experimental_local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """The values of this worker's replicas, in the order of the replicas; no communication.
+
+    Args:
+        value: what ``run`` returned, a variable, a nest of such, or anything else.
+
+    Returns:
+        A tuple with one entry for each local replica; of a nest one nest each. A plain value gives a 1-tuple.
+
+    Example:
+        >>> strategy.experimental_local_results(per_replica_losses)
+        (tensor(0.2500), tensor(0.7500))
+    """
+    return local_results(value, strategy.worker.num_local_replicas)
+
+
+def unwrap(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """The older name of ``experimental_local_results``."""
+    return strategy.experimental_local_results(value)
 
 
 def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:

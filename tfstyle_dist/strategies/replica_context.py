@@ -78,7 +78,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The one device of this replica, as a string."""
+        """The one device of this replica, as a string in a tuple; ``("cpu:0",)`` under the default strategy."""
         devices = self._strategy.worker.devices
         return (str(devices[self.local_replica_id]),) if devices else ("cpu:0",)
 
@@ -154,6 +154,13 @@ class ReplicaContext:
             ValueError: an unknown ``reduce_op``, or a leaf that is no tensor (n > 1).
             InvalidArgumentError: shapes differ between replicas.
             RuntimeError: called inside ``merge_call`` or with a stale context.
+
+        Example:
+            >>> strategy.run(lambda: float(get_replica_context().all_reduce("SUM", torch.tensor(2.0))))
+            PerReplica:{
+              0: 4.0,
+              1: 4.0
+            }
         """
         self._require_current("all_reduce")
         op = ReduceOp.from_any(reduce_op)
@@ -176,9 +183,20 @@ class ReplicaContext:
             axis: a dimension, not negative.
             options: accepted for TF's signature.
 
+        Returns:
+            The same nest of new tensors on this replica's device; with one replica ``value`` itself.
+
         Raises:
+            ValueError: ``axis`` is no whole number, or a leaf is no tensor (n > 1).
             InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
             RuntimeError: called inside ``merge_call`` or with a stale context.
+
+        Example:
+            >>> def step():
+            ...     context = get_replica_context()
+            ...     return context.all_gather(torch.tensor([context.replica_id]), axis=0).tolist()
+            >>> strategy.experimental_local_results(strategy.run(step))
+            ([0, 1], [0, 1])
         """
         self._require_current("all_gather")
         if self.num_replicas_in_sync == 1:
@@ -193,6 +211,9 @@ class ReplicaContext:
 
         Args:
             seed: the same on all replicas; the replica's number is mixed in.
+
+        Returns:
+            A new generator, whose numbers are the same each time it is made; no communication.
         """
         return torch.Generator(device=self.device).manual_seed((seed * 1_000_003 + self._replica_id) % (1 << 63))
 

@@ -50,9 +50,10 @@ def run(
     kwargs: dict[str, Any] | None = None,
     options: RunOptions | None = None,
 ) -> Any:
-    """Calls ``fn`` once on each replica.
+    """Calls ``fn`` once on each replica of this worker, in replica context.
 
-    With one local replica the result comes back bare; with several, leaves that are not the same object on all
+    Call it outside of every context, in this strategy's ``scope()``, or in ``merge_call``; on all workers alike. With
+    one local replica the result comes back bare; with several, leaves that are not the same object on all
     replicas come back as ``PerReplica``.
 
     Args:
@@ -66,8 +67,9 @@ def run(
         The nest that ``fn`` returns, regrouped over the local replicas.
 
     Raises:
-        RuntimeError: called in replica context or with another strategy in force; or the replicas made
-            different calls.
+        RuntimeError: called in replica context, with another strategy in force, or after ``close``; or the replicas
+            made different calls.
+        TypeError: ``fn`` cannot be called.
         ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
         Exception: whatever a replica raises, the same object.
 
@@ -126,11 +128,11 @@ def _run_replicas(
 def check_arguments(fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of ``run``, after a look at their types."""
     if not callable(fn):
-        raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}.")
+        raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}; pass its arguments as args=.")
     if not isinstance(args, list | tuple):
         raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}.")
+        raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}; write kwargs={{'name': value}}.")
     return args, kwargs or {}
 
 

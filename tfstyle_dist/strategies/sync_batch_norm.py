@@ -21,7 +21,10 @@ def _forward(original: Callable[..., torch.Tensor], module: torch.nn.SyncBatchNo
     if replica is None or replica.num_replicas_in_sync == 1 or not by_batch:
         return original(module, x)
     if x.dim() < 2:
-        raise ValueError(f"SyncBatchNorm takes inputs of at least 2 dimensions, got {x.dim()}: {tuple(x.shape)}.")
+        raise ValueError(
+            f"SyncBatchNorm takes inputs of at least 2 dimensions, got {x.dim()}: {tuple(x.shape)}; the first is that "
+            "of the examples, the second that of the channels."
+        )
     return _normalize(replica, module, x)
 
 

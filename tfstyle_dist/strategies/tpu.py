@@ -135,14 +135,20 @@ class TPUStrategy(MirroredVariables):
         """See ``LogicalDevices``; there is one value, and the compiler decides where it is computed."""
         count = self.num_logical_devices_per_replica
         if not 0 <= logical_device_id < count:
-            raise ValueError(f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}.")
+            raise ValueError(
+                f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}; "
+                "give one of them."
+            )
         return self._laid_out(tensor, [1] * tensor.dim())
 
     def _laid_out(self, tensor: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
         if not self.use_spmd:
             return tensor
         if tensor.device != self.device:
-            raise ValueError(f"Only a tensor on {self.device} can be laid out, but this one is on {tensor.device}.")
+            raise ValueError(
+                f"Only a tensor on {self.device} can be laid out, but this one is on {tensor.device}; write "
+                f"tensor.to({str(self.device)!r}) first."
+            )
         names = tuple(f"dimension{axis}" for axis in range(len(parts)))
         grid = self.adapter.mesh((self.num_devices // math.prod(parts), *parts), ("others", *names))
         partition = [name if count > 1 else None for name, count in zip(names, parts, strict=True)]

@@ -157,7 +157,21 @@ class TFOptimizer(UpdateRule):
         name: str | None = None,
         grad_loss: torch.Tensor | None = None,
     ) -> None:
-        """``compute_gradients`` and ``apply_gradients`` in one call; arguments as there."""
+        """``compute_gradients`` and ``apply_gradients`` in one call.
+
+        Args:
+            loss: as for ``compute_gradients``.
+            global_step: as for ``apply_gradients``.
+            var_list: as for ``compute_gradients``.
+            gate_gradients: as for ``compute_gradients``.
+            aggregation_method: as for both.
+            colocate_gradients_with_ops: as for ``compute_gradients``.
+            name: as for ``apply_gradients``.
+            grad_loss: as for ``compute_gradients``.
+
+        Raises:
+            Exception: as ``compute_gradients`` and ``apply_gradients``.
+        """
         pairs = self.compute_gradients(
             loss, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )

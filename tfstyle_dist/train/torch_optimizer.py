@@ -70,7 +70,7 @@ class Optimizer(TFOptimizer):
 
     def update(self, value: torch.Tensor, grad: torch.Tensor, slots: dict[str, Any]) -> None:
         """Not used: the torch optimizer updates all at once."""
-        raise AssertionError("the torch optimizer updates all variables at once")
+        raise AssertionError("A torch optimizer updates all variables at once, not one by one; call apply_gradients.")
 
     def parts(self) -> Iterable[Any]:
         """See ``HeldInCommon``."""

@@ -134,7 +134,10 @@ class UpdateRule(HeldInCommon, abc.ABC):
             ValueError: another number of variables than in the state.
         """
         if len(variables) != len(state["slots"]):
-            raise ValueError(f"The state has {len(state['slots'])} variables, but {len(variables)} were given.")
+            raise ValueError(
+                f"The state has {len(state['slots'])} variables, but {len(variables)} were given; give those that the "
+                "optimizer had updated when it was saved, in the same order."
+            )
         self.copy_slots.clear()
         self.load_common_state(state["common"])
         for variable, saved in zip(variables, state["slots"], strict=True):

@@ -45,14 +45,20 @@ class PerReplica(DistributedValues):
         return f"{type(self).__name__}:{{\n{inner}\n}}"
 
     def __len__(self) -> int:
-        raise TypeError("A PerReplica has no length; use strategy.experimental_local_results(value).")
+        raise TypeError(
+            f"A {type(self).__name__} has no length: it holds one value for each of {len(self._values)} "
+            "local replicas. Write len(strategy.experimental_local_results(value)), or take the length in strategy.run."
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("A PerReplica is not iterable; use strategy.experimental_local_results(value).")
+        raise TypeError(
+            f"A {type(self).__name__} is not iterable: it holds one value for each of {len(self._values)} local "
+            "replicas. Use strategy.experimental_local_results(value)."
+        )
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "A PerReplica has no truth value: it holds one value for each replica. Use "
+            f"A {type(self).__name__} has no truth value: it holds one value for each replica. Use "
             "strategy.experimental_local_results(value) or strategy.reduce(...)."
         )
 

@@ -144,8 +144,6 @@ def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Mod
         ValueError: the module has uninitialised (lazy) parameters.
         RuntimeError: a parameter belongs to another strategy.
     """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"experimental_adopt takes a torch.nn.Module, got {type(module).__name__}.")
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if isinstance(parameter, torch.nn.UninitializedParameter):

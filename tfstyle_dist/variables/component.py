@@ -96,11 +96,13 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
             tensor = torch.as_tensor(value, dtype=like.dtype, device=where)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidArgumentError(
-                f"Variable {name!r} was assigned {value!r}, which is no tensor: {error}"
+                f"Variable {name!r} was assigned {value!r}, which is no tensor of {like.dtype}: {error}. Pass a "
+                "number, an array or a tensor."
             ) from error
     if tensor.shape != like.shape:
         raise InvalidArgumentError(
-            f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}."
+            f"Variable {name!r} has shape {tuple(like.shape)}, but the assigned value has shape {tuple(tensor.shape)}; "
+            "write value.reshape(variable.shape) or value.expand(variable.shape) if that is meant."
         )
     return tensor
 

@@ -61,7 +61,10 @@ class WeakComponents(list[torch.Tensor]):
         record = self._record()
         tensor = None if record is None else record.tensor
         if tensor is None:
-            raise ReferenceError("the parameter of this record is gone")
+            raise ReferenceError(
+                "The parameter of this record is gone, because nothing refers to it any more; "
+                "keep its module in a variable."
+            )
         return [tensor][index]
 
     def __iter__(self) -> Iterator[torch.Tensor]:

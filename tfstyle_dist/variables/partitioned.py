@@ -83,7 +83,10 @@ class LocalParts(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         tensor = self._tensor()
         if tensor is None:
-            raise ReferenceError("the parameter of this record is gone")
+            raise ReferenceError(
+                "The parameter of this record is gone, because nothing refers to it any more; "
+                "keep its module in a variable."
+            )
         return [LocalPart(tensor)][index]
 
     def __iter__(self) -> Iterator[Any]:

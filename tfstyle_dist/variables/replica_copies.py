@@ -28,7 +28,10 @@ class _ByReplica(Sequence[torch.Tensor]):
             raise IndexError(index)
         owner = self._owner()
         if owner is None:
-            raise ReferenceError("the parameter or module of this record is gone")
+            raise ReferenceError(
+                "The parameter or module of this record is gone, because nothing refers to it any more; "
+                "keep it in a variable."
+            )
         return self._of(owner, index % len(self))
 
     def _owner(self) -> Any:

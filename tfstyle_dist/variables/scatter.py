@@ -273,7 +273,9 @@ def read_rows(value: torch.Tensor, indices: Any, name: str) -> torch.Tensor:
     """``value[indices]`` for row numbers of any shape; differentiable."""
     numbers = torch.as_tensor(indices, device=true_device(value)).to(torch.int64)
     if value.dim() == 0:
-        raise InvalidArgumentError(f"sparse_read of variable {name!r}: it is a scalar and has no rows.")
+        raise InvalidArgumentError(
+            f"sparse_read of variable {name!r}: it is a scalar and has no rows; read it with value()."
+        )
     _check_range("sparse_read", numbers, value.shape[0], lambda: name)
     return value[numbers]
 

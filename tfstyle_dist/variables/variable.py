@@ -63,9 +63,14 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
     ) -> Variable:
         """Builds what the strategy in force makes of it."""
         if not isinstance(synchronization, VariableSynchronization):
-            raise ValueError(f"synchronization must be a VariableSynchronization, got {synchronization!r}.")
+            raise ValueError(
+                f"synchronization must be a VariableSynchronization, got {synchronization!r}; write e.g. "
+                "VariableSynchronization.ON_READ."
+            )
         if not isinstance(aggregation, VariableAggregation):
-            raise ValueError(f"aggregation must be a VariableAggregation, got {aggregation!r}.")
+            raise ValueError(
+                f"aggregation must be a VariableAggregation, got {aggregation!r}; write e.g. VariableAggregation.SUM."
+            )
         if constraint is not None and not callable(constraint):
             raise ValueError(f"Argument `constraint` must be None or a callable, got {constraint!r}.")
         frame = current_frame()
@@ -88,10 +93,17 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         return read_across_replicas(record, self.name)
 
     def value(self) -> torch.Tensor:
-        """The value in the calling context, a new tensor.
+        """The value in the calling context, a new tensor that takes no gradients; ``read_value`` is the same.
+
+        In replica context it is that of the replica's own copy. Elsewhere it is the first copy's; of an ``ON_READ``
+        variable the copies of all replicas combine by ``aggregation``, which is collective over the workers.
 
         Raises:
             ValueError: a cross-replica read of an ``ON_READ`` variable with aggregation ``NONE``.
+
+        Example:
+            >>> Variable([1.0, 2.0]).value()
+            tensor([1., 2.])
         """
         return self._tfstyle_value().detach().clone()
 
@@ -149,6 +161,10 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
 
         Raises:
             InvalidArgumentError: a row that does not exist.
+
+        Example:
+            >>> Variable([10.0, 20.0, 30.0]).sparse_read([2, 0]).tolist()
+            [30.0, 10.0]
         """
         return read_rows(self._tfstyle_value(), indices, self.name)
 
@@ -159,8 +175,15 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
             indices: int places; the last dimension holds the numbers of one place, or of one row.
             name: accepted for TF's signature.
 
+        Returns:
+            A tensor of shape ``indices.shape[:-1]`` and what is left of the variable's.
+
         Raises:
             InvalidArgumentError: a place that does not exist.
+
+        Example:
+            >>> Variable([[1.0, 2.0], [3.0, 4.0]]).gather_nd([[0, 1], [1, 0]]).tolist()
+            [2.0, 3.0]
         """
         return read_places(self._tfstyle_value(), indices, self.name)
 
@@ -191,13 +214,31 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
-        """Adds ``delta``; with SUM the sum of all replicas' deltas is added once. See ``assign``."""
+        """Adds ``delta``; with SUM the sum of all replicas' deltas is added once.
+
+        Args:
+            delta: as ``value`` of ``assign``.
+            use_locking: accepted for TF's signature; without effect.
+            name: accepted for TF's signature; without effect.
+            read_value: accepted for TF's signature; the result is always readable.
+
+        Returns:
+            As ``assign``.
+
+        Raises:
+            ValueError: as for ``assign``; or a cross-replica write of an ON_READ variable with aggregation SUM.
+            RuntimeError: as for ``assign``.
+
+        Example:
+            >>> Variable(1.0).assign_add(2.0).value()
+            tensor(3.)
+        """
         return self._assign("assign_add", delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
-        """Subtracts ``delta``. See ``assign``."""
+        """Subtracts ``delta``; arguments, result and errors as for ``assign_add``."""
         return self._assign("assign_sub", delta)
 
     def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> Any:

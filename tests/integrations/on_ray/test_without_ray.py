@@ -16,7 +16,8 @@ def test_the_message_says_what_to_install() -> None:
     program = "import tfstyle_dist.integrations.ray"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.endswith("needs Ray, which is not installed. Write pip install 'tfstyle_dist[ray]'.")
+    said = "needs Ray, which is not installed. Write pip install 'ray[train]' (the extra 'ray' of tfstyle_dist)."
+    assert last.endswith(said)
 
 
 @pytest.mark.skipif(not FOUND, reason="Ray is not installed: `make test-ray` runs the tests of this folder with it")

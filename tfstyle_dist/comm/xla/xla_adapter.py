@@ -66,7 +66,6 @@ class XlaAdapter:
         rank: number of this replica; 0 with ``spmd``.
         world_size: number of replicas; 1 with ``spmd``.
         num_devices: XLA devices of all processes.
-        num_local_devices: those of this process.
 
     Raises:
         ImportError: torch_xla is absent or does not fit torch.
@@ -82,7 +81,6 @@ class XlaAdapter:
 
         self._xla, self._xm, self._metrics = torch_xla, xm, metrics
         self.num_devices = int(xr.global_runtime_device_count())
-        self.num_local_devices = int(xr.addressable_runtime_device_count())
         replicas = int(xr.world_size())
         self.spmd = use_spmd if use_spmd is not None else xr.is_spmd() or self.num_devices > replicas == 1
         if self.spmd and not xr.is_spmd():

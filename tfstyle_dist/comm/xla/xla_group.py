@@ -92,7 +92,8 @@ class XlaGroup(WorkerGroup):
         self._begin(name)
         if buffer.numel() % self.size:
             raise ValueError(
-                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers."
+                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers; pad "
+                "the buffer to a multiple."
             )
         part = self.adapter.reduce_scatter(buffer.to(self.adapter.device))
         if buffer.device != part.device:

@@ -13,7 +13,7 @@ except ModuleNotFoundError as missing:
         raise
     raise ModuleNotFoundError(
         "tfstyle_dist.integrations.accelerate needs the package accelerate, which is not installed. Write "
-        "pip install 'tfstyle_dist[accelerate]'.",
+        "pip install accelerate (the extra 'accelerate' of tfstyle_dist).",
         name="accelerate",
     ) from missing
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError as missing:
         raise
     raise ModuleNotFoundError(
         "tfstyle_dist.integrations.fabric needs Lightning Fabric, which is not installed. Write pip install "
-        "'tfstyle_dist[lightning]'.",
+        "lightning (the extra 'lightning' of tfstyle_dist).",
         name="lightning",
     ) from missing
 

@@ -19,7 +19,8 @@ except ImportError as missing:
             "tfstyle_dist.integrations.keras before keras."
         ) from missing
     raise ImportError(
-        "tfstyle_dist.integrations.keras needs Keras 3: pip install 'tfstyle_dist[keras]' (keras>=3.15)."
+        "tfstyle_dist.integrations.keras needs Keras 3, which is not installed: pip install 'keras>=3.15' (the extra "
+        "'keras' of tfstyle_dist)."
     ) from missing
 if keras.backend.backend() != "torch":
     raise ImportError(

@@ -13,7 +13,6 @@ from tfstyle_dist.integrations.keras import (
     built_in_run,
     checkpoint,
     metric_state,
-    metrics,
     optimizers,
     server_state,
     travel,
@@ -38,7 +37,6 @@ def install() -> None:
     """Wraps the methods of ``keras.Model`` once, in the classes that define them."""
     optimizers.install()
     server_state.install()
-    metrics.install()
     built_in_run.install()
     metric_state.install()
     checkpoint.install()

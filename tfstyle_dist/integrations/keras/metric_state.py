@@ -12,6 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
 from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -117,9 +118,14 @@ def untouched(strategy: Strategy) -> Iterator[None]:
 
 
 def install() -> None:
-    """Lets the variables of metrics belong to the strategy in whose scope they are made, or that first writes them."""
+    """Lets the variables of metrics belong to the strategy in whose scope they are made, or that first writes them.
+
+    A metric that is updated in a step of the user's own is not changed by a replica without examples: the class of
+    every metric that is made from now on knows of shares.
+    """
     wrap(keras.Metric, "add_variable", _add_variable)
     wrap(keras.Variable, "_direct_assign", _direct_assign)
+    wrap(keras.metrics.Metric, "__init__", _init)
 
 
 def _add_variable(original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,3 +146,22 @@ def _direct_assign(original: Callable[..., None], variable: Any, value: Any) -> 
             variable._value.assign(value)
             return
     original(variable, value)
+
+
+def _init(original: Callable[..., None], metric: Any, *args: Any, **kwargs: Any) -> None:
+    original(metric, *args, **kwargs)
+    for owner in type(metric).__mro__:
+        if "update_state" in vars(owner):
+            wrap(owner, "update_state", _update_state)
+
+
+def _update_state(original: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
+    frame = current_frame()
+    if frame is None or frame.replica is None or CURRENT.count is not None:  # fit counts for itself
+        return original(metric, *args, **kwargs)
+    share = frame.replica.share
+    if share is not None and share.examples == 0:
+        for variable in metric.variables:  # as the replicas with examples do
+            adopt(variable, frame.strategy)
+        return None
+    return original(metric, *args, **kwargs)

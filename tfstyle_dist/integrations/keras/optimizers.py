@@ -37,7 +37,10 @@ def _apply(original: Apply, self: Any, grads: Sequence[Any], trainable_variables
     if CURRENT.push is None and (replica is None or replica.num_replicas_in_sync == 1):
         return original(self, grads, trainable_variables)
     if len(grads) != len(variables):
-        raise ValueError(f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables.")
+        raise ValueError(
+            f"{self.name}.apply got {len(grads)} gradients for {len(variables)} variables; give one gradient for each, "
+            "None where there is none."
+        )
     if CURRENT.push is not None:
         CURRENT.push(grads, variables)
         return None

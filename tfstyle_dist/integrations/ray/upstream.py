@@ -13,7 +13,8 @@ except ModuleNotFoundError as missing:
     if missing.name != "ray":
         raise
     raise ModuleNotFoundError(
-        "tfstyle_dist.integrations.ray needs Ray, which is not installed. Write pip install 'tfstyle_dist[ray]'.",
+        "tfstyle_dist.integrations.ray needs Ray, which is not installed. Write pip install 'ray[train]' (the extra "
+        "'ray' of tfstyle_dist).",
         name="ray",
     ) from missing
 
@@ -43,7 +44,8 @@ def ray_train() -> tuple[Any, Any, Any]:
         from ray.train.torch import TorchConfig
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            f"TfdConfig needs Ray Train, and {missing.name} is not installed. Write pip install 'tfstyle_dist[ray]'.",
+            f"TfdConfig needs Ray Train, and {missing.name} is not installed. Write pip install 'ray[train]' (the "
+            "extra 'ray' of tfstyle_dist).",
             name=missing.name,
         ) from missing
     return ray.train, Backend, TorchConfig

@@ -124,6 +124,13 @@ class MaxSizePartitioner(Partitioner):
 def fixed_size_partitioner(num_shards: int, axis: int = 0) -> Callable[..., list[int]]:
     """A fixed number of shards along ``axis``; see ``FixedShardsPartitioner``.
 
+    Args:
+        num_shards: how many.
+        axis: the dimension along which a variable is cut.
+
+    Returns:
+        A function of shape and dtype, to be given to a strategy as ``variable_partitioner``.
+
     Example:
         >>> fixed_size_partitioner(2, axis=1)([10, 3], torch.float32)
         [1, 2]
@@ -138,6 +145,18 @@ def min_max_variable_partitioner(
 ) -> Callable[..., list[int]]:
     """Shards of at least about ``min_slice_size`` bytes along ``axis``; see ``MinSizePartitioner``.
 
+    Args:
+        max_partitions: upper limit of their number.
+        axis: the dimension along which a variable is cut.
+        min_slice_size: bytes of a shard.
+        bytes_per_string_element: what an element of a text variable counts.
+
+    Returns:
+        A function of shape and dtype, to be given to a strategy as ``variable_partitioner``.
+
+    Raises:
+        ValueError: a number below 1.
+
     Example:
         >>> min_max_variable_partitioner(2, min_slice_size=16)([10, 3], torch.float32)
         [2, 1]
@@ -151,6 +170,18 @@ def variable_axis_size_partitioner(
     max_shard_bytes: int, axis: int = 0, bytes_per_string_element: int = 16, max_shards: int | None = None
 ) -> Callable[..., list[int]]:
     """Shards of at most ``max_shard_bytes`` along ``axis``; see ``MaxSizePartitioner``.
+
+    Args:
+        max_shard_bytes: upper limit of one shard's size; one row is the smallest shard.
+        axis: the dimension along which a variable is cut.
+        bytes_per_string_element: what an element of a text variable counts.
+        max_shards: upper limit of their number; ``None`` or 0: none.
+
+    Returns:
+        A function of shape and dtype, to be given to a strategy as ``variable_partitioner``.
+
+    Raises:
+        ValueError: a number below 1 (``max_shards``: below 0).
 
     Example:
         >>> variable_axis_size_partitioner(16)([10], torch.float32)

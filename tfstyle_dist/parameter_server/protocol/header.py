@@ -27,6 +27,7 @@ CHUNK = 1 << 20
 INLINE = 1 << 16
 """Up to this size the tensors travel in the header's own message."""
 MAX_META = 1 << 20
+_STRANGE = "this is no message of a tfstyle_dist parameter server"
 _HEADER = struct.Struct("<4sBBHQQQIIQ")
 
 
@@ -103,7 +104,7 @@ class Header(NamedTuple):
             raise ProtocolError(f"a message of {len(message)} bytes is shorter than a header of {_HEADER.size}")
         magic, version, kind, flags, request, closure, low, attempt, meta, data = _HEADER.unpack_from(message)
         if magic != MAGIC:
-            raise ProtocolError("this is no message of a tfstyle_dist parameter server")
+            raise ProtocolError(_STRANGE)
         if version != VERSION:
             raise ProtocolError(f"the peer speaks version {version} of the protocol, this process version {VERSION}")
         if kind not in _KINDS:
@@ -130,7 +131,7 @@ def message_lengths(data: bytes) -> tuple[int, int] | None:
     magic, _, _, flags, _, _, _, _, meta, inline = _HEADER.unpack_from(data)
     inline = inline if flags & FLAG_INLINE else 0
     if magic != MAGIC or meta > MAX_META or inline > INLINE:
-        raise ProtocolError("this is no message of a tfstyle_dist parameter server")
+        raise ProtocolError(_STRANGE)
     return HEADER_SIZE + meta, inline
 
 

@@ -23,7 +23,10 @@ def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError as missing:  # pragma: no cover
-        raise ImportError("Scheduling functions needs cloudpickle: pip install 'tfstyle_dist[ps]'.") from missing
+        raise ImportError(
+            "To schedule functions cloudpickle is needed, which is not installed: pip install cloudpickle (the extra "
+            "'ps' of tfstyle_dist)."
+        ) from missing
     return cloudpickle
 
 

@@ -48,7 +48,10 @@ def load() -> None:
         import zmq.auth.thread
         import zmq.utils.monitor
     except ImportError as missing:  # pragma: no cover
-        raise ImportError("Parameter servers need pyzmq and cloudpickle: pip install 'tfstyle_dist[ps]'.") from missing
+        raise ImportError(
+            "Parameter servers need pyzmq and cloudpickle, and pyzmq cannot be imported: pip install pyzmq cloudpickle "
+            "(the extra 'ps' of tfstyle_dist)."
+        ) from missing
     globals().update(
         zmq=zmq, ZMQError=zmq.ZMQError, Again=zmq.Again, POLLIN=zmq.POLLIN, POLLOUT=zmq.POLLOUT, RCVMORE=zmq.RCVMORE,
         SNDMORE=zmq.SNDMORE, DONTWAIT=zmq.NOBLOCK,
