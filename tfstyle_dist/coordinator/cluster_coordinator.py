@@ -129,8 +129,6 @@ class ClusterCoordinator:
         Example:
             >>> coordinator.schedule(lambda x: x + 1, args=(2,)).fetch()
             3
-
-        Source: ``tf.distribute.coordinator.ClusterCoordinator.schedule``.
         """
         if not callable(fn):
             raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
@@ -169,8 +167,6 @@ class ClusterCoordinator:
                 then are cancelled.
             UnavailableError: a parameter server was lost.
             DeadlineExceededError: not finished in time; the message names the workers that are not there.
-
-        Source: ``tf.distribute.coordinator.ClusterCoordinator.join``.
         """
         self._queue.wait(Deadline(None if timeout is None else timedelta(seconds=timeout)), self._pool.absent)
 
@@ -184,8 +180,6 @@ class ClusterCoordinator:
             >>> coordinator.join()
             >>> coordinator.done()
             True
-
-        Source: ``tf.distribute.coordinator.ClusterCoordinator.done``.
         """
         return self._queue.done()
 
@@ -205,8 +199,6 @@ class ClusterCoordinator:
             >>> results = [coordinator.schedule(lambda x: x + 1, args=(n,)) for n in range(2)]
             >>> coordinator.fetch(results)
             [1, 2]
-
-        Source: ``tf.distribute.coordinator.ClusterCoordinator.fetch``.
         """
         return nest.map_structure(lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val)
 
