@@ -3,7 +3,7 @@
     python examples/keras_fit.py --replicas 2                              # two replicas in this process
     torchrun --standalone --nproc-per-node 2 examples/keras_fit.py         # one replica per process
 
-Needs `pip install 'tfstyle_dist[keras]'`. The global batch stays the same, so the losses are those of one device; the
+Needs `pip install -e '.[keras]'`. The global batch stays the same, so the losses are those of one device; the
 program says how far they are apart. The exit code is 1 when the test accuracy is below 95 %.
 """
 

@@ -3,7 +3,7 @@
     python -m tfstyle_dist.launch --workers 2 examples/multi_worker_keras.py      # TF_CONFIG, as with TensorFlow
     torchrun --standalone --nproc-per-node 2 examples/multi_worker_keras.py
 
-Needs `pip install 'tfstyle_dist[keras]'`. With --directory a folder that all workers see: started again with more
+Needs `pip install -e '.[keras]'`. With --directory a folder that all workers see: started again with more
 --epochs the program continues from its last epoch. The exit code is 1 when the test accuracy is below 95 %.
 """
 

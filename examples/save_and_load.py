@@ -3,7 +3,7 @@
     python examples/save_and_load.py --replicas 2
     torchrun --standalone --nproc-per-node 2 examples/save_and_load.py
 
-Needs `pip install 'tfstyle_dist[keras]'` for the Keras half; --no-keras leaves it out. Real data: breast cancer, 569
+Needs `pip install -e '.[keras]'` for the Keras half; --no-keras leaves it out. Real data: breast cancer, 569
 patients. The exit code is 1 when a loaded model does not give the same predictions, or none is right in 93 % of cases.
 """
 

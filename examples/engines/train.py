@@ -5,7 +5,7 @@ Start it with one of the files beside it, which have no training code:
     bash examples/engines/start_torchrun.sh
     bash examples/engines/start_tf_config.sh
     bash examples/engines/start_launch.sh
-    python examples/engines/start_ray.py            # pip install 'tfstyle_dist[ray]'
+    python examples/engines/start_ray.py            # pip install -e '.[ray]'
     python examples/engines/start_kubeflow.py       # pip install kubeflow
 
 Each starts 2 workers on this machine. Gradients are added in a fixed order, whoever starts the processes: all
