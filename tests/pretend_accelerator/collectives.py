@@ -100,9 +100,16 @@ class PretendCollectives(dist.ProcessGroup):
             raise RuntimeError(f"No backend type associated with device types {kinds}: {what}")
         self.calls.append(what)
         hosts = [tensor.cpu() for tensor in tensors]
+        begun, failure = None, None
+        try:  # here, so that all ranks begin their calls in the order of the program
+            begun = staged(self._device, hosts)
+        except RuntimeError as error:
+            failure = error
 
         def run() -> None:
-            staged(self._device, hosts).wait()
+            if begun is None:
+                raise RuntimeError(what) from failure
+            begun.wait()
             with torch.no_grad():
                 for tensor, host in [*zip(tensors, hosts, strict=True)][:written]:
                     tensor.copy_(host)
