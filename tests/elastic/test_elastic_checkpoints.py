@@ -69,7 +69,7 @@ def test_every_worker_gets_random_numbers_of_its_own(tmp_path: Path) -> None:
     for number in range(3):
         group = ElasticGroup()
         group.job = SimpleNamespace(membership=SimpleNamespace(me=number, is_member=False))  # type: ignore[assignment]
-        restore(group, path, leaves, ("save_counter",)).expect_partial()
+        restore(group, path, leaves, ("save_counter",), "Checkpoint.restore").expect_partial()
         drawn.append((float(torch.rand(())), random.random()))
     assert drawn[0][0] == expected
     assert len(set(drawn)) == 3

@@ -95,8 +95,9 @@ def test_a_stopped_process_is_given_up_earlier_where_that_was_asked_for(run_job:
     job = run_job(3, "mlp", STEPS, "1:3:stop-15", SUSPECT="60", STOPPED="0.5")
     for index in (0, 2):
         assert job[index]["code"] == 0, job[index]["output"]
-        assert "worker 1 was stopped by a signal" in job[index]["output"]
         assert job[index]["result"]["weights"] == undisturbed("mlp")["weights"]
+    # Who sees it first tells the other, which may then not have seen it by itself.
+    assert "worker 1 was stopped by a signal" in job[0]["output"] + job[2]["output"]
     assert job[1]["code"] == 1
     assert "was given up by worker [0, 2]" in job[1]["output"]
 
