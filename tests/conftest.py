@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in three sessions.
+    """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in two sessions.
 
     That is, where pytest-xdist is there: one session spends half of its time waiting, and of two on two cores one core
     is idle while a test waits for a deadline. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
@@ -62,7 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.usepdb or option.collectonly:
         return
     if getattr(option, "numprocesses", 0) is None and option.dist == "no":
-        option.numprocesses, option.dist = 3, "worksteal"
+        option.numprocesses, option.dist = 2, "worksteal"
 
 
 @pytest.hookimpl(optionalhook=True)
