@@ -49,9 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Chooses the quick tests, with ``--rest`` the others, with ``--whole`` all; runs them in two sessions.
 
-    That is, where pytest-xdist is there: one session spends half of its time waiting, and of two on two cores one core
-    is idle while a test waits for a deadline. A command line that names files, or has ``-m``, ``-k``, ``-n`` or a
-    debugger, is taken as it stands.
+    That is, where pytest-xdist is there: one session spends half of its time waiting. A command line that names files,
+    or has ``-m``, ``-k``, ``-n`` or a debugger, is taken as it stands.
     """
     option = config.option
     names_nothing = config.args_source is pytest.Config.ArgsSource.TESTPATHS and option.markexpr == DEFAULT_MARKERS
