@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -106,12 +107,12 @@ class _Futex:
         pass
 
 
-def _job(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Membership]:
+def _job(hosts: list[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Membership]:
     addresses = [("127.0.0.1", port) for port in network.free_ports(len(hosts))]
     made = []
     for number, host in enumerate(hosts):
         monkeypatch.setenv("TFSTYLE_HOST", host)
-        made.append(Membership(number, addresses, Elastic(replicas=len(hosts)), LIMIT))
+        made.append(Membership(number, addresses, Elastic(replicas=len(hosts), **options), LIMIT))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda each: each.start(LIMIT), made))
     return made
@@ -145,6 +146,22 @@ def test_steps_of_workers_on_the_same_and_on_other_hosts(
             with ThreadPoolExecutor() as pool:
                 for came in pool.map(lambda one: _step(one, size), made):
                     assert came == {member: float(member) for member in range(len(hosts))}
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_worker_that_computes_for_longer_than_it_may_be_silent_is_not_given_up(
+    hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends nothing of its own meanwhile: its signs of life alone say that it is there."""
+    made = _job(list(hosts), monkeypatch, suspect_after=1.0)
+    try:
+        with ThreadPoolExecutor() as pool:
+            late = pool.submit(lambda: time.sleep(2.5) or _step(made[1], 5))
+            assert _step(made[0], 5) == late.result() == {0: 0.0, 1: 1.0}
+        assert [each.members for each in made] == [(0, 1), (0, 1)]
     finally:
         for each in made:
             each.close()

@@ -102,9 +102,10 @@ class Connection:
     def flush(self) -> None:
         """Sends what was kept."""
         with self._lock:
-            before = len(self._out)
+            if not self._out:
+                return
             self._out = deque(self._push(list(self._out)))
-        if before and self.lines is not None:
+        if self.lines is not None:
             self._tell(False)
 
     def _tell(self, thread: bool) -> None:
