@@ -7,9 +7,9 @@
 
 Every worker is a process of this machine. Steps are padded with a fixed sleep, because a dead process donates its core.
 Where this user may make a network namespace (root), chaos has partitions too: for 3 s nothing gets through to or from
-the port of worker 0, to which all others connect. Workers of one host that share memory do not notice that; they
-would be cut off only where they pretend to be on several hosts (TFSTYLE_HOST). Writes a table to
-benchmarks/results/elastic.md unless --no-write.
+the port of worker 0, to which all others connect. Workers that share memory would not notice that, so in chaos with
+partitions each worker pretends to be on a host of its own (TFSTYLE_HOST), and all goes through sockets. Writes a table
+to benchmarks/results/elastic.md unless --no-write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -136,6 +135,7 @@ class Job:
         check_every: see ``Elastic``.
         suspect_after: see ``Elastic``.
         stopped_after: likewise; 0: it is not given.
+        apart: whether each worker pretends to be on a host of its own.
         torchft: the Python of torchft's environment.
     """
 
@@ -149,6 +149,7 @@ class Job:
         check_every: int = 0,
         suspect_after: float = 5.0,
         stopped_after: float = 0.0,
+        apart: bool = False,
         torchft: str = "",
     ) -> None:
         from tfstyle_dist.core.network import free_ports
@@ -156,7 +157,7 @@ class Job:
         self.folder = tempfile.TemporaryDirectory(prefix="tfstyle-elastic-")
         *ports, lighthouse = free_ports(workers + 1)
         self.addresses = [f"127.0.0.1:{port}" for port in ports]
-        self._kind, self._torchft = kind, torchft
+        self._kind, self._torchft, self._apart = kind, torchft, apart
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._lighthouse_address = f"127.0.0.1:{lighthouse}"
         self._times: list[Any] = [seconds, pad]
@@ -175,6 +176,7 @@ class Job:
         else:
             cluster = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": rank}}
             environment = {"TF_CONFIG": json.dumps(cluster)}
+            environment |= {"TFSTYLE_HOST": f"pretended-{rank}"} if self._apart else {}
             command = [sys.executable, __file__, "--work", self._log(rank), *map(str, self._times + self._options)]
         return subprocess.Popen(
             command,
@@ -387,29 +389,41 @@ def measure_chaos(
 ) -> list[str]:
     """A fault every so many seconds: a kill, a stop of 3 s, or a partition of 3 s."""
     counts: list[int] = []
-    faults: Counter[str] = Counter()
+    lost: dict[str, list[float]] = {}
     for chaotic in (False, True):
-        job = Job(workers, seconds, 0.3, suspect_after=1.0, stopped_after=0.1)
+        job = Job(workers, seconds, 0.3, suspect_after=1.0, stopped_after=0.1, apart=partitions.possible)
         try:
             began = max(job.wait_for_commits(list(range(workers)), 0))
-            faults += _chaos(job, began, seconds, every if chaotic else seconds, partitions, say)
-            counts.append(max(n for r in range(workers) for t, n in job.commits(r) if t <= began + seconds - 5))
+            faults = _chaos(job, began, seconds, every if chaotic else seconds, partitions, say)
+            commits = [job.commits(rank) for rank in range(workers)]
+            counts.append(max(n for of_one in commits for t, n in of_one if t <= began + seconds - 5))
+            for what, when in faults:
+                made = _steps_until(commits, when + every) - _steps_until(commits, when)
+                lost.setdefault(what, []).append(every * counts[0] / (seconds - 5) - made)
         finally:
             job.close()
         say(f"{'with' if chaotic else 'without'} faults: {counts[-1]} steps")
-    named = ", ".join(f"{number} {what}" for what, number in sorted(faults.items()))
+    named = ", ".join(f"{len(each)} {what}" for what, each in sorted(lost.items()))
+    where = "each on a pretended host of its own" if partitions.possible else "on one host"
     return [
-        f"| committed steps with {faults.total()} faults ({named}) in {seconds:.0f} s, {workers} workers, over those "
-        f"without | {counts[1]} / {counts[0]} = {counts[1] / counts[0]:.1%} |"
-    ]
+        f"| committed steps with {sum(map(len, lost.values()))} faults ({named}) in {seconds:.0f} s, {workers} workers "
+        f"({where}), over those without | {counts[1]} / {counts[0]} = {counts[1] / counts[0]:.1%} |",
+        *(f"| steps that one of the {what} cost | mean {statistics.mean(each):.1f}, most {max(each):.1f} |"
+          for what, each in sorted(lost.items())),
+    ]  # fmt: skip
+
+
+def _steps_until(commits: list[list[tuple[float, int]]], when: float) -> int:
+    """The number of the last step that one of the workers had committed."""
+    return max((n for of_one in commits for t, n in of_one if t <= when), default=0)
 
 
 def _chaos(
     job: Job, began: float, seconds: float, every: float, partitions: Partitions, say: Callable[[str], None]
-) -> Counter[str]:
-    """Until 5 s before the end; returns what was done."""
+) -> list[tuple[str, float]]:
+    """Until 5 s before the end; returns what was done, and when."""
     chance, next_fault, heals = random.Random(2), began + every, 0.0
-    faults: Counter[str] = Counter()
+    faults: list[tuple[str, float]] = []
     kinds = ["kills", "stops of 3 s", *(["partitions of 3 s"] if partitions.possible else [])]
     while time.time() < began + seconds - 5:
         time.sleep(0.1)
@@ -419,14 +433,15 @@ def _chaos(
             heals = 0.0
         if time.time() > next_fault and time.time() < began + seconds - every:
             what, victim, next_fault = chance.choice(kinds), chance.randrange(len(job.processes)), next_fault + every
-            faults[what] += 1
+            victim = 0 if what == "partitions of 3 s" else victim
+            faults.append((what, time.time()))
             if what == "kills":
                 job.kill(victim)
             elif what == "stops of 3 s":
                 job.processes[victim].send_signal(signal.SIGSTOP)
                 subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {job.processes[victim].pid}"])
             else:
-                victim, heals = 0, time.time() + 3
+                heals = time.time() + 3
                 partitions.cut(int(job.addresses[0].rpartition(":")[2]))
             say(f"{time.time() - began:.0f} s: {what}, worker {victim}")
     return faults

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -294,3 +296,46 @@ def test_a_newcomer_is_new_for_one_step() -> None:
     member.receive(2, vote)
     assert member.step == 2
     assert member.joined == ()
+
+
+def test_who_comes_in_interrupts_no_step_that_has_begun() -> None:
+    """It is known in one step that somebody comes in before the next one, which the other worker would begin first."""
+    addresses = [("127.0.0.1", port) for port in network.free_ports(3)]
+    zero, one, two = _started(addresses, 0, 1, 2)
+    two.close()
+    wait_until(lambda: zero.view().epoch.members == one.view().epoch.members == (0, 1))
+    began: list[int] = []
+
+    def work(membership: Membership) -> tuple[int, ...]:
+        while True:
+            view = membership.view(admits=True)
+            began.append(membership.me)
+            if view.joined and membership.me not in view.joined:
+                membership.give_state(view, Packet({}))
+            with suppress(MembershipChanged):
+                membership.gather("numbers", Packet({}))
+                membership.commit(Packet({}))
+                return view.epoch.members
+
+    def came_in() -> bool:
+        with zero._changed:
+            return zero._running().has_guest
+
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            zero.view()
+            first = pool.submit(work, one)
+            two = Membership(2, addresses, Elastic(replicas=4), LIMIT)
+            two.start(LIMIT)
+            third = pool.submit(lambda: (two.join(LIMIT), work(two))[1])
+            wait_until(came_in)
+            zero.gather("numbers", Packet({}))
+            zero.commit(Packet({}))
+            assert first.result(60) == (0, 1)
+            second = pool.submit(work, one)
+            time.sleep(0.2)  # it has begun by now, if it does not wait
+            assert work(zero) == second.result(60) == third.result(60) == (0, 1, 2)
+            assert began.count(1) == 2
+        finally:
+            for membership in (zero, one, two):
+                membership.close()

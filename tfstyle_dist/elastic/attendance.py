@@ -71,6 +71,7 @@ class Attendance:
         self._fresh: set[int] = set()  # processes that came while the job ran, and are no members
         self._dropped_by: set[int] = set()
         self._members_seen: set[int] = set()  # those that have said that the job runs, and are there
+        self._opens: tuple[tuple[int, int], int] | None = None  # before which step of which epoch somebody comes in
         self._closed = False
         described = json.dumps([list(addresses), options.replicas, options.min_workers])
         job = hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -227,6 +228,8 @@ class Attendance:
                 self._came.setdefault(key, {})[sender] = packet
         elif kind == "state":
             self._states.setdefault(tuple(head["e"]), {})[sender] = Packet(head["c"], packet.tensors)
+        elif kind == "opens":
+            self._opens = tuple(head["e"]), head["s"]
         elif kind == "join":
             self._send(member.reach(sender, head["life"]))
         else:

@@ -20,6 +20,7 @@ from tfstyle_dist.elastic.messages import NO_EPOCH
 from tfstyle_dist.elastic.options import Elastic, held_by
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.positions import Positions
+from tfstyle_dist.elastic.rehearsal import rehearse
 from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.streams import StepStreams
 from tfstyle_dist.elastic.undo import Undo
@@ -70,8 +71,8 @@ class ElasticJob:
         self._votes = Votes(self._states, membership.me, replicas)
         self._contents.random, self._contents.common = self._streams, CommonObjects()
         self._positions = positions
-        whole = WholeState(store)
-        self._handover = Handover(whole, self._votes, self._streams, positions, store)
+        self._whole = WholeState(store)
+        self._handover = Handover(self._whole, self._votes, self._streams, positions, store)
         self._given, self._agreed = NO_EPOCH, membership.came_back
         self.committed = self.retried = 0
         self.epochs: list[tuple[int, tuple[int, ...]]] = []
@@ -111,6 +112,9 @@ class ElasticJob:
             self._agree_on_numbers()
             self._handover.random = torch.get_rng_state()
             return False
+        rehearse(self._contents, self._whole, self._undo)
+        for replica in (self._replicas - 1, 0):
+            self._hold((replica,), moved=True)
         view, parts = self.membership.join(limit)
         self._handover.take(parts)
         self._enter(view, self._store.runs, moved=True)
@@ -181,12 +185,12 @@ class ElasticJob:
 
     def _begin(self, call: Call) -> View:
         view = self.membership.view(admits=self._positions.at_top)
+        if view.joined and self.membership.me not in view.joined and self._given != view.epoch:
+            self._given = view.epoch  # first of all: who comes in has the most to do
+            self.membership.give_state(view, self._handover.part(self.membership.me, view, call))
         if view.epoch != self._epoch:
             self._enter(view, self._store.runs - 1, moved=True)  # this run is counted already
             self._undo.keep()  # another replica may be the first one here now
-        if view.joined and self.membership.me not in view.joined and self._given != view.epoch:
-            self._given = view.epoch
-            self.membership.give_state(view, self._handover.part(self.membership.me, view, call))
         self._states.mark(self.held)
         self._streams.step = view.step
         self._streams.begin_step()
@@ -236,7 +240,7 @@ class ElasticJob:
             self._contents.distrust()
         self._contents.show(held[0])
         if moved:
-            self.refresh()
+            self._take_own()
 
     def keep_written(self) -> None:
         """What the program wrote since the last step is what each replica has of its own now."""
@@ -246,6 +250,9 @@ class ElasticJob:
     def refresh(self) -> None:
         """All replicas' objects are made from the first one's, and get what each has of its own."""
         self._contents.distrust()
+        self._take_own()
+
+    def _take_own(self) -> None:
         self._contents.enter()
         self._votes.install_known()
         self._contents.leave()

@@ -64,6 +64,8 @@ class Membership(Attendance):
                 raise RuntimeError(troubles.not_joined(self.me, "strategy.run"))
             if admits:
                 self._send(member.admit())
+                while self._waits_for_guest(member) and not deadline.passed():
+                    self._changed.wait(pause(deadline))
             while member.phase == FROZEN:
                 if deadline.passed() or self._hopeless(member):
                     limit = self._options.suspect_after
@@ -118,6 +120,7 @@ class Membership(Attendance):
         with self._changed:
             member = self._running()
             self._raise_if_changed(view)
+            self._announce_guest(member)  # before the vote, so that nobody has begun the next step
             self._send(member.vote(packet))
             self._changed.notify_all()
         self._await(view, lambda: member.committed if member.step > view.step else {}, f"end of step {view.step}")
@@ -147,6 +150,34 @@ class Membership(Attendance):
                 if deadline.passed():
                     raise DeadlineExceededError(troubles.is_late(self.me, late, what, deadline))
                 self._changed.wait(pause(deadline))
+
+    # ---- who comes in -----------------------------------------------------------------------------------------
+
+    def _take(self, sender: int, packet: Packet) -> None:
+        super()._take(sender, packet)
+        if packet.header.get("is") in ("join", "met"):
+            self._announce_guest(self._running())
+
+    def _announce_guest(self, member: Member) -> None:
+        """The leader says before which step it lets somebody in: who has not begun it need not begin it twice."""
+        if not member.has_guest:
+            return
+        begun = self._view is not None and (self._view.epoch, self._view.step) == (member.epoch, member.step)
+        opens = member.epoch.key, member.step + begun
+        if self._opens != opens:
+            self._opens = opens
+            for other in member.epoch.members:
+                if other != self.me:
+                    self._links.send(other, Packet({"is": "opens", "e": opens[0], "s": opens[1]}))
+
+    def _waits_for_guest(self, member: Member) -> bool:
+        """Whether the leader lets somebody in before this step; not any more when it has begun the step itself."""
+        step = member.epoch.key, member.step
+        if self._opens != step or member.phase == FROZEN or member.leader == self.me:
+            return False
+        return member.leader not in {*self._came.get((*step, 0), ()), *member.votes.get(member.step, ())}
+
+    # ---- waiting ----------------------------------------------------------------------------------------------
 
     def _raise_if_changed(self, view: View) -> None:
         member = self._running()

@@ -17,7 +17,6 @@ Who comes to its end reports to all before it leaves, so that the others need no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +72,16 @@ class Member:
     waiting: str = ""
     admits: bool = False
 
+    @property
+    def leader(self) -> int:
+        """Who decides the next epoch, as far as this worker knows."""
+        return min(self._alive())
+
+    @property
+    def has_guest(self) -> bool:
+        """Whether this worker is the leader, and may let somebody in."""
+        return bool(self.guests) and self.phase in (WORKING, VOTED) and self.leader == self.me and bool(self._welcome())
+
     # ---- what this worker does --------------------------------------------------------------------------------
 
     def vote(self, content: Any = None) -> Sends:
@@ -112,9 +121,8 @@ class Member:
     def connect(self, other: int) -> None:
         """There is a connection; while this worker is no member, what it has lost before does not count."""
         if self.phase == JOINING:
-            self.lost.discard(other)
-            self.dead.discard(other)
-            self.left.discard(other)
+            for those in (self.lost, self.dead, self.left):
+                those.discard(other)
 
     def reach(self, guest: int, life: str) -> Sends:
         """There is a connection to a process that wants to join."""
@@ -123,7 +131,7 @@ class Member:
 
     def admit(self) -> Sends:
         """A step begins: the leader lets those in that all members have met."""
-        self.admits = self.phase == WORKING and self._leader() == self.me and bool(self._welcome())
+        self.admits = self.phase == WORKING and self.has_guest
         return self._freeze() if self.admits else []
 
     def fill(self) -> None:
@@ -149,7 +157,7 @@ class Member:
             return sends + (self._on_leave if leaves else self._on_report)(sender, message)
         if message.epoch != self.epoch:
             return sends
-        self.told = None if sender == self._leader() else self.told  # an earlier report came too early for it
+        self.told = None if sender == self.leader else self.told  # an earlier report came too early for it
         return sends + self._freeze()
 
     # ---- votes ------------------------------------------------------------------------------------------------
@@ -165,14 +173,9 @@ class Member:
     def _commit_if_all_voted(self) -> None:
         votes = self.votes.get(self.step, {})
         if self.phase == VOTED and len(votes) == len(self.epoch.members):
-            self._commit(votes)
-
-    def _commit(self, votes: Mapping[int, Any]) -> None:
-        self.committed = dict(votes)
-        self.joined = ()
-        self.votes.pop(self.step, None)
-        self.step += 1
-        self.phase = WORKING
+            self.committed, self.joined, self.phase = dict(votes), (), WORKING
+            self.votes.pop(self.step, None)
+            self.step += 1
 
     def _on_report(self, sender: int, report: Report) -> Sends:
         if self.phase == JOINING:
@@ -192,7 +195,7 @@ class Member:
     # ---- who comes in -----------------------------------------------------------------------------------------
 
     def _tell_met(self, guest: int) -> Sends:
-        leader = self._leader()
+        leader = self.leader
         return [] if leader == self.me else [(leader, Met(guest, self.guests[guest]))]
 
     def _welcome(self) -> list[int]:
@@ -216,8 +219,8 @@ class Member:
         epoch = message.epoch
         if epoch.key <= self.epoch.key or self.me not in epoch.members:
             return []
-        leads = self.phase == FROZEN and self._leader() == self.me
-        if self.phase == FROZEN and not leads and sender != self._leader():
+        leads = self.phase == FROZEN and self.leader == self.me
+        if self.phase == FROZEN and not leads and sender != self.leader:
             return []
         asked = [m for m in self._alive() if m != self.me] if leads else []
         joined = (self.me,) if self.phase == JOINING or self.blank else ()
@@ -225,9 +228,6 @@ class Member:
         return [(m, Freeze(epoch, self.step, self.committed)) for m in asked if m in epoch.members] + sends
 
     # ---- the next epoch ---------------------------------------------------------------------------------------
-
-    def _leader(self) -> int:
-        return min(self._alive())
 
     def _alive(self) -> list[int]:
         return [m for m in self.epoch.members if m not in self.lost]
@@ -240,7 +240,7 @@ class Member:
         self.phase = FROZEN
         lost = frozenset(self.lost & set(self.epoch.members))
         report = Report(self.epoch, self.step, lost, self.committed, self.blank)
-        leader = self._leader()
+        leader = self.leader
         if leader != self.me:
             told, self.told = self.told, (leader, report.lost)
             return [] if told == self.told else [(leader, report)]
@@ -293,8 +293,7 @@ class Member:
         for member in set(epoch.members) & set(self.guests):
             if self.guests[member] == lives.get(member):
                 self.guests.pop(member)
-                self.lost.discard(member)
-                self.dead.discard(member)
-                self.left.discard(member)
+                for those in (self.lost, self.dead, self.left):
+                    those.discard(member)
             else:
                 self.lost.add(member)
