@@ -151,6 +151,12 @@ def _tell_contents(strategy: StrategyInForce, begins: bool) -> None:
         (contents.random.begin_update if begins else contents.random.end_update)()
 
 
+def _tell_updated(strategy: StrategyInForce, optimizer: torch.optim.Optimizer) -> None:
+    contents = strategy.parameter_store.contents
+    if contents is not None and contents.active is None:
+        contents.updated(optimizer)
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     caller = sys._getframe(1)
     if not _calls.begin(optimizer, caller):
@@ -220,6 +226,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
         if not _calls.was_quiet(optimizer):
             _tell_contents(owner.strategies[0], begins=False)
+        _tell_updated(owner.strategies[0], optimizer)
         clock.leave()
 
 

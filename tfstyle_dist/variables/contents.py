@@ -18,8 +18,9 @@ from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import data_reads, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
+from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.generator_states import GeneratorStates
-from tfstyle_dist.variables.object_content import AllObjects, ObjectContent, when_gone
+from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.shared_settings import SharedSettings
@@ -70,10 +71,11 @@ class ReplicaContents:
         self._gone = self._failed = False
         self._settings = SharedSettings()  # of optimizers under central storage
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._all: AllObjects | None = None
+        self._marks = ObjectMarks()
         self._shared = SharedTensors()
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
-        self._spreader = Spreader(self.count, self.take, self._rows.device, self._rows.twins, adopt)
+        self._counterparts = Counterparts(self._places, self.take, self.switch, self._rows.follow)
+        self._spreader = Spreader(self.count, self.take, self._rows, self._counterparts, adopt)
         data_reads.readers.add(self)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
@@ -107,24 +109,22 @@ class ReplicaContents:
             self._settings.begin()
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
-        if self._all is None or not self._all.are_same(self._things):
-            self._all = None
-            changed = [(thing, content) for thing, content in self._things if not content.same(thing.__dict__)]
+        if (changed := self._marks.changed(self._things)) is not None:
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
         self._rows.renew(everything=self._failed, begins=begins)
+        self.generators.renew(everything=self._failed)
         self._failed = False
 
     def leave(self) -> None:
         """See ``Content``."""
         self._shared.say_written()
-        if self._all is not None and self._all.have_same_attributes(self._things):
-            self._all.renew()
-        else:
-            for thing, content in self._things:
-                content.mark(thing.__dict__)
-            self._all = AllObjects(self._things)
+        self._marks.renew(self._things)
+        if self.common is None and self._counterparts.find(self._things, self._others):
+            self._marks.forget()
+            self._marks.renew(self._things)
         self._rows.mark()
+        self.generators.mark()
         self._things = []
 
     def distrust(self) -> None:
@@ -161,15 +161,19 @@ class ReplicaContents:
         """See ``data_reads.Reader``."""
         self._rows.data_is_read(parameter, None if self.active is None else self._places.get(id(parameter), -1))
 
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer made a step; fused ones write without leaving a trace, which counts in cross-replica context."""
+        if self.active is None and isinstance(content := self._places.get(id(optimizer)), ObjectContent):
+            content.forget_tensors()
+            for parameter in state_objects.optimized_by(optimizer):
+                self._rows.data_is_read(parameter, None)
+
     # ---- what is content --------------------------------------------------------------------------------------
 
     def take(self, value: Any, part: bool = False) -> bool:
-        """Makes an object's attributes, or a tensor's inside, content from now on.
+        """Makes an object's attributes, or a tensor's inside, content from now on; returns whether they are.
 
         ``part``: a module, an optimizer or a part of one has it, so that it is content whatever it holds.
-
-        Returns:
-            Whether they are.
         """
         if id(value) in self._places:
             return True
@@ -185,9 +189,8 @@ class ReplicaContents:
                 self.take(own)
             return False
         if isinstance(value, torch.optim.Optimizer):  # what it optimises is a parameter, whatever its class
-            for group in getattr(value, "param_groups", ()):  # a wrapper may have none
-                for parameter in group["params"]:
-                    self._take_tensor(parameter)
+            for parameter in state_objects.optimized_by(value):
+                self._take_tensor(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self._settings.add(value)
                 for held in state_objects.parts_of_optimizer(value):
@@ -222,7 +225,7 @@ class ReplicaContents:
         self.taken += 1
         self._places[id(value)] = content
         self._objects.append(content)
-        self._all = None
+        self._marks.forget()
         if self._running:
             self._things.append((value, content))
         for replica, own in enumerate(dicts):
@@ -281,7 +284,7 @@ class ReplicaContents:
         self._gone = True
         known = self._places.pop(number, None)
         if isinstance(known, ObjectContent):
-            self._all = None
+            self._marks.forget()
             known.clear()
         elif type(known) is int:
             self._rows.let_go(known)

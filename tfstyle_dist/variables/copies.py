@@ -98,7 +98,8 @@ class Copier:
         if isinstance(value, dict):
             for key, entry in list(value.items()):
                 self(key)
-                own[key] = self(entry)
+                known = self._known.get(id(key)) if isinstance(key, torch.nn.Parameter) else None
+                own[key if known is None else known[1]] = self(entry)
         elif isinstance(value, set):
             own.update(value)
         else:
@@ -122,6 +123,11 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return own.clone() if own.device == device else own.to(device)
 
 
+_STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
+"""Buffers that kernels write to without counting it: those of batch norm, and of fused fake quantization."""
+_COUNTER = "num_batches_tracked"  # batch norm counts its writes here
+
+
 class Mark:
     """What a value was: ``same`` says whether it still is.
 
@@ -129,10 +135,11 @@ class Mark:
         value: anything.
     """
 
-    __slots__ = ("_flat", "_keys", "_marks", "_state", "value")
+    __slots__ = ("_beside", "_flat", "_keys", "_marks", "_state", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self._beside: tuple[torch.Tensor, Any] | None = None  # of a tensor that is written to in silence
         self._keys: list[Any] | None = None
         self._flat = True
         self._marks: list[Mark | Any] = []
@@ -145,14 +152,42 @@ class Mark:
             if isinstance(value, dict):
                 self._keys = list(value)
                 self._marks = [marked(v) for v in value.values()]
+                self._watch_statistics(value)
             elif kind is not set:
                 self._marks = [marked(v) for v in value]
             self._flat = not any(type(mark) is Mark for mark in self._marks)
 
+    def _watch_statistics(self, buffers: dict[Any, Any]) -> None:
+        if any(name in buffers for name in _STATISTICS):
+            counter = buffers.get(_COUNTER)
+            for name, mark in zip(buffers, self._marks, strict=True):
+                if name in _STATISTICS and type(mark) is Mark and isinstance(mark.value, torch.Tensor):
+                    mark._look_beside(counter if isinstance(counter, torch.Tensor) else mark.value)
+
+    def _look_beside(self, counter: torch.Tensor) -> None:
+        """Remembers the state of a counter; where there is none the values themselves."""
+        self._beside = counter, counter.detach().clone() if counter is self.value else tensor_state(counter)
+
+    def _is_same_beside(self) -> bool:
+        if self._beside is None:
+            return True
+        counter, before = self._beside
+        return torch.equal(counter, before) if counter is self.value else tensor_state(counter) == before
+
+    def forget_tensors(self) -> None:
+        """All tensors count as written to, by who leaves no trace."""
+        if isinstance(self.value, torch.Tensor):
+            self._state = None
+        for part in self.parts():
+            part.forget_tensors()
+
     def renew(self) -> None:
         """Remembers the value as it is now."""
         if not self.same():
+            beside = self._beside
             self.__init__(self.value)  # type: ignore[misc]
+            if beside is not None:
+                self._look_beside(beside[0])
 
     @property
     def looks_inside(self) -> bool:
@@ -167,11 +202,24 @@ class Mark:
         """The keys of a dict with the marks of what they had."""
         return zip(self._keys or (), self._marks, strict=False)
 
+    def has_same_entries(self) -> bool:
+        """Whether a container holds the same objects, and so do those within; tensors may have been written to."""
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            return True
+        if len(value) != self._state or (self._keys is not None and not all(map(is_, value, self._keys))):
+            return False
+        entries = zip(value if self._keys is None else value.values(), self._marks, strict=False)
+        return all(
+            (entry is mark.value and mark.has_same_entries()) if type(mark) is Mark else entry is mark
+            for entry, mark in entries
+        )
+
     def same(self) -> bool:
         """Whether the value was not written to."""
         value = self.value
         if isinstance(value, torch.Tensor):
-            return tensor_state(value) == self._state  # type: ignore[no-any-return]
+            return tensor_state(value) == self._state and self._is_same_beside()
         if len(value) != self._state:
             return False
         if not self._state:

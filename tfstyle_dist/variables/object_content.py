@@ -19,9 +19,10 @@ class ObjectContent:
     Attributes:
         dicts: the attributes for each replica; that of the replica whose turn it is may be old.
         number: place in the order in which objects were taken.
+        fresh: the attributes that were other objects when it was marked; whoever has looked at them empties it.
     """
 
-    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "number", "reference")
+    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "fresh", "number", "reference")
 
     def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None], number: int = 0) -> None:
         self.reference: weakref.ref[Any] = weakref.ref(thing, gone)
@@ -31,6 +32,7 @@ class ObjectContent:
         self._boxes: list[Any] = []
         self._sizes: list[int] = []
         self._deep: list[Mark] = []
+        self.fresh: Sequence[str] = ()
 
     def clear(self) -> None:
         """The object is gone."""
@@ -38,18 +40,32 @@ class ObjectContent:
 
     def mark(self, now: dict[str, Any]) -> None:
         """Remembers replica 0's attributes as they are."""
-        if (
+        others = (
             len(now) != len(self._keys)
             or not all(map(is_, now.values(), self._values))
             or not all(map(is_, now, self._keys))
-        ):
-            self._keys, self._values = list(now), list(now.values())
-            self._boxes = [v for v in self._values if type(v) in CONTAINERS]
-        elif list(map(len, self._boxes)) == self._sizes:
+        )
+        same_sizes = list(map(len, self._boxes)) == self._sizes
+        if not others and same_sizes and all(m.same() for m in self._deep):
+            return
+        old = dict(zip(self._keys, self._values, strict=True))
+        written = {id(m.value) for m in self._deep if not m.has_same_entries()}
+        if not same_sizes:
+            written |= {id(box) for box, size in zip(self._boxes, self._sizes, strict=True) if len(box) != size}
+        if not others and not written:
             self._deep = [m if m.same() else Mark(m.value) for m in self._deep]
             return
+        self.fresh = [name for name, v in now.items() if v is not old.get(name) or id(v) in written]
+        if others:
+            self._keys, self._values = list(now), list(now.values())
+            self._boxes = [v for v in self._values if type(v) in CONTAINERS]
         self._sizes = list(map(len, self._boxes))
         self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (type(v) in CONTAINERS and v)]
+
+    def forget_tensors(self) -> None:
+        """All tensors of the object count as written to."""
+        for mark in self._deep:
+            mark.forget_tensors()
 
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""
@@ -107,10 +123,7 @@ class AllObjects:
         self._boxes = [box for _, content in things for box in content.boxes]
         self._sizes = list(map(len, self._boxes))
         self._deep = [mark for _, content in things for mark in content.deep]
-        self._flatten()
-
-    def _flatten(self) -> None:
-        """Lists what the marks compare, so that few calls of C compare all of it."""
+        # What the marks compare, so that few calls of C compare all of it.
         inner: list[Mark] = []
         self._tensors: list[Mark] = []
         stack = list(self._deep)
@@ -133,7 +146,7 @@ class AllObjects:
         return chain(chain.from_iterable(map(dict.values, self._mappings)), chain.from_iterable(self._sequences))
 
     def have_same_attributes(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
-        """Whether all attributes are the same objects; they may have been written to."""
+        """Whether all attributes are the same objects; tensors, and containers within, may have been written to."""
         dicts = [thing.__dict__ for thing, _ in things]
         return (
             list(map(len, dicts)) == self._counts
@@ -142,7 +155,8 @@ class AllObjects:
             and list(map(len, self._boxes)) == self._sizes
         )
 
-    def _have_same_entries(self) -> bool:
+    def have_same_entries(self) -> bool:
+        """Whether the containers among the attributes hold the same objects; tensors may have been written to."""
         return (
             list(map(len, self._inner)) == self._inner_sizes
             and all(map(is_, self._entries(), self._inner_values))
@@ -151,17 +165,39 @@ class AllObjects:
 
     def are_same(self, things: Sequence[tuple[Any, ObjectContent]]) -> bool:
         """Whether nothing was written to any attribute."""
-        return self.have_same_attributes(things) and self._have_same_entries() and all(map(Mark.same, self._tensors))
+        return self.have_same_attributes(things) and self.have_same_entries() and all(map(Mark.same, self._tensors))
 
     def renew(self) -> None:
-        """Remembers what was written to."""
-        if self._have_same_entries():
-            for mark in self._tensors:
-                mark.renew()
-            return
-        for mark in self._deep:
+        """Remembers what was written to; containers hold the same objects."""
+        for mark in self._tensors:
             mark.renew()
-        self._flatten()
+
+
+class ObjectMarks:
+    """What the attributes of all objects were; seen in few calls as long as nothing was written to."""
+
+    def __init__(self) -> None:
+        self._all: AllObjects | None = None
+
+    def forget(self) -> None:
+        """There are other objects now."""
+        self._all = None
+
+    def changed(self, things: Sequence[tuple[Any, ObjectContent]]) -> list[tuple[Any, ObjectContent]] | None:
+        """The objects that were written to; ``None`` if it is known at once that there are none."""
+        if self._all is not None and self._all.are_same(things):
+            return None
+        self._all = None
+        return [(thing, content) for thing, content in things if not content.same(thing.__dict__)]
+
+    def renew(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Remembers the objects as they are."""
+        if self._all is not None and self._all.have_same_attributes(things) and self._all.have_same_entries():
+            self._all.renew()
+            return
+        for thing, content in things:
+            content.mark(thing.__dict__)
+        self._all = AllObjects(things)
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

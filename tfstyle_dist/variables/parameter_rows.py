@@ -47,6 +47,7 @@ class ParameterRows:
         self.references: list[weakref.ref[torch.Tensor]] = []
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
+        self._followers: list[list[tuple[int, weakref.ref[torch.Tensor]]]] = []
         self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
         self._nothing = torch.empty(0)
         self._writes = SharedWrites()
@@ -71,6 +72,7 @@ class ParameterRows:
             self._vessels[row].append(vessel)
         self.references.append(weakref.ref(value, forget))
         self._marks.append(marks_of(value))
+        self._followers.append([])
         if running:
             self.inside.append(value)
         return len(self.references) - 1
@@ -114,6 +116,19 @@ class ParameterRows:
         """What keeps the inside of a parameter for a row that the parameters do not hold."""
         return self._vessels[row][place]
 
+    def follow(self, parameter: torch.Tensor, row: int, own: torch.Tensor) -> None:
+        """What is written to a parameter in cross-replica context reaches another one, which a replica has for it.
+
+        Args:
+            parameter: one of these.
+            row: of the replica.
+            own: one of these, which the replica has.
+        """
+        self._followers[self._place(parameter)].append((row, weakref.ref(own)))
+
+    def _place(self, parameter: torch.Tensor) -> int:
+        return next(place for place, inside in enumerate(self.inside) if inside is parameter)
+
     def let_go(self, place: int) -> None:
         """A parameter is gone; its memory is freed at once."""
         self._marks[place] = None
@@ -126,6 +141,7 @@ class ParameterRows:
         alive = [place for place, reference in enumerate(self.references) if reference() is not None]
         self.references = [self.references[place] for place in alive]
         self._marks = [self._marks[place] for place in alive]
+        self._followers = [self._followers[place] for place in alive]
         self._vessels = [[vessels[place] for place in alive] if vessels else [] for vessels in self._vessels]
         return [(id(p), place) for place, ref in enumerate(self.references) if (p := ref()) is not None]
 
@@ -218,10 +234,11 @@ class ParameterRows:
         moved = address_of(parameter) != address
         written = written or moved or torch_internals.version_of(parameter) != version
         new_grad = new_grad or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
-        for row, vessels in enumerate(self._vessels):
+        followers = [(row, self._place(own)) for row, ref in self._followers[place] if (own := ref()) is not None]
+        for row, where in [*((row, place) for row in range(len(self._vessels))), *followers]:
             if row == self.row:
                 continue
-            vessel = vessels[place]
+            vessel = self._vessels[row][where]
             if self._elsewhere or written:
                 self._write(vessel, parameter, row, moved)
             if new_grad:

@@ -10,9 +10,10 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import Copier, Mark
+from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.state_objects import HOLDERS
-from tfstyle_dist.variables.twins import Twins
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -23,8 +24,8 @@ class Spreader:
     Args:
         count: the local replicas.
         take: makes what is found content; returns whether it is.
-        device: where a replica's copy of a tensor on a device belongs.
-        twins: which memory of a replica stands for which of the first one's.
+        rows: the parameters; they know where copies belong, and which memory stands for which.
+        counterparts: what a replica has in the place of what the first one made in a step.
         adopt: called with a parameter that a module got outside of every scope, and the module.
     """
 
@@ -32,11 +33,12 @@ class Spreader:
         self,
         count: int,
         take: Callable[..., bool],
-        device: Callable[[int, torch.device], torch.device],
-        twins: Twins,
+        rows: ParameterRows,
+        counterparts: Counterparts,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
     ) -> None:
-        self._count, self._take, self._device, self._twins, self._adopt = count, take, device, twins, adopt
+        self._count, self._take, self._device, self._twins, self._adopt = count, take, rows.device, rows.twins, adopt
+        self._counterparts = counterparts
         self.forget()
 
     def forget(self) -> None:
@@ -80,6 +82,8 @@ class Spreader:
         """
         if not changed:
             return
+        for replica in others:
+            self._known[replica].update(self._counterparts.of(replica))
         self._find_twins(things, others)
         for thing, content in changed:
             now = thing.__dict__

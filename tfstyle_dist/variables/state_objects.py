@@ -100,6 +100,12 @@ def is_trained(value: torch.Tensor) -> bool:
         return False
 
 
+def optimized_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of an optimizer; a wrapper of one may have no groups."""
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group["params"]
+
+
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """The objects that an optimizer has directly or in a container, such as a schedule of its own."""
     for held in list(vars(optimizer).values()):

@@ -1,0 +1,212 @@
+"""What the program writes between two runs reaches all replicas, also where the write leaves no trace on the tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as tfd
+
+
+@pytest.fixture
+def strategy() -> Iterator[tfd.MirroredStrategy]:
+    made = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    yield made
+    made.close()
+
+
+def _on_each(strategy: tfd.MirroredStrategy, get: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What each replica has."""
+    values = strategy.run(lambda: get().detach().clone())
+    return strategy.experimental_local_results(values)
+
+
+def _assert_equal(values: tuple[torch.Tensor, ...]) -> None:
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["seeded", "drawn from", "set"])
+def test_a_generator_that_was_written_to_goes_on_so_on_all_replicas(strategy: tfd.MirroredStrategy, how: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> torch.Tensor:
+        return torch.rand(3, generator=generator)
+
+    first, second = strategy.experimental_local_results(strategy.run(step))
+    assert torch.equal(first, second)
+    if how == "seeded":
+        generator.manual_seed(7)
+    elif how == "set":
+        generator.set_state(torch.Generator().manual_seed(7).get_state())
+    else:
+        torch.rand(5, generator=generator)
+    expected = torch.Generator()
+    expected.set_state(generator.get_state())
+    wanted = torch.rand(3, generator=expected)
+    for own in strategy.experimental_local_results(strategy.run(step)):
+        assert torch.equal(own, wanted)
+
+
+def test_a_generator_that_nobody_wrote_to_keeps_the_states_of_the_replicas(strategy: tfd.MirroredStrategy) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def step() -> torch.Tensor:
+        replica = tfd.get_replica_context().replica_id_in_sync_group
+        return torch.rand(1 + replica, generator=generator)[:1]
+
+    strategy.run(step)
+    strategy.run(lambda: generator is not None)
+    first, second = strategy.experimental_local_results(strategy.run(step))
+    reference = torch.rand(4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(first, reference[1:2])
+    assert torch.equal(second, reference[2:3])
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: torch.nn.BatchNorm1d(4),
+        lambda: torch.nn.BatchNorm1d(4, momentum=None),
+        lambda: torch.nn.InstanceNorm1d(4, track_running_stats=True),
+        lambda: torch.ao.quantization.FusedMovingAvgObsFakeQuantize(),
+    ],
+    ids=["batch norm", "cumulative", "instance norm", "fake quantization"],
+)
+def test_statistics_of_a_forward_pass_between_runs(
+    strategy: tfd.MirroredStrategy, norm: Callable[[], torch.nn.Module]
+) -> None:
+    with strategy.scope():
+        model = norm()
+    x = torch.linspace(-3, 5, 40).reshape(2, 4, 5)
+    strategy.run(lambda: model(x[:, :4]))
+    for factor in (1.0, 2.0):
+        model(x * factor)
+        for name, buffer in model.named_buffers():
+            _assert_equal(_on_each(strategy, lambda name=name: dict(model.named_buffers())[name]))
+            torch.testing.assert_close(
+                _on_each(strategy, lambda name=name: dict(model.named_buffers())[name])[0], buffer
+            )
+
+
+def test_statistics_without_a_counter(strategy: tfd.MirroredStrategy) -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running_mean", torch.zeros(4))
+            self.register_buffer("running_var", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+    with strategy.scope():
+        model = Norm()
+    for factor in (1.0, 2.0, 3.0):
+        _on_each(strategy, lambda: model.running_mean)  # a run that uses the model
+        model(torch.ones(2, 4) * factor + torch.tensor([[0.0], [1.0]]))
+        _assert_equal(_on_each(strategy, lambda: model.running_mean))
+        _assert_equal(_on_each(strategy, lambda: model.running_var))
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach", "plain"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_step_of_an_optimizer_between_runs(
+    strategy: tfd.MirroredStrategy, kind: type[torch.optim.Optimizer], form: str
+) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    with strategy.scope():
+        model = torch.nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1, **options, **({} if form == "plain" else {form: True}))
+    alone = copy.deepcopy(model)
+    its = kind(alone.parameters(), lr=0.1, **options, **({} if form == "plain" else {form: True}))
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+    def step(of: torch.nn.Module = model, by: torch.optim.Optimizer = optimizer) -> None:
+        by.zero_grad()
+        of(x).square().mean().backward()
+        by.step()
+
+    for _ in range(3):
+        strategy.run(step)
+        step()  # outside of every run
+        step(alone, its)
+        step(alone, its)
+    for name, wanted in alone.named_parameters():
+        for own in _on_each(strategy, lambda name=name: dict(model.named_parameters())[name]):
+            torch.testing.assert_close(own, wanted)
+
+
+class _Program:
+    """Makes things in its first step and keeps them."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.kept: dict[str, Any] = {}
+        self.x = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+    def step(self) -> torch.Tensor:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+            self.kept["teachers"] = [copy.deepcopy(self.model).requires_grad_(False)]
+            self.kept["schedule"] = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.optimizer.zero_grad()
+        wanted = self.kept["teachers"][0](self.x) + 1
+        loss = (self.model(self.x) - wanted).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _lower_rate(program: _Program) -> None:
+    assert program.optimizer is not None
+    for group in program.optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def _schedule(program: _Program) -> None:
+    program.kept["schedule"].step()
+
+
+def _follow(program: _Program) -> None:
+    with torch.no_grad():
+        for old, new in zip(program.kept["teachers"][0].parameters(), program.model.parameters(), strict=True):
+            old.lerp_(new, 0.3)
+
+
+def _load_teacher(program: _Program) -> None:
+    program.kept["teachers"][0].load_state_dict(program.model.state_dict())
+
+
+def _edit_state(program: _Program) -> None:
+    assert program.optimizer is not None
+    for state in program.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+        state["exp_avg_sq"].mul_(0.5)
+
+
+def _clear_state(program: _Program) -> None:
+    assert program.optimizer is not None
+    program.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("edit", [_lower_rate, _schedule, _follow, _load_teacher, _edit_state, _clear_state])
+def test_what_a_step_made_is_changed_outside(strategy: tfd.MirroredStrategy, edit: Callable[[_Program], None]) -> None:
+    with strategy.scope():
+        torch.manual_seed(3)
+        program = _Program()
+    torch.manual_seed(3)
+    alone = _Program()
+    for _ in range(4):
+        losses = strategy.experimental_local_results(strategy.run(program.step))
+        wanted = alone.step()
+        for own in losses:
+            torch.testing.assert_close(own, wanted)
+        edit(program)
+        edit(alone)
+    for name, wanted in alone.model.named_parameters():
+        for own in _on_each(strategy, lambda name=name: dict(program.model.named_parameters())[name]):
+            torch.testing.assert_close(own, wanted)

@@ -1,0 +1,123 @@
+"""What replicas made each for itself in a step, and keep in the same place, such as an optimizer of the first step.
+
+In cross-replica context the program sees what the first replica has made. What it writes there reaches the counterparts
+of the other replicas.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, PLAIN_TENSORS
+from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.state_objects import HOLDERS, is_state, is_trained
+
+_NOTHING = ATOMS | PLAIN_TENSORS
+_MOST_LOOKED_AT = 256
+_Pair = tuple[Any, Any]
+
+
+class Counterparts:
+    """Finds them where a run ends, and gives both the same attributes for a replica.
+
+    Args:
+        places: by id: the content of an object that is content.
+        take: makes an object or a parameter content.
+        turn: gives the turn to a replica, or back to cross-replica context.
+        follow: makes a replica's parameter get what is written to the first replica's.
+    """
+
+    def __init__(
+        self,
+        places: dict[int, Any],
+        take: Callable[..., bool],
+        turn: Callable[[int | None], None],
+        follow: Callable[[torch.Tensor, int, torch.Tensor], None],
+    ) -> None:
+        self._places, self._take, self._turn, self._follow = places, take, turn, follow
+        self._found: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+    def find(self, things: Sequence[tuple[Any, ObjectContent]], others: Iterable[int]) -> bool:
+        """Looks at the attributes that are other objects than before; cross-replica context shows the first replica's.
+
+        Args:
+            things: the objects with their contents, just marked.
+            others: the replicas but the first one.
+
+        Returns:
+            Whether there were any, so that objects are content that were not.
+        """
+        found: dict[int, list[tuple[Any, Any, bool]]] = {}
+        for thing, content in things:
+            for name in content.fresh:
+                for replica in others:
+                    part = isinstance(thing, HOLDERS)
+                    pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), part)
+                    found.setdefault(replica, []).extend((one, own, part) for one, own in pairs)
+            content.fresh = ()
+        if not any(found.values()):
+            return False
+        for made in found.values():
+            for one, _, part in made:
+                self._take(one, part)
+        for replica, made in found.items():
+            self._turn(replica)  # so that what it made is what it has
+            for _, own, part in made:
+                self._take(own, part)
+        self._turn(None)
+        for replica, made in found.items():
+            for one, own, _ in made:
+                self._join(replica, one, own)
+        return True
+
+    def _join(self, replica: int, one: Any, own: Any) -> None:
+        if (replica, id(one)) in self._found and self._found[replica, id(one)][1]() is own:
+            return
+        first, its = self._places.get(id(one)), self._places.get(id(own))
+        if isinstance(one, torch.Tensor):
+            if first is None or its is None:
+                return
+            self._follow(one, replica, own)
+        elif not (isinstance(first, ObjectContent) and isinstance(its, ObjectContent)):
+            return
+        self._found[replica, id(one)] = weakref.ref(one), weakref.ref(own)
+        if isinstance(first, ObjectContent) and isinstance(its, ObjectContent):
+            first.dicts[replica] = its.dicts[replica]
+            for name, value in list(one.__dict__.items()):
+                for pair in _pairs(value, its.dicts[replica].get(name), True):
+                    self._join(replica, *pair)
+
+    def of(self, replica: int) -> dict[int, _Pair]:
+        """What a replica has in the place of what the first one made, by the latter's ``id``."""
+        alive = {key: (one(), own()) for key, (one, own) in self._found.items()}
+        self._found = {
+            key: self._found[key] for key, pair in alive.items() if pair[0] is not None and pair[1] is not None
+        }
+        return {key[1]: alive[key] for key in self._found if key[0] == replica}
+
+
+def _pairs(one: Any, own: Any, part: bool) -> Iterator[_Pair]:
+    """The parameters and objects of two values that have the same place in both, and are not the same ones."""
+    kind = type(one)
+    if one is own or kind is not type(own) or kind in _NOTHING:
+        return
+    if kind in CONTAINERS or isinstance(one, tuple):
+        if len(one) <= _MOST_LOOKED_AT:
+            for first, its in _entries(one, own):
+                yield from _pairs(first, its, part)
+    elif isinstance(one, torch.Tensor):
+        if is_trained(one) and is_trained(own):
+            yield one, own
+    elif is_state(one, part) and is_state(own, part):
+        yield one, own
+
+
+def _entries(one: Any, own: Any) -> Iterable[_Pair]:
+    if isinstance(one, dict):
+        return [(value, own[key]) for key, value in one.items() if key in own]
+    return zip(one, own, strict=False) if isinstance(one, list | tuple | deque) and len(one) == len(own) else ()
