@@ -116,12 +116,13 @@ def test_statistics_without_a_counter(strategy: tfd.MirroredStrategy) -> None:
 def test_a_step_of_an_optimizer_between_runs(
     strategy: tfd.MirroredStrategy, kind: type[torch.optim.Optimizer], form: str
 ) -> None:
-    options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    options: dict[str, Any] = {"lr": 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    options |= {} if form == "plain" else {form: True}
     with strategy.scope():
         model = torch.nn.Linear(3, 2)
-        optimizer = kind(model.parameters(), lr=0.1, **options, **({} if form == "plain" else {form: True}))
+        optimizer = kind(model.parameters(), **options)
     alone = copy.deepcopy(model)
-    its = kind(alone.parameters(), lr=0.1, **options, **({} if form == "plain" else {form: True}))
+    its = kind(alone.parameters(), **options)
     x = torch.linspace(-1, 1, 12).reshape(4, 3)
 
     def step(of: torch.nn.Module = model, by: torch.optim.Optimizer = optimizer) -> None:
@@ -129,11 +130,16 @@ def test_a_step_of_an_optimizer_between_runs(
         of(x).square().mean().backward()
         by.step()
 
+    step()  # outside of every run, and before the first one
+    step(alone, its)
     for _ in range(3):
         strategy.run(step)
-        step()  # outside of every run
+        step()
         step(alone, its)
         step(alone, its)
+    optimizer, its = kind(model.parameters(), **options), kind(alone.parameters(), **options)
+    for own, by in ((model, optimizer), (alone, its)):  # one that no run has seen
+        step(own, by)
     for name, wanted in alone.named_parameters():
         for own in _on_each(strategy, lambda name=name: dict(model.named_parameters())[name]):
             torch.testing.assert_close(own, wanted)

@@ -153,7 +153,7 @@ def _tell_contents(strategy: StrategyInForce, begins: bool) -> None:
 
 def _tell_updated(strategy: StrategyInForce, optimizer: torch.optim.Optimizer) -> None:
     contents = strategy.parameter_store.contents
-    if contents is not None and contents.active is None:
+    if contents is not None:
         contents.updated(optimizer)
 
 
