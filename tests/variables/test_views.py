@@ -176,3 +176,27 @@ def test_averages_of_three_hundred_parameters_are_each_replicas_own(strategy: tf
 
     start = shadow.shadow["0.bias"].item()
     assert [_values(strategy, step) for _ in range(2)] == [pytest.approx([n, n]) for n in (1.0, 2.0)]
+
+
+def test_what_a_kept_view_is_written_to_between_runs_reaches_all_replicas() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.layer = torch.nn.Linear(3, 2)
+            self.row = self.layer.weight.data[0]
+
+    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    try:
+        with strategy.scope():
+            holder = Holder()
+
+        def step() -> torch.Tensor:
+            return holder.layer.weight.detach().clone()
+
+        strategy.run(step)
+        for _ in range(2):
+            holder.row.mul_(0.5)
+            first, second = strategy.experimental_local_results(strategy.run(step))
+            assert torch.equal(first, holder.layer.weight)
+            assert torch.equal(second, first)
+    finally:
+        strategy.close()

@@ -221,7 +221,7 @@ class ParameterRows:
         """
         if begins:
             self._writes.begin()
-        dirty, self._dirty = self._dirty, set()
+        dirty, self._dirty = self._dirty | self.twins.written, set()
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
             with torch.no_grad():
                 for place, parameter in enumerate(self.inside):

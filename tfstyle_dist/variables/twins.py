@@ -19,6 +19,9 @@ class Twins:
 
     Args:
         pairs: gives the parameters with the tensors that have their insides for a replica.
+
+    Attributes:
+        written: by id: parameters of whose memory something was copied, which may have been written to through it.
     """
 
     def __init__(self, pairs: Pairs) -> None:
@@ -28,7 +31,8 @@ class Twins:
     def forget(self) -> None:
         """Nothing is known any more; what was given out is a view by itself."""
         self._noted: dict[tuple[int, int], _Pair] = {}
-        self._parameters: dict[int, dict[int, _Pair]] = {}
+        self._parameters: dict[int, dict[int, tuple[_Pair, int]]] = {}
+        self.written: set[int] = set()
 
     def note(self, replica: int, value: torch.Tensor, own: torch.Tensor) -> None:
         """What a replica has in the place of a tensor; of use if it has all of the tensor's memory."""
@@ -40,9 +44,12 @@ class Twins:
         address = _address(value)
         if address and replica not in self._parameters:
             known = ((_address(p), p, own) for p, own in self._pairs(replica))
-            whole = ((found, (p.detach(), own)) for found, p, own in known if found and _is_whole(p, own))
+            whole = ((found, ((p.detach(), own), id(p))) for found, p, own in known if found and _is_whole(p, own))
             self._parameters[replica] = dict(whole)
-        pair = self._noted.get((replica, address)) or (self._parameters[replica].get(address) if address else None)
+        pair = self._noted.get((replica, address))
+        if pair is None and address and (of_parameter := self._parameters[replica].get(address)) is not None:
+            pair = of_parameter[0]
+            self.written.add(of_parameter[1])
         own = copied(value, device) if pair is None or pair[1].device != device else _view(pair[1], value)
         self.note(replica, value, own)
         return own
