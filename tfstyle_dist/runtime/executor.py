@@ -27,6 +27,7 @@ from tfstyle_dist.runtime.turns import TurnRun
 
 Job = Callable[[], None]
 _CPU = torch.device("cpu")
+_LARGEST_HELD = 1 << 25  # of glibc: larger blocks never come from memory that was freed
 _TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
 
 
@@ -37,6 +38,7 @@ class _Team:
         self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
         self.cores: list[Core | None] = [None] * count
         self.busy = False
+        _keep_freed_memory()
         self._threads = [
             threading.Thread(
                 target=_serve, args=(inbox, self.cores, i), name=f"tfstyle-{label}-replica-{i}", daemon=True
@@ -57,6 +59,15 @@ class _Team:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining())
+
+
+def _keep_freed_memory() -> None:
+    """Lets the C library keep 64 MB of what a thread frees, as glibc does once a program has freed a block of 32 MB.
+
+    Before that the memory of gradients and activations goes back to the system in each step of a replica's thread, and
+    comes again as new pages. ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` in the environment count more.
+    """
+    torch.empty(_LARGEST_HELD - 8192, dtype=torch.uint8, device=_CPU)
 
 
 def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int) -> None:
