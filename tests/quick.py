@@ -24,7 +24,6 @@ QUICK = (
     "gradients/test_reduction.py",
     "input/test_layouts.py",
     "input/test_shares.py",
-    "kernels/test_streaming_tree.py",
     "monitoring",
     "multi_worker/test_multi_worker_strategy.py",
     "ops/test_aggregate.py",

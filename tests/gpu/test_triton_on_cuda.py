@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tfstyle_dist_kernels import reference
-from tfstyle_dist_kernels.streaming_tree import StreamingTree
 from tfstyle_dist_kernels.triton import triton_plan, triton_sum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -121,14 +120,3 @@ def test_no_device_memory_beside_the_tables() -> None:
     before = torch.cuda.memory_allocated()
     triton_sum.sum_lists(rows, outs, "tree")
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
-
-
-def test_streaming_tree() -> None:
-    contributions = make(21, 10_000, torch.bfloat16)
-    tree = StreamingTree()
-    for index in reversed(range(21)):
-        tree.add(index, [contributions[index]])
-    out = torch.empty(10_000, dtype=torch.bfloat16, device="cuda")
-    triton_sum.sum_lists([contributions], [out], "tree")
-    assert_same(tree.finish()[0], out)
-    assert_same(out, expected_sum(contributions, "tree"))

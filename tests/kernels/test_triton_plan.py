@@ -196,7 +196,7 @@ def test_tensors_elsewhere_are_refused() -> None:
 PROGRAM = """
 import sys
 import torch
-from tfstyle_dist_kernels import streaming_tree
+from tfstyle_dist_kernels import reference
 from tfstyle_dist_kernels.triton import triton_sum
 assert "triton" not in sys.modules, "triton was imported before its use"
 if "missing" in sys.argv:
