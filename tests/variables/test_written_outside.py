@@ -216,3 +216,23 @@ def test_what_a_step_made_is_changed_outside(strategy: tfd.MirroredStrategy, edi
     for name, wanted in alone.model.named_parameters():
         for own in _on_each(strategy, lambda name=name: dict(program.model.named_parameters())[name]):
             torch.testing.assert_close(own, wanted)
+
+
+def test_what_each_replica_made_stays_its_own_until_somebody_writes_to_it(strategy: tfd.MirroredStrategy) -> None:
+    program = _Program()
+
+    def step() -> torch.Tensor:
+        if "own" not in program.kept:
+            program.kept["own"] = torch.nn.Linear(2, 2, bias=False)
+            with torch.no_grad():
+                program.kept["own"].weight.fill_(tfd.get_replica_context().replica_id_in_sync_group + 1.0)
+        return program.kept["own"].weight.detach().sum()
+
+    for _ in range(3):
+        values = strategy.experimental_local_results(strategy.run(step))
+        assert [float(value) for value in values] == [4.0, 8.0]
+    with torch.no_grad():
+        program.kept["own"].weight.mul_(3)
+    values = strategy.experimental_local_results(strategy.run(step))
+    assert [float(value) for value in values] == [12.0, 12.0]
+    assert float(step()) == 12.0

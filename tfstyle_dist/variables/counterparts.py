@@ -1,7 +1,8 @@
 """What replicas made each for itself in a step, and keep in the same place, such as an optimizer of the first step.
 
 In cross-replica context the program sees what the first replica has made. What it writes there reaches the counterparts
-of the other replicas.
+of the other replicas. These are modules, optimizers and the like, and objects that hold such; what holds tensors alone
+is mostly a result of the step, and another one in each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, PLAIN_TENSORS
 from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.state_objects import HOLDERS, is_state, is_trained
+from tfstyle_dist.variables.state_objects import HOLDERS, is_plain, is_state, is_trained, parts_of
 
 _NOTHING = ATOMS | PLAIN_TENSORS
 _MOST_LOOKED_AT = 256
@@ -57,7 +58,7 @@ class Counterparts:
             for name in content.fresh:
                 for replica in others:
                     part = isinstance(thing, HOLDERS)
-                    pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), part)
+                    pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), _stays)
                     found.setdefault(replica, []).extend((one, own, part) for one, own in pairs)
             content.fresh = ()
         if not any(found.values()):
@@ -89,8 +90,11 @@ class Counterparts:
         if isinstance(first, ObjectContent) and isinstance(its, ObjectContent):
             first.dicts[replica] = its.dicts[replica]
             for name, value in list(one.__dict__.items()):
-                for pair in _pairs(value, its.dicts[replica].get(name), True):
+                for pair in _pairs(value, its.dicts[replica].get(name), self._is_content):
                     self._join(replica, *pair)
+
+    def _is_content(self, value: Any) -> bool:
+        return id(value) in self._places
 
     def of(self, replica: int) -> dict[int, _Pair]:
         """What a replica has in the place of what the first one made, by the latter's ``id``."""
@@ -101,19 +105,30 @@ class Counterparts:
         return {key[1]: alive[key] for key in self._found if key[0] == replica}
 
 
-def _pairs(one: Any, own: Any, part: bool) -> Iterator[_Pair]:
-    """The parameters and objects of two values that have the same place in both, and are not the same ones."""
+def _stays(value: Any) -> bool:
+    """Whether a program is likely to keep, and to change, what a step has made."""
+    if isinstance(value, HOLDERS):
+        return is_state(value)
+    return is_plain(value) and any(
+        isinstance(part, HOLDERS)
+        for held in list(value.__dict__.values())
+        for part in (parts_of(held, _MOST_LOOKED_AT) if isinstance(held, list | tuple | dict) else (held,))
+    )
+
+
+def _pairs(one: Any, own: Any, counts: Callable[[Any], bool]) -> Iterator[_Pair]:
+    """The parameters, and the objects that count, of two values that have the same place in both."""
     kind = type(one)
     if one is own or kind is not type(own) or kind in _NOTHING:
         return
     if kind in CONTAINERS or isinstance(one, tuple):
         if len(one) <= _MOST_LOOKED_AT:
             for first, its in _entries(one, own):
-                yield from _pairs(first, its, part)
+                yield from _pairs(first, its, counts)
     elif isinstance(one, torch.Tensor):
         if is_trained(one) and is_trained(own):
             yield one, own
-    elif is_state(one, part) and is_state(own, part):
+    elif counts(one) and counts(own):
         yield one, own
 
 

@@ -124,7 +124,11 @@ class ParameterRows:
             row: of the replica.
             own: one of these, which the replica has.
         """
-        self._followers[self._place(parameter)].append((row, weakref.ref(own)))
+        place, its = self._place(parameter), self._place(own)
+        self._followers[place].append((row, weakref.ref(own)))
+        if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
+            self._vessels[row][place].data = self._vessels[row][its].detach()
+            own.data = parameter.detach()
 
     def _place(self, parameter: torch.Tensor) -> int:
         return next(place for place, inside in enumerate(self.inside) if inside is parameter)
