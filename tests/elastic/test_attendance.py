@@ -30,10 +30,10 @@ pytestmark = pytest.mark.timeout(120)
 LIMIT = timedelta(seconds=300)
 
 
-def _started(addresses: list[Any], *numbers: int, min_workers: int = 1) -> list[Membership]:
+def _started(addresses: list[Any], *numbers: int, min_workers: int = 1, limit: timedelta = LIMIT) -> list[Membership]:
     options = Elastic(replicas=4, min_workers=min_workers)
-    made = [Membership(number, addresses, options, LIMIT) for number in numbers]
-    threads = [threading.Thread(target=each.start, args=(LIMIT,)) for each in made]
+    made = [Membership(number, addresses, options, limit) for number in numbers]
+    threads = [threading.Thread(target=each.start, args=(limit,)) for each in made]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -338,4 +338,44 @@ def test_who_comes_in_interrupts_no_step_that_has_begun() -> None:
             assert began.count(1) == 2
         finally:
             for membership in (zero, one, two):
+                membership.close()
+
+
+def test_a_newcomer_with_the_lowest_number_lets_nobody_wait_before_it_has_the_state() -> None:
+    """Worker 0 comes in, and leads from then on; worker 2 is at the door too, and worker 3 has the state to give."""
+    addresses = [("127.0.0.1", port) for port in network.free_ports(4)]
+    limit = timedelta(seconds=20)
+    zero, one, two, three = _started(addresses, 0, 1, 2, 3, limit=limit)
+    zero.close()
+    two.close()
+    wait_until(lambda: one.view().epoch.members == three.view().epoch.members == (1, 3))
+
+    def work(membership: Membership) -> tuple[int, ...]:
+        while True:
+            view = membership.view(admits=True)
+            if view.joined and membership.me not in view.joined:
+                membership.give_state(view, Packet({}))
+            with suppress(MembershipChanged):
+                membership.gather("numbers", Packet({}))
+                membership.commit(Packet({}))
+                return view.epoch.members
+
+    def is_welcome(guest: int, leader: Membership) -> bool:
+        with leader._changed:
+            return leader._running()._welcome() == [guest]
+
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            zero, two = (Membership(number, addresses, Elastic(replicas=4), limit) for number in (0, 2))
+            zero.start(limit)
+            two.start(limit)
+            works = [pool.submit(lambda own=own: (own.join(limit), work(own))[1]) for own in (zero, two)]
+            wait_until(lambda: is_welcome(0, one))
+            works.append(pool.submit(work, one))
+            wait_until(lambda: is_welcome(2, zero))
+            time.sleep(0.2)  # if worker 0 said now that worker 2 comes in before this step, worker 3 would wait for it
+            works.append(pool.submit(work, three))
+            assert {members[0] for members in (each.result(10) for each in works)} == {0}
+        finally:
+            for membership in (zero, one, two, three):
                 membership.close()

@@ -79,8 +79,9 @@ class Member:
 
     @property
     def has_guest(self) -> bool:
-        """Whether this worker is the leader, and may let somebody in."""
-        return bool(self.guests) and self.phase in (WORKING, VOTED) and self.leader == self.me and bool(self._welcome())
+        """Whether this worker is the leader, has the state, and may let somebody in."""
+        leads = self.phase in (WORKING, VOTED) and not self.blank and self.leader == self.me
+        return leads and bool(self.guests) and bool(self._welcome())
 
     # ---- what this worker does --------------------------------------------------------------------------------
 
