@@ -24,15 +24,19 @@ def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_devices
 @pytest.mark.parametrize(
-    "kind", ["sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow", "bf16"]
+    ("kind", "width"),
+    [
+        *((k, 3) for k in ("sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow", "bf16")),
+        *((k, 512) for k in ("foreach", "clip", "scaler", "zeros")),  # gradients that replicas on a CPU share at first
+    ],
 )
-def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
+def test_steps_of_every_kind(devices: list[str], kind: str, width: int) -> None:
     def weights(devices: Sequence[str]) -> list[torch.Tensor]:
         with td.MirroredStrategy(devices) as strategy:
             torch.manual_seed(0)
             where = devices[0].partition(":")[0]
             with strategy.scope():
-                model = three_layers()
+                model = three_layers() if width == 3 else nn.Linear(width, width)
                 optimizer: Any = {
                     "adamw": lambda p: torch.optim.AdamW(p, 0.05),
                     "foreach": lambda p: torch.optim.Adam(p, 0.05, foreach=True),
@@ -46,7 +50,7 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
                     return (model(x).float() ** 2).sum()
 
             def step(x: torch.Tensor, number: int) -> torch.Tensor:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=kind != "zeros")
                 if kind == "overflow" and number == 1 and td.get_replica_context().local_replica_id == 1:
                     x = x * torch.inf
                 if kind == "accumulate":
@@ -59,7 +63,7 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
                 scaler.update()
                 return torch.tensor(scaler.get_scale())
 
-            x = on_all(strategy, inputs)
+            x = on_all(strategy, lambda number: inputs(number, width=width) / width)
             for number in range(3):
                 scales = strategy.experimental_local_results(strategy.run(step, args=(x, number)))
                 scale = {"scaler": 8.0, "overflow": 4.0 if number else 8.0}.get(kind, 1.0)
@@ -70,6 +74,31 @@ def test_steps_of_every_kind(devices: list[str], kind: str) -> None:
             return [a.cpu() for a, _ in columns]
 
     torch.testing.assert_close(weights(devices), weights(CPU), **LOOSER)
+
+
+@on_devices
+def test_large_gradients_are_each_replicas_own(devices: list[str]) -> None:
+    """What one replica does to its gradients with CUDA's kernels for lists of tensors, the other one does not see."""
+    with td.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            layer = nn.Linear(512, 512)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            layer(x).sum().backward()
+            context = td.get_replica_context()
+            assert not torch._C._is_cow_tensor(layer.weight.grad)
+            norm = layer.weight.grad.norm()
+            if context.local_replica_id == 0:
+                nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+            context.all_reduce("SUM", norm)  # the other replica has its turn
+            return norm, layer.weight.grad.norm()
+
+        before, after = strategy.run(step, args=(on_all(strategy, lambda n: torch.ones(2, 512)),))
+        first, second = strategy.experimental_local_results(before)
+        assert float(first) == float(second) > 100.0
+        clipped, other = strategy.experimental_local_results(after)
+        assert float(clipped) < 1.1
+        assert float(other) == float(second)
 
 
 @pytest.mark.parametrize("home", ["cpu:0", f"{KIND}:0"])

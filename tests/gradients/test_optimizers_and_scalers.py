@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,58 @@ def test_clip_grad_value_in_every_replica(strategy: td.Strategy, process_model: 
     mse(reference, examples()).backward()
     nn.utils.clip_grad_value_(reference.parameters(), 0.05)
     assert_all_close(gradients(strategy, model), flat_gradients(reference))
+
+
+CHANGES: dict[str, Callable[[nn.Parameter, torch.optim.Optimizer, torch.amp.GradScaler], Any]] = {
+    "clip_grad_norm_": lambda p, o, s: nn.utils.clip_grad_norm_([p], 0.1),
+    "clip_grad_norm_ of lists": lambda p, o, s: nn.utils.clip_grad_norm_([p], 0.1, foreach=True),
+    "clip_grad_value_": lambda p, o, s: nn.utils.clip_grad_value_([p], 0.01),
+    "zero_grad": lambda p, o, s: o.zero_grad(set_to_none=False),
+    "a list of tensors": lambda p, o, s: torch._foreach_mul_([p.grad], 3.0),
+    "unscale_": lambda p, o, s: s.unscale_(o),
+}
+
+
+@pytest.mark.parametrize("changes", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_large_gradient_that_one_replica_changes(strategy: td.Strategy, change: str, changes: int) -> None:
+    """On a CPU replicas share the memory of large gradients until one of them writes to it."""
+    weight = built(strategy, lambda: nn.Linear(256, 256, bias=False)).weight
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler(on_devices.KIND, init_scale=8.0)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        scaler.scale(weight.sum() * replica() * 2).backward()
+        before = weight.grad.detach().clone()
+        if replica() == changes:
+            CHANGES[change](weight, optimizer, scaler)
+        td.get_replica_context().all_reduce("SUM", before[0])  # the other replica has its turn
+        return before, weight.grad.detach().clone()
+
+    before, after = (strategy.experimental_local_results(value) for value in strategy.run(step))
+    assert [float(b.cpu().sum()) for b in before] == [8.0 * 65536] * 2
+    assert not torch.equal(before[changes], after[changes])
+    assert torch.equal(before[1 - changes], after[1 - changes])
+
+
+@pytest.mark.cpu_only("its fused optimizers; those of devices are in tests/gpu")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_fused_steps_with_large_gradients(strategy: td.Strategy, kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """With a scaler they divide the gradients themselves."""
+    model, reference = (make(lambda: nn.Linear(256, 256)) for make in (functools.partial(built, strategy), plain))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(3)]
+    optimizers = [kind(m.parameters(), 0.1, fused=True) for m in (model, reference)]
+
+    def step(model: nn.Module, number: int, scaler: torch.amp.GradScaler) -> None:
+        optimizers[number].zero_grad()
+        scaler.scale(model(torch.ones(2, 256, dtype=torch.float64)).square().mean()).backward()
+        scaler.step(optimizers[number])
+        scaler.update()
+
+    for _ in range(3):
+        strategy.run(lambda: step(model, 0, scalers[replica()]))
+        step(reference, 1, scalers[2])
+    assert_all_close(weights(strategy, model), flat_weights(reference))
 
 
 @both_process_models

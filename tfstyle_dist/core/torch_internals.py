@@ -110,7 +110,8 @@ _lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clon
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that shares memory until either tensor is written to; where torch cannot do that, a copy.
 
-    It cannot with memory that is not torch's own, such as that of a message (``torch.frombuffer``).
+    It cannot with memory that is not torch's own, such as that of a message (``torch.frombuffer``). For the CPU only:
+    CUDA's kernels for lists of tensors ask for memory that they read, and write to it.
     """
     try:
         return _lazy_clone(tensor)

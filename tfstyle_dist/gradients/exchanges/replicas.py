@@ -23,7 +23,7 @@ from tfstyle_dist.variables.store import ParameterStore
 
 _Before = tuple[Record, torch.Tensor | None, torch.Tensor | None, int]  # the leaf, its gradient, how often written to
 _New = tuple[Record, torch.Tensor, bool]  # the gradient, and whether there was none before the pass
-_SHARED = 64 * 1024  # elements; replicas share the memory of larger gradients until one of them writes to it
+_SHARED = 64 * 1024  # elements; on a CPU replicas share the memory of larger gradients until one of them writes to it
 
 
 class ReplicaReducer(GradientReducer):
@@ -196,7 +196,8 @@ class ReplicaReducer(GradientReducer):
             small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
             for column, total, grad in zip(columns, first, other, strict=True):
                 record, _, fresh = column[replica]
-                if fresh and total.numel() >= _SHARED:
+                # CUDA's kernels for lists of tensors write without telling torch, that is, to the other's memory too.
+                if fresh and total.is_cpu and total.numel() >= _SHARED:
                     record.components[replica].grad = torch_internals.lazy_clone(total)
                 else:
                     small[0].append(grad)
