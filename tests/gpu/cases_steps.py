@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,8 @@ def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "width"),
     [
-        *((k, 3) for k in ("sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow", "bf16")),
+        *((k, 3) for k in ("sgd", "adamw", "foreach", "clip", "accumulate", "unused", "scaler", "overflow")),
+        *((k, 3) for k in ("bf16", "bf16 backward", "bf16 run")),
         *((k, 512) for k in ("foreach", "clip", "scaler", "zeros")),  # gradients that replicas on a CPU share at first
     ],
 )
@@ -46,8 +48,11 @@ def test_steps_of_every_kind(devices: list[str], kind: str, width: int) -> None:
             def loss(x: torch.Tensor) -> torch.Tensor:
                 if kind == "unused" and td.get_replica_context().local_replica_id == 1:
                     return (model[0](x) ** 2).sum()
-                with torch.autocast(where, torch.bfloat16, enabled=kind == "bf16"):
+                with autocast(kind == "bf16"):
                     return (model(x).float() ** 2).sum()
+
+            def autocast(enabled: bool) -> Any:
+                return torch.autocast(where, torch.bfloat16) if enabled else contextlib.nullcontext()
 
             def step(x: torch.Tensor, number: int) -> torch.Tensor:
                 optimizer.zero_grad(set_to_none=kind != "zeros")
@@ -56,7 +61,8 @@ def test_steps_of_every_kind(devices: list[str], kind: str, width: int) -> None:
                 if kind == "accumulate":
                     with strategy.accumulate():
                         loss(x * 2).backward()
-                scaler.scale(loss(x)).backward()
+                with autocast(kind == "bf16 backward"):
+                    scaler.scale(loss(x)).backward()
                 if kind == "clip":
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 scaler.step(optimizer)
@@ -65,7 +71,8 @@ def test_steps_of_every_kind(devices: list[str], kind: str, width: int) -> None:
 
             x = on_all(strategy, lambda number: inputs(number, width=width) / width)
             for number in range(3):
-                scales = strategy.experimental_local_results(strategy.run(step, args=(x, number)))
+                with autocast(kind == "bf16 run"):
+                    scales = strategy.experimental_local_results(strategy.run(step, args=(x, number)))
                 scale = {"scaler": 8.0, "overflow": 4.0 if number else 8.0}.get(kind, 1.0)
                 assert [float(value) for value in scales] == [scale] * 2  # a step that overflows is left out by all
             each = strategy.run(lambda: [p.detach().clone() for p in model.parameters()])
@@ -74,6 +81,14 @@ def test_steps_of_every_kind(devices: list[str], kind: str, width: int) -> None:
             return [a.cpu() for a, _ in columns]
 
     torch.testing.assert_close(weights(devices), weights(CPU), **LOOSER)
+
+
+def test_a_model_that_autocast_has_cast_is_adopted() -> None:
+    model, x = three_layers(), torch.ones(2, 3)
+    with td.MirroredStrategy(ONE) as strategy, torch.autocast("cpu", torch.bfloat16):
+        model(x).sum().backward()
+        strategy.experimental_adopt(model)
+        assert {p.device.type for p in model.parameters()} == {KIND}
 
 
 @on_devices

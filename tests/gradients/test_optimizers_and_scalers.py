@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -111,6 +112,40 @@ def test_fused_steps_with_large_gradients(strategy: td.Strategy, kind: Callable[
         strategy.run(lambda: step(model, 0, scalers[replica()]))
         step(reference, 1, scalers[2])
     assert_all_close(weights(strategy, model), flat_weights(reference))
+
+
+@pytest.mark.parametrize("around", ["forward", "step", "run"])
+@both_process_models
+def test_autocast(strategy: td.Strategy, around: str, process_model: str) -> None:
+    """Inside of it torch keeps what it has cast, with references that let no parameter change its content."""
+
+    def autocast(here: str) -> Any:
+        return torch.autocast(on_devices.KIND, torch.bfloat16) if here == around else contextlib.nullcontext()
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with autocast("forward"):
+            return mse(model, (batch[0].float(), batch[1].float()))
+
+    def step(k: int) -> None:
+        with autocast("step"):
+            optimizer.zero_grad()
+            loss(model, half(k)).backward()
+            optimizer.step()
+
+    model, reference = built(strategy, small).float(), plain(small).float()
+    optimizer, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    for k in range(4):
+        with autocast("run"):
+            strategy.run(step, args=(k,))
+        expected.zero_grad()
+        for share in zip(*(values.to(torch.empty(0).device).chunk(2) for values in examples(k)), strict=True):
+            with torch.autocast(on_devices.KIND, torch.bfloat16):
+                (mse(reference, (share[0].float(), share[1].float())) / 2).backward()
+        expected.step()
+    rows = weights(strategy, model)
+    assert torch.equal(rows[0].cpu(), rows[1].cpu())
+    torch.testing.assert_close(rows[0], flat_weights(reference), rtol=1e-3, atol=1e-4)
+    assert not torch.equal(rows[0].cpu(), flat_weights(plain(small).float()).cpu())
 
 
 @both_process_models

@@ -85,4 +85,5 @@ def move_in_place(tensor: torch.Tensor, home: torch.device) -> None:
         moved.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None:
             moved.grad = tensor.grad.to(home)
+        torch.clear_autocast_cache()  # it may refer to the inside
         torch_internals.swap_insides(tensor, moved)

@@ -186,6 +186,7 @@ class ParameterRows:
 
     def _swap(self, row: int) -> None:
         self.twins.forget()
+        torch.clear_autocast_cache()  # it refers to the inside of each parameter that autocast has cast
         vessels, done = self._vessels[row], 0
         try:
             for parameter, vessel in zip(self.inside, vessels, strict=True):
