@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from device_kind import KIND
-from on_replicas import ACCELERATOR, CPU, LOOSER, ONE, inputs, on_all, on_devices, plain_loss, three_layers
+from on_replicas import ACCELERATOR, CPU, LOOSER, ONE, inputs, on_all, on_devices, plain_loss, several, three_layers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfstyle_dist as td
+from tfstyle_dist.checkpoint import dcp
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -168,6 +171,30 @@ def test_save_and_restore(devices: list[str], tmp_path: Any) -> None:
         first, second = strategy.experimental_local_results(each)
         assert torch.equal(first.cpu(), second.cpu())
         assert not torch.equal(first.cpu(), after[0])
+
+
+class _Copies(TorchDispatchMode):
+    """Copies that may be under way when they return."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not (kwargs or {}).get("non_blocking"), func
+        return func(*args, **(kwargs or {}))
+
+
+@several
+def test_a_checkpoint_has_what_another_device_than_the_current_one_computed(tmp_path: Path) -> None:
+    """torch's writer waits for the current device alone, so nothing may be copied without waiting."""
+    names, here = [f"{number:03}" for number in range(40)], ACCELERATOR.current_device()
+    values = {name: torch.full((1 << 16,), float(name), device=f"{KIND}:{1 - here}") for name in names}
+    busy = torch.ones(2048 if KIND != "pretend" else 8, device=f"{KIND}:{1 - here}").diag()
+    for _ in range(50):
+        busy = busy @ busy
+    with _Copies():
+        dcp.write_part(tmp_path / "part", {name: value + busy[0, 0] - 1 for name, value in values.items()})
+    dcp.join_parts(tmp_path, ["part"])
+    facts = {name: {"shape": [1 << 16], "dtype": "float32"} for name in names}
+    for name, value in dcp.TensorReader(tmp_path, facts).read(names).items():
+        assert torch.equal(value, torch.full((1 << 16,), float(name))), name
 
 
 @on_devices

@@ -28,15 +28,22 @@ def write_part(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         OSError: the disk is full, or cannot be written to.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import DefaultSavePlanner
 
-    writer = FileSystemWriter(directory, sync_files=True)
+    writer = _writer(directory)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), writer.storage_meta(), True)
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     _write(directory, writer, planner, plans, metadata)
+
+
+def _writer(directory: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    # Copying ahead waits for the current device's stream alone: from another device it would write unfinished copies.
+    return FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
 
 
 def _write(directory: Path, writer: Any, planner: Any, plans: Any, metadata: Any) -> None:
@@ -80,7 +87,7 @@ def write_pieces(directory: Path, pieces: Sequence[Piece]) -> None:
     Raises:
         OSError: the disk is full, or cannot be written to.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -105,7 +112,7 @@ def write_pieces(directory: Path, pieces: Sequence[Piece]) -> None:
                 ),
             )
         )
-    writer, planner = FileSystemWriter(directory, sync_files=True), Planner()
+    writer, planner = _writer(directory), Planner()
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(SavePlan(items))
     _write(directory, writer, planner, *create_default_global_save_plan([plan]))
@@ -162,7 +169,7 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
         directory: the folder.
         parts: the folders of the workers' parts in it.
     """
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+    from torch.distributed.checkpoint import FileSystemReader, Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
     everything: dict[str, Any] = {}
@@ -177,7 +184,7 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
             moved = dataclasses.replace(info, relative_path=f"{part}/{info.relative_path}")
             results.append(WriteResult(index=index, size_in_bytes=info.length, storage_data=moved))
     joined = Metadata(state_dict_metadata=everything, planner_data={name: (name,) for name in everything})
-    FileSystemWriter(directory, sync_files=True).finish(joined, [results])
+    _writer(directory).finish(joined, [results])
     for part in parts:
         (directory / part / METADATA_FILE).unlink()
 
