@@ -99,6 +99,7 @@ def test_ranks_of_the_suites() -> None:
     files = [
         "gradients/test_weights_by_examples.py",
         "strategies/test_everyday.py",
+        "strategies/test_sync_batch_norm.py",
         "checkpoint/test_checkpoint_ranks.py",
     ]
     run_pytest(

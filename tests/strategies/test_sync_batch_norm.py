@@ -52,3 +52,51 @@ def test_the_statistics_are_used_where_the_module_does_not_train() -> None:
         assert float(strategy.reduce("SUM", out, axis=None).abs().max()) == pytest.approx(0.0, abs=1e-6)
         with pytest.raises(ValueError, match="at least 2 dimensions"):
             strategy.run(lambda: norm.train()(torch.ones(3)))
+
+
+def _ranks_of_different_branches(strategy: td.Strategy) -> None:
+    """Two ranks whose last layer only one of them uses, by turns, behind a layer whose gradients meet in backward."""
+
+    def build() -> nn.ModuleList:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 4))
+        return nn.ModuleList([net, nn.Linear(4, 4)]).double()
+
+    def loss(h: torch.Tensor, number: int, k: int) -> torch.Tensor:
+        return ((model[1](h) if k == 0 or (k + number) % 2 else h) ** 2).mean()
+
+    strategy.gradient_reducer.bytes_per_pack = 8  # a bucket for each parameter
+    with strategy.scope():
+        norm: type[nn.Module] = nn.SyncBatchNorm
+        model = build()
+    number, found = strategy.worker.group.rank, []
+    whole = torch.randn(4, 10, 3, generator=torch.Generator().manual_seed(1), device="cpu").double()
+
+    def step(x: torch.Tensor, k: int) -> None:
+        model.zero_grad()
+        loss(model[0](x.to(torch.empty(0).device)), number, k).backward()
+
+    for k, x in enumerate(whole):
+        strategy.run(step, args=(x.chunk(2)[number], k))
+        found.append([p.grad.cpu().clone() for p in model.parameters()])
+    norm = nn.BatchNorm1d
+    model = build()
+    for k, x in enumerate(whole):
+        model.zero_grad()
+        first, second = model[0](x.to(torch.empty(0).device)).chunk(2)
+        ((loss(first, 0, k) + loss(second, 1, k)) / 2).backward()
+        torch.testing.assert_close(found[k], [p.grad.cpu() for p in model.parameters()])
+
+
+@pytest.mark.distributed(workers=2, timeout=50, deadline=15, env={"TFSTYLE_SHARED_MEMORY": "0"})
+def test_buckets_wait_for_what_meets_in_backward() -> None:
+    """Else one rank sends a bucket before, the other one after the gradient of the statistics."""
+    with td.MirroredStrategy() as strategy:
+        _ranks_of_different_branches(strategy)
+
+
+@pytest.mark.cpu_only("central storage between processes computes there")
+@pytest.mark.distributed(workers=2, timeout=50, deadline=15)
+def test_buckets_of_central_storage_wait_too() -> None:
+    with td.experimental.CentralStorageStrategy(["cpu:0"], "cpu:0") as strategy:
+        _ranks_of_different_branches(strategy)

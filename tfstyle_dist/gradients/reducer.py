@@ -51,10 +51,13 @@ class GradientReducer(abc.ABC):
     Attributes:
         own_sum: what sums in this process in the place of ``method``, if the user defined it.
         accumulated: whether a gradient may ever have been accumulated without reduction.
+        meets_in_backward: whether the replicas have met in a backward pass, e.g. in the gradient of an ``all_reduce``.
+            Buckets are then kept until its end: workers that use different parameters would send them before and
+            after such a meeting, and their libraries know calls by their order alone.
     """
 
     own_sum: OwnSum | None = None
-    accumulated = False
+    accumulated = meets_in_backward = False
 
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
-from tfstyle_dist.core import nest
+from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
@@ -89,6 +89,9 @@ class ReplicaContext:
 
     def barrier(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
         """Joint work of the local replicas; see ``ReplicaRun``."""
+        reducer = self._strategy.gradient_reducer
+        if reducer is not None and torch_internals.backward_pass_under_way() != -1:
+            reducer.meets_in_backward = True
         return self._run.barrier(self.local_replica_id, kind, payload, action, phase, anywhere)
 
     def begin_update(self) -> None:

@@ -78,6 +78,7 @@ class SharedReducer(PassReducer):
     """
 
     _turn = 0
+    _first = True
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient; sends what is complete."""
@@ -92,7 +93,7 @@ class SharedReducer(PassReducer):
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         state.ready = True
-        if filling is not None and filling.missing == 0:
+        if filling is not None and filling.missing == 0 and not (self._first or self.meets_in_backward):
             self._send_complete()
 
     # ---- one pass ---------------------------------------------------------------------------------------------
@@ -212,8 +213,8 @@ class SharedReducer(PassReducer):
             self._send(filling, aborted)
         self._next = len(self._filling_buckets)
         with self.worker.clocks[0].counting(WAIT):
-            self.worker.group.numbers(0, "end of gradients")
-        self._active = False
+            met = self.worker.group.numbers(int(self.meets_in_backward), "end of gradients")
+        self.meets_in_backward, self._first, self._active = any(met), False, False
 
     def _finish(self) -> None:
         self._finish_sending()

@@ -49,7 +49,8 @@ class StreamingReducer(PassReducer):
     """Reduces over the workers, bucket by bucket, overlapped with backward.
 
     Every worker sends all buckets in the same order in every backward pass, whatever parameters it used, so workers
-    whose control flow differs still meet.
+    whose control flow differs still meet. Where the replicas meet in backward themselves, and in the first pass, which
+    shows whether they do, all buckets are sent at its end.
     """
 
     _travelling: Sequence[Pending] = ()
@@ -73,7 +74,7 @@ class StreamingReducer(PassReducer):
             with torch.no_grad():
                 self._fill(filling, position, state)
             filling.missing -= 1
-            if filling.missing == 0:
+            if filling.missing == 0 and not (self._unagreed or self.meets_in_backward):
                 self._send_complete()
 
     def _look(self) -> None:
@@ -153,7 +154,8 @@ class StreamingReducer(PassReducer):
         self._next = len(self._filling_buckets)
         if self._on_device:
             # Who waits for a device's library waits in the device's stream, which knows no limit and no name.
-            self.worker.group.numbers(0, "end of gradients")
+            met = self.worker.group.numbers(int(self.meets_in_backward), "end of gradients")
+            self.meets_in_backward = any(met)
         for filling in self._filling_buckets:
             assert filling.pending is not None
             filling.pending.wait()
