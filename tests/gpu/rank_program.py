@@ -75,6 +75,7 @@ def values(implementation: str) -> None:
         "all_gather of uneven CPU values": lambda: strategy.run(lambda: context().all_gather(torch.ones(1 + RANK), 0)),
         "gather": lambda: strategy.gather(x, 0),
         "places of several values": lambda: stay(strategy, x, torch.ones(2, 2), x),
+        "calls of the library for what the host must know": lambda: host_facts(strategy),
     }
     for count in (4, 2_000_000):  # few elements are gathered, many halved
         cases[f"a tree over {count} elements"] = lambda count=count: in_a_tree(strategy, count)
@@ -96,6 +97,23 @@ def stay(strategy: td.Strategy, *given: torch.Tensor) -> torch.Tensor:
     """Whether each of some values that are reduced together is found where it was."""
     found = reduce_columns(strategy, td.ReduceOp.SUM, [[value] for value in given], "places")
     return torch.tensor([after.device == before.device for after, before in zip(found, given, strict=True)])
+
+
+def host_facts(strategy: td.Strategy) -> torch.Tensor:
+    """How many calls a loop makes that asks whether to stop, whether to save, and whether there is a batch."""
+    calls = getattr(torch.distributed.group.WORLD, "calls", [])  # in the pretend library
+    with tempfile.TemporaryDirectory() as own, strategy.scope():
+        folder = strategy.worker.group.gather_objects(own, "folder")[0]
+        handler = td.experimental.PreemptionCheckpointHandler(None, td.train.Checkpoint(), folder)
+        data = torch.utils.data.DataLoader(range(8), batch_size=2, sampler=torch.utils.data.RandomSampler(range(8)))
+        before, steps = len(calls), 0
+        for _ in strategy.experimental_distribute_dataset(data):
+            handler.run(lambda: None)
+            steps += 1
+            if strategy.should_stop(RANK == 1 and steps == 3):
+                break
+        assert steps == 3
+    return torch.tensor(float(len(calls) - before))
 
 
 def in_a_tree(strategy: td.Strategy, count: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def any_has_more(
     unknown = int(has_batch and sizes is None)
     shares = Division.of(sizes or [0] * worker.num_local_replicas)
     numbers = [int(has_batch), int(needs), digest, unknown, *shares]
-    sums = torch.tensor(numbers, dtype=torch.int64, device=worker.torch_device(0))
+    sums = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # reading it must not wait for a GPU
     group.all_reduce(sums, "input: is there a batch")
     having, needing, total, unknown, *shared = sums.tolist()
     if having == 0:

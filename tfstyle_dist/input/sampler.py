@@ -105,12 +105,11 @@ class SampledOrder(EpochOrder):
                 f"{type(self._sampler).__name__} yields {wrong[0]!r}; with several workers a sampler must yield whole "
                 "numbers, because worker 0 sends its order to the others. Use whole numbers as keys of the dataset."
             )
-        device = self._worker.torch_device(0)
-        count = torch.tensor([len(drawn)], device=device)
+        count = torch.tensor([len(drawn)], device="cpu")
         group.broadcast(count, 0, "input: length of the epoch")
-        order = torch.tensor(drawn, dtype=torch.int64, device=device) if drawn else count.new_empty(int(count))
+        order = torch.tensor(drawn, dtype=torch.int64, device="cpu") if drawn else count.new_empty(int(count))
         group.broadcast(order, 0, "input: order of the epoch")
-        return order.cpu()
+        return order
 
     def _draw(self, epoch: int) -> list[Any]:
         seed = mixed_seed(self.seed, epoch)

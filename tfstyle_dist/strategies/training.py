@@ -115,9 +115,7 @@ def should_stop(strategy: Strategy, flag: bool = False) -> bool:
         ...         break
     """
     strategy.require_cross_replica_context("Strategy.should_stop", "all_reduce of a flag")
-    wishes = torch.tensor([int(bool(flag))], device=strategy.worker.torch_device(0))
-    strategy.worker.group.all_reduce(wishes, "should_stop")
-    return bool(wishes.item())
+    return any(strategy.worker.group.numbers(int(bool(flag)), "should_stop"))
 
 
 def accumulate(strategy: Strategy) -> AbstractContextManager[None]:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tfstyle_dist.checkpoint import Checkpoint, CheckpointManager
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.train.preemption_watch import TerminationWatch
@@ -77,7 +75,7 @@ class PreemptionCheckpointHandler:
         self._manager.restore_or_initialize()
         self._worker = self._checkpoint.worker()
         self._watch = TerminationWatch(self._config.termination_watcher_fn)
-        self._told: torch.Tensor | None = None
+        self._told: tuple[bool, bool] | None = None  # whether any worker is to end, and whether its time has come
         self._ends_at: float | None = None
         self._counting_down = False
         self._longest_step = self._longest_save = 0.0
@@ -136,11 +134,10 @@ class PreemptionCheckpointHandler:
     # ---- agreeing ---------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Tells the others what this worker knows; looked at before the next step, so that nobody waits for it."""
+        """Tells the others what this worker knows; acted on before the next step."""
         due = self._ends_at is not None and time.monotonic() >= self._ends_at - self._reserve()
-        flags = torch.tensor([int(self._watch.fired), int(due)], device=self._worker.torch_device(0))
-        self._worker.group.all_reduce(flags, "preemption")
-        self._told = flags
+        flags = self._worker.group.numbers(2 * int(due) + int(self._watch.fired), "preemption")
+        self._told = any(f & 1 for f in flags), any(f & 2 for f in flags)
 
     def _reserve(self) -> float:
         """Seconds that a step and a save may take, twice."""
@@ -149,7 +146,7 @@ class PreemptionCheckpointHandler:
     def _save_if_told(self, *args: Any, **kwargs: Any) -> None:
         if self._told is None:
             return
-        told, due = self._told.tolist()
+        told, due = self._told
         self._told = None
         if not (due if self._counting_down else told):
             return

@@ -149,11 +149,10 @@ class _KerasOrder(EpochOrder):
 
     def indices(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         """See ``EpochOrder``; with several workers a collective call."""
-        drawn = torch.tensor(self._drawn, dtype=torch.int64)
+        drawn = torch.tensor(self._drawn, dtype=torch.int64, device="cpu")
         if self._worker.group.size > 1:
-            drawn = drawn.to(self._worker.torch_device(0))
             self._worker.group.broadcast(drawn, 0, "input: order of the epoch")
-        return drawn.cpu()
+        return drawn
 
     def __len__(self) -> int:
         return self._size
