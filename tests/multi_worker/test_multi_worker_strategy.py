@@ -14,6 +14,7 @@ import tfstyle_dist as td
 from tfstyle_dist.cluster_resolver import ClusterSpec, SimpleClusterResolver, TorchrunClusterResolver
 from tfstyle_dist.core import network
 from tfstyle_dist.core.errors import PeerLostError
+from tfstyle_dist.variables import first_values
 
 ranks_of_two = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
@@ -50,6 +51,27 @@ def test_several_replicas_of_each_worker_train_as_one_device(rank: int) -> None:
         plain(data).square().mean().backward()
         expected = [p.detach() - 0.1 * p.grad for p in plain.parameters() if p.grad is not None]
         torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
+
+
+@ranks_of_two
+def test_first_values_travel_in_parts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model that fills half of a GPU would not fit beside its copy."""
+    monkeypatch.setattr(first_values, "BYTES_PER_MESSAGE", 100)
+    sizes: list[int] = []
+    with td.MirroredStrategy() as strategy:
+        broadcast = strategy.worker.group.broadcast
+        monkeypatch.setattr(
+            strategy.worker.group, "broadcast", lambda flat, *more: sizes.append(flat.numel()) or broadcast(flat, *more)
+        )
+        torch.manual_seed(rank)
+        with strategy.scope():
+            model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)), torch.nn.Linear(3, 100))
+        strategy.run(lambda: None)
+        torch.manual_seed(0)
+        expected = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)), torch.nn.Linear(3, 100))
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs.cpu())
+    assert sizes == [33, 315, 100]  # parts end with the first tensor that fills them
 
 
 @ranks_of_two

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -12,6 +12,7 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.variables.record import Placement, Record, raw
 
+BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
 
 
@@ -49,8 +50,21 @@ def check_same_structure(group: WorkerGroup, pending: Sequence[Record]) -> None:
         raise
 
 
+def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in parts that hold little more than ``BYTES_PER_MESSAGE``: each is copied for a while."""
+    part, size = [], 0
+    for tensor in tensors:
+        part.append(tensor)
+        size += tensor.nbytes
+        if size >= BYTES_PER_MESSAGE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
-    """Gives all workers the first one's values, one flat broadcast for each dtype and device; collective.
+    """Gives all workers the first one's values, in flat broadcasts for each dtype and device; collective.
 
     Args:
         group: the workers.
@@ -64,13 +78,12 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         by_type.setdefault((first.dtype, first.device, divided), []).append(first)
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
-            flat = torch.cat([t.detach().reshape(-1) for t in tensors])
             send = group.broadcast_part if divided else group.broadcast
-            send(flat, 0, f"initial values ({dtype})")
-            offset = 0
-            for tensor in tensors:
-                tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-                offset += tensor.numel()
+            for some in in_messages(tensors):
+                flat = torch.cat([t.detach().reshape(-1) for t in some])
+                send(flat, 0, f"initial values ({dtype})")
+                for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                    tensor.copy_(value.view(tensor.shape))
         for record in pending:
             if record.kind == "variable":
                 record.fan_out()

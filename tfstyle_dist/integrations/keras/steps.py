@@ -22,6 +22,7 @@ from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.variables.first_values import in_messages
 
 # The variables of each model, its metrics and optimizer that have been made equal on all workers.
 _shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
@@ -237,7 +238,7 @@ def adopt(strategy: Strategy, model: Any) -> None:
 
 
 def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
-    """Gives variables the first worker's values, one message for each dtype; collective."""
+    """Gives variables the first worker's values, in messages of one dtype; collective."""
     workers = strategy.worker.group
     if workers.size == 1 or not variables:
         return
@@ -247,10 +248,9 @@ def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
         by_type.setdefault(variable.value.dtype, []).append(variable)
     with torch.no_grad():
         for dtype, same in by_type.items():
-            flat = torch.cat([v.value.detach().to(device).reshape(-1) for v in same])
-            workers.broadcast(flat, 0, f"Keras variables ({dtype})")
-            offset = 0
-            for variable in same:
-                size = variable.value.numel()
-                variable.assign(flat[offset : offset + size].view(tuple(variable.shape)))
-                offset += size
+            left = iter(same)
+            for some in in_messages([v.value.detach() for v in same]):
+                flat = torch.cat([t.to(device).reshape(-1) for t in some])
+                workers.broadcast(flat, 0, f"Keras variables ({dtype})")
+                for value, variable in zip(flat.split([t.numel() for t in some]), left, strict=False):
+                    variable.assign(value.view(tuple(variable.shape)))
