@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 from device_kind import KIND
-from on_replicas import ACCELERATOR, CPU, LOOSER, ONE, inputs, on_all, on_devices, plain_loss, several, three_layers
+from on_replicas import (
+    ACCELERATOR,
+    CPU,
+    LOOSER,
+    ONE,
+    TWO,
+    inputs,
+    on_all,
+    on_devices,
+    plain_loss,
+    several,
+    three_layers,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -209,6 +221,34 @@ def test_random_numbers_of_devices_are_saved_and_restored(devices: list[str], tm
         assert first != drawn()
         td.train.Checkpoint(random=td.train.RandomState()).restore(saved).assert_consumed()
         assert first == drawn()
+
+
+@on_devices
+def test_a_device_of_one_replica_keeps_its_random_state(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN makes its dropout anew after each call that sets the state."""
+    sets: list[Any] = []
+    original = ACCELERATOR.set_rng_state
+    monkeypatch.setattr(ACCELERATOR, "set_rng_state", lambda *args: sets.append(args) or original(*args))
+    with td.MirroredStrategy(devices) as strategy:
+        strategy.seed_replicas(3)
+
+        def step() -> list[torch.Tensor]:
+            drawn = [torch.rand(2, device=KIND)]
+            td.get_replica_context().all_reduce("SUM", drawn[0])  # the turn passes
+            return [*drawn, torch.rand(2, device=KIND)]
+
+        drawn = [[], []]
+        for _ in range(2):
+            sets.clear()
+            for values in strategy.run(step):
+                for replica, value in enumerate(strategy.experimental_local_results(values)):
+                    drawn[replica].append(value.cpu())
+        assert (len(sets) == 0) is (devices is TWO)
+        for replica in range(2):
+            torch.manual_seed(3 + replica)
+            assert torch.equal(
+                torch.stack(drawn[replica]), torch.stack([torch.rand(2, device=KIND).cpu() for _ in range(4)])
+            )
 
 
 def test_a_sampler_leaves_the_random_numbers_of_devices_as_they_are() -> None:

@@ -130,7 +130,9 @@ class RandomStreams:
             torch.default_generator.set_state(state[0])
         if state[1] is not None:
             device = self._devices[replica]
-            accelerator(device.type).set_rng_state(state[1], device)
+            module = accelerator(device.type)
+            if not torch.equal(module.get_rng_state(device), state[1]):  # else cuDNN would make its dropout anew
+                module.set_rng_state(state[1], device)
 
     def _now(self, replica: int) -> _State:
         device = self._devices[replica]
