@@ -254,8 +254,12 @@ class TFOptimizer(UpdateRule):
         if record is not None:
             record.changes += 1
         for other in others:
-            drifted = not torch.equal(other, before.to(other.device))
-            other.copy_(other + (target - before).to(other.device) if drifted else target)
+            old, new = before.to(other.device), target.to(other.device)
+            if not (other.is_cpu and torch.equal(other, old)):  # asking a GPU would wait for it
+                new = torch.where(
+                    other == old, new, other + (new - old)
+                )  # where a copy has drifted it goes on from there
+            other.copy_(new)
             local_updates.constrain(variable, other)
         local_updates.constrain(variable, target)
 

@@ -49,17 +49,20 @@ def reduced(
         for place, variable in enumerate(variables):
             places.setdefault((variable.dtype, value_of(variable).device), []).append(place)
         totals: dict[int, torch.Tensor] = {}
+        found: list[tuple[list[int], list[float], torch.Tensor]] = []
         for (dtype, device), members in places.items():
             parts = [_flat(sums[p], variables[p]) for p in members]
             used_here = [float(sums[p] is not None) for p in members]
             flags = torch.tensor(used_here, dtype=widened_type(dtype), device=device)
             flat = torch.cat([*parts, flags])
             flat = reduce_over_workers(strategy.worker, ReduceOp.SUM, flat, "apply_gradients", method)
+            found.append((members, used_here, flat))
+        for members, used_here, flat in found:  # reading the flags waits for a GPU: when all sums are under way
             # Workers that trace one program have the same gradients; reading the flags would cut it in two.
             used = used_here if group.traces else flat[-len(members) :].tolist()
             offset = 0
             for k, place in enumerate(members):
-                count = parts[k].numel()
+                count = variables[place].numel()
                 if used[k]:
                     totals[place] = flat[offset : offset + count].view(variables[place].shape)
                 offset += count
