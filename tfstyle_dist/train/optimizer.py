@@ -255,10 +255,8 @@ class TFOptimizer(UpdateRule):
             record.changes += 1
         for other in others:
             old, new = before.to(other.device), target.to(other.device)
-            if not (other.is_cpu and torch.equal(other, old)):  # asking a GPU would wait for it
-                new = torch.where(
-                    other == old, new, other + (new - old)
-                )  # where a copy has drifted it goes on from there
+            if not (other.is_cpu and torch.equal(other, old)):  # it has drifted, or is on a GPU: asking would wait
+                new = torch.where(other == old, new, other + (new - old))
             other.copy_(new)
             local_updates.constrain(variable, other)
         local_updates.constrain(variable, target)
