@@ -202,3 +202,18 @@ def test_a_pass_that_raised_does_not_spoil_the_next(strategy: td.Strategy, proce
     strategy.run(step)
     (2.0 * mse(reference, examples(1))).backward()
     assert_all_close(gradients(strategy, model), flat_gradients(reference))
+
+
+def test_rows_are_added_to_a_large_gradient() -> None:
+    """On a CPU replicas share the memory of large gradients until one writes; torch cannot add rows to such a one."""
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            table = nn.Embedding(4096, 32, sparse=True)
+
+        def step() -> torch.Tensor:
+            (torch.ones(2, 32) @ table.weight.T).sum().backward()
+            table(torch.arange(2000)).sum().backward()
+            return table.weight.grad.sum()
+
+        found = strategy.experimental_local_results(strategy.run(step))
+        assert [float(value) for value in found] == [2 * 4096 * 32 + 2000 * 32] * 2

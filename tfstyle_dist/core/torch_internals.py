@@ -111,7 +111,8 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that shares memory until either tensor is written to; where torch cannot do that, a copy.
 
     It cannot with memory that is not torch's own, such as that of a message (``torch.frombuffer``). For the CPU only:
-    CUDA's kernels for lists of tensors ask for memory that they read, and write to it.
+    CUDA's kernels for lists of tensors ask for memory that they read, and write to it. Rows of a sparse gradient cannot
+    be added to one: torch would make the copy in several threads, and refuses.
     """
     try:
         return _lazy_clone(tensor)

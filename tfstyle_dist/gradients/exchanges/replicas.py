@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
-from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan
+from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan, wants_sparse_gradient
 from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
@@ -196,8 +196,8 @@ class ReplicaReducer(GradientReducer):
             small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
             for column, total, grad in zip(columns, first, other, strict=True):
                 record, _, fresh = column[replica]
-                # CUDA's kernels for lists of tensors write without telling torch, that is, to the other's memory too.
-                if fresh and total.is_cpu and total.numel() >= _SHARED:
+                shared = fresh and total.is_cpu and total.numel() >= _SHARED  # see lazy_clone
+                if shared and not wants_sparse_gradient(record):
                     record.components[replica].grad = torch_internals.lazy_clone(total)
                 else:
                     small[0].append(grad)
