@@ -16,6 +16,7 @@ LEFT_OUT = {
     "fuzz": "many inputs",
     "gpu": "needs an accelerator, or the pretend one",
     "integrations": "needs the extras, and takes minutes",
+    "kernels": "compiles kernels",
     "launch": "starts many processes",
     "model_parallel": "starts many processes",
     "pretend_accelerator": "compiles a device",

@@ -129,6 +129,7 @@ class ParameterRows:
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
             self._vessels[row][place].data = self._vessels[row][its].detach()
             own.data = parameter.detach()
+            self._dirty.discard(id(own))
 
     def _place(self, parameter: torch.Tensor) -> int:
         return next(place for place, inside in enumerate(self.inside) if inside is parameter)
