@@ -160,7 +160,10 @@ class _Program:
             self.kept["teachers"] = [copy.deepcopy(self.model).requires_grad_(False)]
             self.kept["schedule"] = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.optimizer.zero_grad()
-        wanted = self.kept["teachers"][0](self.x) + 1
+        teacher = self.kept["teachers"][0]
+        for parameter in teacher.parameters():
+            parameter.mul_(0.99)
+        wanted = teacher(self.x) + 1
         loss = (self.model(self.x) - wanted).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -183,6 +186,11 @@ def _follow(program: _Program) -> None:
             old.lerp_(new, 0.3)
 
 
+def _follow_and_note(program: _Program) -> None:
+    _follow(program)
+    program.kept["noted"] = [program.x * 2]
+
+
 def _load_teacher(program: _Program) -> None:
     program.kept["teachers"][0].load_state_dict(program.model.state_dict())
 
@@ -199,7 +207,9 @@ def _clear_state(program: _Program) -> None:
     program.optimizer.state.clear()
 
 
-@pytest.mark.parametrize("edit", [_lower_rate, _schedule, _follow, _load_teacher, _edit_state, _clear_state])
+@pytest.mark.parametrize(
+    "edit", [_lower_rate, _schedule, _follow, _follow_and_note, _load_teacher, _edit_state, _clear_state]
+)
 def test_what_a_step_made_is_changed_outside(strategy: tfd.MirroredStrategy, edit: Callable[[_Program], None]) -> None:
     with strategy.scope():
         torch.manual_seed(3)

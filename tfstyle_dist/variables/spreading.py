@@ -109,6 +109,8 @@ class Spreader:
 
     def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:
         known = self._known[replica]
+        if isinstance(now, torch.nn.Parameter):
+            return  # which is content itself
         if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
             if now is old:
                 if own is not old and (type(mark) is not Mark or mark.same()):
