@@ -1,0 +1,101 @@
+"""Runs programs by the package: on two replicas of this process, or on the replica of this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from objects import Program
+from operations import Call, Plan, Step
+from oracle import REPLICAS
+from snapshot import Snapshot, snapshot
+
+import tfstyle_dist as tfd
+
+
+def _context() -> Any:
+    return tfd.get_replica_context()
+
+
+class _ByPackage:
+    """See ``Exchange``: there is nothing to be done by hand."""
+
+    def backward(self, loss: torch.Tensor, program: Program, **options: Any) -> None:
+        loss.backward(**options)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = _context().all_reduce("MEAN", value)
+        return mean
+
+
+class _Runner:
+    """Builds a program in a strategy's scope and does its operations.
+
+    Args:
+        strategy: of the replicas.
+        plan: of the program.
+    """
+
+    def __init__(self, strategy: tfd.Strategy, plan: Plan) -> None:
+        with strategy.scope():
+            program = plan.build()
+        exchange, same_data = _ByPackage(), plan.same_data
+
+        def step(operation: Step) -> None:
+            operation.run(program, exchange, _context().replica_id_in_sync_group, same_data)
+
+        self.program, self._strategy, self._step = program, strategy, step
+
+    def do(self, operation: Call | Step) -> None:
+        """Does one operation."""
+        if isinstance(operation, Step):
+            self._strategy.run(self._step, args=(operation,))
+        else:
+            with self._strategy.scope():
+                operation.between(self.program)
+
+
+def run_in_process(plan: Plan) -> list[list[Snapshot] | None]:
+    """Runs a program on two replicas of this process.
+
+    Args:
+        plan: of it.
+
+    Returns:
+        For each operation the values of the replicas, or ``None`` where the plan does not look at them.
+    """
+    found: list[list[Snapshot] | None] = []
+    with tfd.MirroredStrategy([f"cpu:{replica}" for replica in range(REPLICAS)]) as strategy:
+        runner = _Runner(strategy, plan)
+        program = runner.program
+        seen: dict[int, Snapshot] = {}
+
+        def look() -> None:
+            seen[_context().replica_id_in_sync_group] = snapshot(program)
+
+        for place, operation in enumerate(plan.operations):
+            runner.do(operation)
+            if plan.looks(place):
+                strategy.run(look)
+                found.append([seen[replica] for replica in range(REPLICAS)])
+            else:
+                found.append(None)
+    return found
+
+
+def run_on_rank(plan: Plan) -> list[Snapshot]:
+    """Runs a program on the ranks of a distributed test.
+
+    Args:
+        plan: of it.
+
+    Returns:
+        For each operation the values of this rank's replica.
+    """
+    found = []
+    with tfd.MirroredStrategy() as strategy:
+        runner = _Runner(strategy, plan)
+        for operation in plan.operations:
+            runner.do(operation)
+            found.append(snapshot(runner.program))
+    return found

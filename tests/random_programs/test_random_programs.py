@@ -1,0 +1,83 @@
+"""Programs that nobody has written: replicas compute what copies do whose gradients are averaged by hand.
+
+``TFSTYLE_RANDOM_PROGRAMS=2000`` runs as many; ``TFSTYLE_RANDOM_PROGRAMS_FROM`` is the first seed, so that others are
+drawn. A program that fails is made as small as it can be, and printed.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from generate import plan_of
+from operations import Plan
+from oracle import REPLICAS, run_by_hand
+from replicas import run_on_rank
+from shrink import IMPOSSIBLE, outcome_of, shrunk
+from snapshot import first_difference
+
+PROGRAMS = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS", "0")) or 60
+FIRST = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS_FROM", "0"))
+BLOCK = 10
+ON_RANKS = 20
+MOST_IMPOSSIBLE = 0.1
+"""What part of all programs may be such that plain PyTorch refuses them."""
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.cpu_only("the oracle computes on the CPU, and programs make tensors there"),
+    pytest.mark.filterwarnings("ignore"),  # of torch, about programs that are odd
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """One thread for each replica, and no messages about what odd programs do."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[collections.Counter[str]]:
+    """How often a program had which kind of outcome."""
+    kinds: collections.Counter[str] = collections.Counter()
+    yield kinds
+    if (total := kinds.total()) >= 2 * BLOCK:
+        assert kinds[IMPOSSIBLE] <= MOST_IMPOSSIBLE * total, f"too many programs cannot run at all: {dict(kinds)}"
+
+
+def _report(plan: Plan) -> str:
+    small, outcome = shrunk(plan)
+    return f"{small}\n  {outcome.kind}: {outcome.text}"
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + PROGRAMS, BLOCK))
+def test_programs(first: int, tally: collections.Counter[str]) -> None:
+    failed = []
+    for seed in range(first, min(first + BLOCK, FIRST + PROGRAMS)):
+        outcome = outcome_of(plan_of(seed))
+        tally[outcome.kind] += 1
+        if outcome.fails:
+            failed.append(seed)
+    assert not failed, f"programs {failed} fail; made small, the first one is\n{_report(plan_of(failed[0]))}"
+
+
+@pytest.mark.distributed(workers=REPLICAS, timeout=200, deadline=30)
+def test_programs_on_ranks(rank: int) -> None:
+    for seed in range(FIRST, FIRST + ON_RANKS):
+        plan = plan_of(seed)
+        try:
+            expected = run_by_hand(plan, always=True)
+        except Exception:
+            continue  # counted above
+        found = run_on_rank(plan)
+        for place, (copies, its) in enumerate(zip(expected, found, strict=True)):
+            assert copies is not None
+            difference = first_difference(copies[rank], its)
+            assert difference is None, f"{plan}\n  rank {rank} after operation {place}: {difference}"
