@@ -34,7 +34,7 @@ def set_weight_decay(program: Program, number: int) -> None:
     program.optimizer.param_groups[-1]["weight_decay"] = 0.03
 
 
-@between()
+@between(odds=3)
 def step_optimizer(program: Program, number: int) -> None:
     program.optimizer.step()
 

@@ -141,7 +141,7 @@ def forward(program: Program, number: int) -> None:
     program.model(torch.ones(EXAMPLES, FEATURES) * (number % 3))
 
 
-@between()
+@between(odds=3)
 def train(program: Program, number: int) -> None:
     program.optimizer.zero_grad()
     examples = torch.linspace(-1, 1, EXAMPLES * FEATURES).reshape(EXAMPLES, FEATURES)

@@ -9,7 +9,7 @@ import between_weights  # noqa: F401
 import inside_backward  # noqa: F401
 import inside_updates  # noqa: F401
 from objects import GROUPINGS, MODELS, OPTIMIZERS, SCHEDULERS, WITHOUT_TRACES
-from operations import AFTER, BACKWARD, BEFORE, BETWEEN, GRADIENTS, PLACES, UPDATE, VARYING, Call, Plan, Step
+from operations import AFTER, BACKWARD, BEFORE, BETWEEN_STEPS, GRADIENTS, PLACES, UPDATE, VARYING, Call, Plan, Step
 
 
 def _call(chance: random.Random, names: list[str]) -> Call:
@@ -42,7 +42,6 @@ def plan_of(seed: int) -> Plan:
     """
     chance, same_data = random.Random(seed), seed % 2 == 0
     left_out = set() if same_data else VARYING
-    between = [name for name in BETWEEN if name not in left_out]
     places = {place: [name for name in names if name not in left_out] for place, names in PLACES.items()}
     names = {
         "model": chance.choice([*(MODELS if same_data else WITHOUT_TRACES)]),
@@ -52,7 +51,7 @@ def plan_of(seed: int) -> Plan:
     }
     operations: list[Call | Step] = []
     for _ in range(chance.randrange(3, 9)):
-        operations += _calls(chance, between, [0, 0, 1, 1, 2, 3])
+        operations += _calls(chance, places[BETWEEN_STEPS], [0, 0, 1, 1, 2, 3])
         calls = _step(chance, places)
         operations += [Step(calls, chance.randrange(10**6)) for _ in range(chance.choice([1, 1, 2, 3]))]
     return Plan(seed, same_data, names, tuple(operations))

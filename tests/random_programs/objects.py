@@ -148,6 +148,9 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "asgd": lambda p: optim.ASGD(p, lr=0.05),
     "adam with a tensor as rate": lambda p: optim.Adam(p, lr=torch.tensor(0.01)),
     "fused adam": lambda p: optim.Adam(p, lr=0.01, fused=True),
+    "fused adamw": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "fused momentum": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "fused adagrad": lambda p: optim.Adagrad(p, lr=0.05, fused=True),
     "foreach adam": lambda p: optim.Adam(p, lr=0.01, foreach=True),
 }
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {

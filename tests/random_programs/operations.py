@@ -10,6 +10,7 @@ import torch
 from objects import FEATURES, TARGETS, Program
 
 EXAMPLES = 4
+BETWEEN_STEPS = "between steps"
 BEFORE, BACKWARD, GRADIENTS, UPDATE, AFTER = "before", "backward", "gradients", "update", "after"
 """The places of operations in a step, in their order."""
 
@@ -60,22 +61,24 @@ InsideFunction = Callable[[Program, StepRun, int], None]
 
 BETWEEN: dict[str, BetweenFunction] = {}
 INSIDE: dict[str, InsideFunction] = {}
-PLACES: dict[str, list[str]] = {place: [] for place in (BEFORE, BACKWARD, GRADIENTS, UPDATE, AFTER)}
+PLACES: dict[str, list[str]] = {place: [] for place in (BETWEEN_STEPS, BEFORE, BACKWARD, GRADIENTS, UPDATE, AFTER)}
 """For each place the names of what may stand there, each as often as its odds say."""
 VARYING: set[str] = set()
 """What leaves other values in replicas that have other data, so that the same operation between steps, which sees those
 of the first replica, means something else than in programs that know nothing of each other."""
 
 
-def between(varies: bool = False) -> Callable[[BetweenFunction], BetweenFunction]:
+def between(odds: int = 1, varies: bool = False) -> Callable[[BetweenFunction], BetweenFunction]:
     """Makes a function one of the things that a program does between steps.
 
     Args:
+        odds: how much more often than others it is drawn.
         varies: whether it belongs to ``VARYING``.
     """
 
     def register(function: BetweenFunction) -> BetweenFunction:
         BETWEEN[function.__name__] = function
+        PLACES[BETWEEN_STEPS].extend([function.__name__] * odds)
         if varies:
             VARYING.add(function.__name__)
         return function
@@ -112,12 +115,12 @@ class Call:
 
     def between(self, program: Program) -> None:
         """Does it between steps."""
-        torch.manual_seed(self.number)
+        torch.default_generator.manual_seed(self.number)  # without the devices, which takes longer
         BETWEEN[self.name](program, self.number)
 
     def inside(self, program: Program, run: StepRun) -> None:
         """Does it in a step."""
-        torch.manual_seed(self.number)
+        torch.default_generator.manual_seed(self.number)  # without the devices, which takes longer
         INSIDE[self.name](program, run, self.number)
 
     def __str__(self) -> str:

@@ -77,9 +77,9 @@ def snapshot(program: Program) -> Snapshot:
 def _tensors_differ(expected: torch.Tensor, found: torch.Tensor) -> str | None:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"{found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
-    same = (expected == found) | ((expected != expected) & (found != found))
-    if same.all():
+    if torch.equal(expected, found):
         return None
+    same = (expected == found) | ((expected != expected) & (found != found))
     one, other = expected.double(), found.double()
     apart = (one - other).abs().masked_fill(same, 0.0).max().item()
     finite = one[one.isfinite()]

@@ -7,6 +7,7 @@ drawn. A program that fails is made as small as it can be, and printed.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from generate import plan_of
-from operations import Plan
+from operations import Call, Plan, Step
 from oracle import REPLICAS, run_by_hand
 from replicas import run_on_rank
-from shrink import IMPOSSIBLE, outcome_of, shrunk
+from shrink import DIFFERS, IMPOSSIBLE, SAME, SIMPLEST, Outcome, outcome_of, shrunk
 from snapshot import first_difference
 
 PROGRAMS = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS", "0")) or 60
@@ -66,6 +67,25 @@ def test_programs(first: int, tally: collections.Counter[str]) -> None:
         if outcome.fails:
             failed.append(seed)
     assert not failed, f"programs {failed} fail; made small, the first one is\n{_report(plan_of(failed[0]))}"
+
+
+def _fails_where_it_saves_and_loads(plan: Plan) -> Outcome:
+    names = [call.name for operation in plan.operations for call in getattr(operation, "calls", (operation,))]
+    return Outcome(DIFFERS if {"save", "load_in_step"} <= {*names} else SAME)
+
+
+def test_a_program_is_made_small() -> None:
+    drawn = plan_of(0)
+    steps = [place for place, operation in enumerate(drawn.operations) if isinstance(operation, Step)]
+    last = drawn.operations[steps[-1]]
+    loads = dataclasses.replace(last, calls=(*last.calls, Call("load_in_step", 1)))
+    small, outcome = shrunk(
+        dataclasses.replace(drawn, operations=(Call("save", 1), *drawn.operations, loads, *drawn.operations)),
+        _fails_where_it_saves_and_loads,
+    )
+    assert outcome.kind == DIFFERS
+    assert small.operations == (Call("save", 1), dataclasses.replace(loads, calls=(Call("load_in_step", 1),)))
+    assert small.names == SIMPLEST
 
 
 @pytest.mark.distributed(workers=REPLICAS, timeout=200, deadline=30)
