@@ -61,8 +61,9 @@ canary:  ## what a new torch would break: its private names, then the quick test
 	$(VENV_CANARY)/bin/pytest tests/core/test_torch_internals.py
 	$(MAKE) test VENV=$(VENV_CANARY)
 
-fuzz:  ## many more inputs for the parsers of what comes from outside; see CONTRIBUTING.md
+fuzz:  ## many more inputs for the parsers of what comes from outside, and random programs; see CONTRIBUTING.md
 	TFSTYLE_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 --timeout 0 tests/fuzz
+	TFSTYLE_RANDOM_PROGRAMS=2000 TFSTYLE_RANDOM_PROGRAMS_FROM=$$(date +%s) $(BIN)/pytest -n 2 tests/random_programs
 
 kills:  ## 100 kills of elastic workers at random places; see tests/elastic/test_random_kills.py
 	TFSTYLE_KILLS=100 $(BIN)/pytest --whole -n 0 tests/elastic/test_random_kills.py
