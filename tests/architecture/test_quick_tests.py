@@ -20,6 +20,7 @@ LEFT_OUT = {
     "launch": "starts many processes",
     "model_parallel": "starts many processes",
     "pretend_accelerator": "compiles a device",
+    "random_programs": "many programs",
     "testing": "tests of tests",
     "xla": "needs torch_xla",
 }
