@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.state_objects import optimized_by
 
 
 class _Ownership:
@@ -151,10 +153,15 @@ def _tell_contents(strategy: StrategyInForce, begins: bool) -> None:
         (contents.random.begin_update if begins else contents.random.end_update)()
 
 
-def _tell_updated(strategy: StrategyInForce, optimizer: torch.optim.Optimizer) -> None:
+def _count_writes(strategy: StrategyInForce, optimizer: torch.optim.Optimizer) -> None:
+    """Fused optimizers write without counting it; by the count other replicas learn of writes outside of ``run``."""
     contents = strategy.parameter_store.contents
-    if contents is not None:
-        contents.updated(optimizer)
+    if contents is None or contents.active is not None:
+        return
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    for written in chain(optimized_by(optimizer), *states):
+        if isinstance(written, torch.Tensor) and not written.is_inference():
+            torch.autograd.graph.increment_version(written)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -226,7 +233,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner.strategies[0].update_runner.after_step(optimizer, owner.records)
         if not _calls.was_quiet(optimizer):
             _tell_contents(owner.strategies[0], begins=False)
-        _tell_updated(owner.strategies[0], optimizer)
+        _count_writes(owner.strategies[0], optimizer)
         clock.leave()
 
 

@@ -161,14 +161,6 @@ class ReplicaContents:
         """See ``data_reads.Reader``."""
         self._rows.data_is_read(parameter, None if self.active is None else self._places.get(id(parameter), -1))
 
-    def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer made a step; fused ones write without leaving a trace, which counts in cross-replica context."""
-        if self.active is None:
-            for parameter in state_objects.optimized_by(optimizer):
-                self._rows.data_is_read(parameter, None)
-            if isinstance(content := self._places.get(id(optimizer)), ObjectContent):
-                content.forget_tensors()
-
     # ---- what is content --------------------------------------------------------------------------------------
 
     def take(self, value: Any, part: bool = False) -> bool:

@@ -174,13 +174,6 @@ class Mark:
         counter, before = self._beside
         return torch.equal(counter, before) if counter is self.value else tensor_state(counter) == before
 
-    def forget_tensors(self) -> None:
-        """All tensors count as written to, by who leaves no trace."""
-        if isinstance(self.value, torch.Tensor):
-            self._state = None
-        for part in self.parts():
-            part.forget_tensors()
-
     def renew(self) -> None:
         """Remembers the value as it is now."""
         if not self.same():

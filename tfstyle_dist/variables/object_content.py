@@ -62,11 +62,6 @@ class ObjectContent:
         self._sizes = list(map(len, self._boxes))
         self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (type(v) in CONTAINERS and v)]
 
-    def forget_tensors(self) -> None:
-        """All tensors of the object count as written to."""
-        for mark in self._deep:
-            mark.forget_tensors()
-
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""
         return (
