@@ -28,7 +28,7 @@ def terminate() -> None:
 
 @pytest.fixture(autouse=True)
 def _signal_handler() -> Any:
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a watcher of a test before may still be installed
     yield
     signal.signal(signal.SIGTERM, before)
 

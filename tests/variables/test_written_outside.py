@@ -72,7 +72,7 @@ def test_a_generator_that_nobody_wrote_to_keeps_the_states_of_the_replicas(strat
         lambda: torch.nn.BatchNorm1d(4),
         lambda: torch.nn.BatchNorm1d(4, momentum=None),
         lambda: torch.nn.InstanceNorm1d(4, track_running_stats=True),
-        lambda: torch.ao.quantization.FusedMovingAvgObsFakeQuantize(),
+        lambda: pytest.importorskip("torch.ao.quantization").FusedMovingAvgObsFakeQuantize(),
     ],
     ids=["batch norm", "cumulative", "instance norm", "fake quantization"],
 )
