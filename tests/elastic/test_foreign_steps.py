@@ -156,3 +156,77 @@ def test_a_step_that_is_done_again_after_an_optimizer_made_an_object(strategy: A
     graft = optimizer.state[model.weight]["graft"]
     assert (graft.count, graft.momentum.tolist(), fails) == (2, [[4.0] * 3], [])
     torch.testing.assert_close(model.weight.detach(), before - 0.1 * (2 + 4))
+
+
+class Holder:
+    """An object of a class that nobody but the program knows."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def _made(what: str, model: torch.nn.Module) -> Any:
+    layer = torch.nn.Linear(2, 1)
+    return {
+        "module": layer,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "in a list": [1, {"teacher": layer}],
+        "held": Holder(layer=layer),
+    }[what]
+
+
+@pytest.mark.parametrize("what", ["module", "optimizer", "in a list", "held"])
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_a_step_makes_and_keeps_is_refused(strategy: Any, what: str, first: int) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+
+    def step(number: int) -> None:
+        _made(what, model)  # not kept
+        model(torch.ones(1, 2)).sum().backward()
+        if number == first:
+            model.kept = {"it": _made(what, model)} if what == "module" else _made(what, model)
+
+    for number in range(first):
+        strategy.run(step, args=(number,))
+    with pytest.raises(NotImplementedError, match=r"keeps it in the attribute 'kept' of Linear\. .* in strategy"):
+        strategy.run(step, args=(first,))
+
+
+def test_what_was_made_before_the_first_step_may_change_its_place(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        model.branches = [torch.nn.Linear(2, 1) for _ in range(2)]
+    state = Holder(now=None, model=model)
+
+    def step(number: int) -> None:
+        state.now = model.branches[number % 2]
+        state.now(torch.ones(1, 2)).sum().backward()
+
+    for number in range(3):
+        strategy.run(step, args=(number,))
+    assert state.now is model.branches[0]
+
+
+def test_a_step_that_is_done_again_after_it_hung_hooks_and_attributes_on_a_parameter(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+    model.weight.count = torch.zeros(1)
+    fails = [False, False, False, True]  # the replica that comes last; the other one is at its end then
+
+    def step() -> None:
+        model.zero_grad()
+        hook = model.weight.register_hook(lambda gradient: 2 * gradient)
+        model.weight.count = model.weight.count + 1
+        model.bias.seen = "in this step"
+        model(torch.ones(1, 2)).sum().backward()
+        if fails and fails.pop(0):
+            raise MembershipChanged("another worker died")
+        hook.remove()
+
+    for number in range(1, 3):
+        strategy.run(step)
+        counts = strategy.experimental_local_results(strategy.run(lambda: model.weight.count.clone()))
+        assert [float(count) for count in counts] == [number, number]
+        assert model.weight.grad.tolist() == [[2.0, 2.0]]
+    assert not fails

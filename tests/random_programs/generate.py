@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import between_objects  # noqa: F401  # its operations register themselves
@@ -10,6 +11,11 @@ import inside_backward  # noqa: F401
 import inside_updates  # noqa: F401
 from objects import GROUPINGS, MODELS, OPTIMIZERS, SCHEDULERS, WITHOUT_TRACES
 from operations import AFTER, BACKWARD, BEFORE, BETWEEN_STEPS, GRADIENTS, PLACES, UPDATE, VARYING, Call, Plan, Step
+
+PROGRAMS = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS", "0")) or 60
+FIRST = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS_FROM", "0"))
+"""How many programs the tests draw, and the first one's seed."""
+BLOCK = 10
 
 
 def _call(chance: random.Random, names: list[str]) -> Call:

@@ -139,7 +139,14 @@ class Step:
     calls: tuple[Call, ...]
     seed: int
 
-    def run(self, program: Program, exchange: Exchange, replica: int, same_data: bool) -> None:
+    def run(
+        self,
+        program: Program,
+        exchange: Exchange,
+        replica: int,
+        same_data: bool,
+        before: Callable[[int], None] = lambda place: None,
+    ) -> None:
         """Does a replica's step.
 
         Args:
@@ -147,13 +154,16 @@ class Step:
             exchange: with the other replica.
             replica: its number.
             same_data: whether all replicas have the same examples.
+            before: called before each call with its place, and with their number at the end.
         """
         generator = torch.Generator().manual_seed(self.seed * 2 + (0 if same_data else replica))
         features = torch.randn(EXAMPLES, FEATURES, generator=generator)
         targets = torch.randn(EXAMPLES, TARGETS, generator=generator)
         run = StepRun(features, targets, exchange, replica, same_data)
-        for call in self.calls:
+        for place, call in enumerate(self.calls):
+            before(place)
             call.inside(program, run)
+        before(len(self.calls))
 
     def __str__(self) -> str:
         return f"run: {', '.join(map(str, self.calls))}; examples {self.seed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ class _ByPackage:
         return mean
 
 
-class _Runner:
+class Runner:
     """Builds a program in a strategy's scope and does its operations.
 
     Args:
         strategy: of the replicas.
         plan: of the program.
+
+    Attributes:
+        program: it.
+        before: called in a step with the replica and the place of what it does next.
     """
 
     def __init__(self, strategy: tfd.Strategy, plan: Plan) -> None:
@@ -42,9 +47,11 @@ class _Runner:
         exchange, same_data = _ByPackage(), plan.same_data
 
         def step(operation: Step) -> None:
-            operation.run(program, exchange, _context().replica_id_in_sync_group, same_data)
+            replica = _context().replica_id_in_sync_group
+            operation.run(program, exchange, replica, same_data, lambda place: self.before(replica, place))
 
         self.program, self._strategy, self._step = program, strategy, step
+        self.before: Callable[[int, int], None] = lambda replica, place: None
 
     def do(self, operation: Call | Step) -> None:
         """Does one operation."""
@@ -53,6 +60,16 @@ class _Runner:
         else:
             with self._strategy.scope():
                 operation.between(self.program)
+
+    def look(self) -> dict[int, Snapshot]:
+        """The values of the replicas of this process, by replica."""
+        seen: dict[int, Snapshot] = {}
+
+        def look() -> None:
+            seen[_context().replica_id_in_sync_group] = snapshot(self.program)
+
+        self._strategy.run(look)
+        return seen
 
 
 def run_in_process(plan: Plan) -> list[list[Snapshot] | None]:
@@ -66,17 +83,11 @@ def run_in_process(plan: Plan) -> list[list[Snapshot] | None]:
     """
     found: list[list[Snapshot] | None] = []
     with tfd.MirroredStrategy([f"cpu:{replica}" for replica in range(REPLICAS)]) as strategy:
-        runner = _Runner(strategy, plan)
-        program = runner.program
-        seen: dict[int, Snapshot] = {}
-
-        def look() -> None:
-            seen[_context().replica_id_in_sync_group] = snapshot(program)
-
+        runner = Runner(strategy, plan)
         for place, operation in enumerate(plan.operations):
             runner.do(operation)
             if plan.looks(place):
-                strategy.run(look)
+                seen = runner.look()
                 found.append([seen[replica] for replica in range(REPLICAS)])
             else:
                 found.append(None)
@@ -94,7 +105,7 @@ def run_on_rank(plan: Plan) -> list[Snapshot]:
     """
     found = []
     with tfd.MirroredStrategy() as strategy:
-        runner = _Runner(strategy, plan)
+        runner = Runner(strategy, plan)
         for operation in plan.operations:
             runner.do(operation)
             found.append(snapshot(runner.program))

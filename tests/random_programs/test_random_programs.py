@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
-import os
 from collections.abc import Iterator
 
 import pytest
-import torch
-from generate import plan_of
+from generate import BLOCK, FIRST, PROGRAMS, plan_of
 from operations import Call, Plan, Step
 from oracle import REPLICAS, run_by_hand
 from replicas import run_on_rank
 from shrink import DIFFERS, IMPOSSIBLE, SAME, SIMPLEST, Outcome, outcome_of, shrunk
 from snapshot import first_difference
 
-PROGRAMS = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS", "0")) or 60
-FIRST = int(os.environ.get("TFSTYLE_RANDOM_PROGRAMS_FROM", "0"))
-BLOCK = 10
 ON_RANKS = 20
 MOST_IMPOSSIBLE = 0.1
 """What part of all programs may be such that plain PyTorch refuses them."""
@@ -33,15 +27,6 @@ pytestmark = [
     pytest.mark.cpu_only("the oracle computes on the CPU, and programs make tensors there"),
     pytest.mark.filterwarnings("ignore"),  # of torch, about programs that are odd
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """One thread for each replica, and no messages about what odd programs do."""
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

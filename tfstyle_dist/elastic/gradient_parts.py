@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.variables.record import Record
 
 KIND = "gradient reduction"
+OLD_KIND = "gradients that only some replicas have got"
 Touched = dict[int, tuple[Record, torch.Tensor, bool]]
 
 
@@ -53,7 +54,7 @@ class GradientParts:
             described: the gradients.
             reader: of the tensors.
         """
-        records = {states[0].record.number: states[0].record for states in self._reducer.states.values()}
+        records = self._records()
         grads = reader.leaves(described, [None] * len(described), KIND)
         touched: Touched = {}
         for (number, fresh, is_touched, dirty), grad in zip(numbers, grads, strict=True):
@@ -67,6 +68,40 @@ class GradientParts:
             if is_touched:
                 touched[id(record)] = (record, grad, fresh)
         return touched
+
+    def describe_old(self, replica: int, missing: Iterable[int]) -> tuple[list[int], Described, list[torch.Tensor]]:
+        """What a replica of this worker has of gradients that only others have got in this pass: the mean counts it."""
+        found = {}
+        for number in sorted(missing):
+            record = self._records()[number]
+            if record.tensor is not None and (grad := record.components[replica].grad) is not None:
+                found[number] = grad
+        described, tensors = describe(list(found.values()))
+        return list(found), described, tensors
+
+    def take_old(
+        self, replica: int, missing: Iterable[int], numbers: Sequence[int], described: Described, reader: Reader
+    ) -> None:
+        """What a replica of another worker has of these; nothing of all others that are missing.
+
+        Args:
+            replica: that replica.
+            missing: the numbers of the parameters of which it has got nothing in this pass.
+            numbers: of those that it has a gradient of, as ``describe_old`` gave them, like all that follows.
+            described: the gradients.
+            reader: of the tensors.
+        """
+        records = self._records()
+        grads = dict(zip(numbers, reader.leaves(described, [None] * len(described), OLD_KIND), strict=True))
+        for number in missing:
+            state = self._reducer.state(records[number], replica)
+            if state.record.tensor is not None:
+                state.record.components[replica].grad = grads.get(number)
+            state.ready = state.dirty = False
+            self._borrowed.append(state)
+
+    def _records(self) -> dict[int, Record]:
+        return {states[0].record.number: states[0].record for states in self._reducer.states.values()}
 
     def settle(self) -> None:
         """The gradients were summed: those of other workers' replicas are not needed any more."""

@@ -91,14 +91,33 @@ class JointWork:
             tensors += sent
         packet.tensors = tensors
         found: list[Any] = [None] * self._replicas
+        given: dict[int, set[int]] = {}  # by replica: the parameters of which it has got gradients
         for member, came in self._membership.gather(gradient_parts.KIND, packet).items():
             reader = Reader(came.tensors)
             for name, (numbers, what) in came.header["replicas"].items():
+                given[int(name)] = {entry[0] for entry in numbers}
                 if member != self._membership.me:
                     found[int(name)] = self.parts.take(int(name), self.held[0], numbers, what, reader)
         for replica, touched in own.items():
             found[replica] = touched
+        anywhere = set().union(*given.values())
+        if any(numbers != anywhere for numbers in given.values()):
+            self._exchange_old({replica: anywhere - numbers for replica, numbers in given.items()})
         return found
+
+    def _exchange_old(self, missing: dict[int, set[int]]) -> None:
+        """Replicas that have got nothing for a parameter have their part in the mean: what they had before."""
+        packet, tensors = Packet({"replicas": {}}), []
+        for replica in self.held:
+            numbers, what, sent = self.parts.describe_old(replica, missing[replica])
+            packet.header["replicas"][str(replica)] = [numbers, what]
+            tensors += sent
+        packet.tensors = tensors
+        for member, came in self._membership.gather(gradient_parts.OLD_KIND, packet).items():
+            reader = Reader(came.tensors)
+            for name, (numbers, what) in came.header["replicas"].items():
+                if member != self._membership.me:
+                    self.parts.take_old(int(name), missing[int(name)], numbers, what, reader)
 
     def settled(self, kind: str) -> None:
         """See ``Exchanger``."""

@@ -17,10 +17,12 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.images import Image, marks
+from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import Copier, copied
+from tfstyle_dist.variables.copies import CONTAINERS, Copier, copied
 from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, stays
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 MACHINERY = frozenset(
@@ -46,6 +48,7 @@ class ReplicaStates:
     def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
         self._contents, self._variables = contents, variables
         self._before: dict[int, dict[Place, Image]] = {}
+        self._known = 0
 
     # ---- of this worker's replicas ----------------------------------------------------------------------------
 
@@ -53,6 +56,7 @@ class ReplicaStates:
         """A step begins."""
         writer = ValueWriter(self._contents)
         before, self._before = self._before, {}
+        self._known = self._contents.taken
         for replica in held:
             old, now = before.get(replica, {}), self._before.setdefault(replica, {})
             for place, value in self._values(replica):
@@ -60,19 +64,40 @@ class ReplicaStates:
                 now[place] = Image(writer, value) if image is None else image.renewed(writer, value)
 
     def changed(self, replica: int) -> Known:
-        """What the step has changed for a replica of this worker, to be sent; called when all have finished."""
+        """What the step has changed for a replica of this worker, to be sent; called when all have finished.
+
+        Raises:
+            NotImplementedError: an attribute is a module, an optimizer or the like that the step has made.
+        """
         types, writer, found = self._types(), ValueWriter(self._contents), []
         before = dict(self._before.get(replica, {}))
         for place, value in self._values(replica):
             was = before.pop(place, None)
-            if was is None or was.differs(writer, value):
+            differs = was is None or was.differs(writer, value)
+            if differs:
                 found.append(_entry(place, value, writer, types))
+            if differs or was is None or was.left_out != marks(writer.left_out):
+                self._check_known(place, value, types)
             if was is None or was.left_out != marks(writer.left_out):
                 _warn_not_sent(_type_at(place, types), place[2], writer.left_out)
             if was is not None and was.written_arrays():
                 _warn_of_array(_type_at(place, types), place[2])
         found += [_entry(place, _GONE, writer, types) for place in before if _is_there(place, types)]
         return found
+
+    def _check_known(self, place: Place, value: Any, types: dict[int, str]) -> None:
+        """Refuses objects that each replica made for itself, which nobody else has; all of a new object is new."""
+        if type(value) in VALUES or place[0] != "a" or place[1] >= self._known:
+            return
+        numbers = {id(thing): content.number for thing, content in self._contents.objects()}
+        for part in _parts(value):
+            if stays(part) and numbers.get(id(part), self._known) >= self._known:
+                raise NotImplementedError(
+                    f"The step made a {type(part).__name__} and keeps it in the attribute {place[2]!r} of "
+                    f"{_type_at(place, types)}. In an elastic job replicas move from worker to worker, and an object "
+                    "that a step made is on one worker only. Make it in strategy.scope() before the first step (if it "
+                    "is older, and no step has used it yet: strategy.experimental_adopt(it)), or do not keep it."
+                )
 
     def now(self, replica: int, places: Iterable[Place]) -> Known:
         """What a replica has at these places now."""
@@ -170,6 +195,15 @@ def place_of(state: Any) -> Place:
 def count_tensors(state: Any) -> int:
     """How many tensors belong to it."""
     return int(state[5])
+
+
+def _parts(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What is in containers, also in containers within them; of anything else the value."""
+    if not (type(value) in CONTAINERS or isinstance(value, tuple)):
+        yield value
+    elif depth and len(value) <= MOST_LOOKED_AT:
+        for part in list(value.values() if isinstance(value, dict) else value):
+            yield from _parts(part, depth - 1)
 
 
 def _copied(value: Any) -> Any:

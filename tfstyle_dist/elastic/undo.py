@@ -42,6 +42,7 @@ class Undo:
         self._others: list[tuple[random.Random, Any]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._late: list[HeldValues] = []
+        self._hooks: list[tuple[torch.Tensor, str, dict[int, Any]]] = []
 
     # ---- keeping ----------------------------------------------------------------------------------------------
 
@@ -53,10 +54,12 @@ class Undo:
             grad = parameter.grad
             self._parameters.append((parameter, grad, parameter.requires_grad))
             self._tensors.append(parameter)
+            for name in torch_internals.HOOKS:
+                self._hooks.append((parameter, name, dict(getattr(parameter, name) or {})))
             if grad is not None:
                 self._tensors.append(grad)
         self._dicts = [(content, self._attributes(thing, content)) for thing, content in self._contents.objects()]
-        roots = [attributes for _, attributes in self._dicts]
+        roots = [attributes for _, attributes in self._dicts] + [parameter.__dict__ for parameter in parameters]
         if self._held is None or not self._held.same(roots, parameters):
             self._held = HeldValues(roots, parameters)
         # Apart, because a counter among these makes it another one in each step.
@@ -142,6 +145,10 @@ class Undo:
             for parameter, grad, trains in self._parameters:
                 parameter.requires_grad_(trains)
                 parameter.grad = grad
+            for parameter, name, before in self._hooks:
+                if (hooks := getattr(parameter, name)) is not None:
+                    hooks.clear()
+                    hooks.update(before)
             for tensor in self._tensors:
                 _put(tensor, self._kept[id(tensor)][1])
         for generator, state, states, was_states in self._generators:

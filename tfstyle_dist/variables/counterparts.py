@@ -16,10 +16,9 @@ import torch
 
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, PLAIN_TENSORS
 from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.state_objects import HOLDERS, is_plain, is_state, is_trained, parts_of
+from tfstyle_dist.variables.state_objects import HOLDERS, MOST_LOOKED_AT, is_trained, stays
 
 _NOTHING = ATOMS | PLAIN_TENSORS
-_MOST_LOOKED_AT = 256
 _Pair = tuple[Any, Any]
 
 
@@ -58,7 +57,7 @@ class Counterparts:
             for name in content.fresh:
                 for replica in others:
                     part = isinstance(thing, HOLDERS)
-                    pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), _stays)
+                    pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), stays)
                     found.setdefault(replica, []).extend((one, own, part) for one, own in pairs)
             content.fresh = ()
         if not any(found.values()):
@@ -105,24 +104,13 @@ class Counterparts:
         return {key[1]: alive[key] for key in self._found if key[0] == replica}
 
 
-def _stays(value: Any) -> bool:
-    """Whether a program is likely to keep, and to change, what a step has made."""
-    if isinstance(value, HOLDERS):
-        return is_state(value)
-    return is_plain(value) and any(
-        isinstance(part, HOLDERS)
-        for held in list(value.__dict__.values())
-        for part in (parts_of(held, _MOST_LOOKED_AT) if isinstance(held, list | tuple | dict) else (held,))
-    )
-
-
 def _pairs(one: Any, own: Any, counts: Callable[[Any], bool]) -> Iterator[_Pair]:
     """The parameters, and the objects that count, of two values that have the same place in both."""
     kind = type(one)
     if one is own or kind is not type(own) or kind in _NOTHING:
         return
     if kind in CONTAINERS or isinstance(one, tuple):
-        if len(one) <= _MOST_LOOKED_AT:
+        if len(one) <= MOST_LOOKED_AT:
             for first, its in _entries(one, own):
                 yield from _pairs(first, its, counts)
     elif isinstance(one, torch.Tensor):

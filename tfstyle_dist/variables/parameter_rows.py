@@ -96,8 +96,7 @@ class ParameterRows:
         if row == self.row or self.row != self.base:
             return
         for reference, own, mark in zip(self.references, self._vessels[row], self._marks, strict=True):
-            parameter = reference()
-            if parameter is not None and address_of(parameter) == mark[1]:  # else the row has other memory for it
+            if (parameter := reference()) is not None and address_of(parameter) == mark[1]:  # else it is elsewhere
                 yield parameter, own
 
     @property
@@ -137,9 +136,8 @@ class ParameterRows:
     def let_go(self, place: int) -> None:
         """A parameter is gone; its memory is freed at once."""
         self._marks[place] = None
-        for vessels in self._vessels:
-            if vessels:
-                vessels[place] = self._nothing
+        for vessels in filter(None, self._vessels):
+            vessels[place] = self._nothing
 
     def drop_dead(self) -> list[tuple[int, int]]:
         """Forgets what is gone; returns the ``id`` and the place of every parameter that stays."""
@@ -234,12 +232,12 @@ class ParameterRows:
                     self._renew(place, parameter, everything or id(parameter) in dirty, everything)
         self.twins.forget()
 
-    def _renew(self, place: int, parameter: torch.Tensor, written: bool, new_grad: bool) -> None:
+    def _renew(self, place: int, parameter: torch.Tensor, written: bool, all_of_it: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
         now, hooks_now = parameter.grad, hooks_of(parameter)
         moved = address_of(parameter) != address
         written = written or moved or torch_internals.version_of(parameter) != version
-        new_grad = new_grad or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
+        new_grad = all_of_it or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
         followers = [(row, self._place(own)) for row, ref in self._followers[place] if (own := ref()) is not None]
         for row, where in [*((row, place) for row in range(len(self._vessels))), *followers]:
             if row == self.row:
@@ -251,8 +249,10 @@ class ParameterRows:
                 vessel.grad = None if now is None else self._grad(row, now, vessel.device)
             if vessel.requires_grad != parameter.requires_grad:
                 vessel.requires_grad_(parameter.requires_grad)
-            if hooks_now != hooks:
+            if all_of_it or hooks_now != hooks:
                 put_hooks(vessel, hooks_now)
+            if all_of_it:
+                vessel.__dict__, attributes = {}, None
             for name, value in parameter.__dict__.items():  # what a replica put there itself stays
                 if attributes is None or value is not attributes.get(name):
                     vessel.__dict__[name] = _own(value, vessel.device)

@@ -24,6 +24,8 @@ _SKIPPED = (
 )  # fmt: skip
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
+MOST_LOOKED_AT = 256
+"""Of entries in a container that a step has filled."""
 HOLDERS = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -88,6 +90,17 @@ def parts_of(value: list[Any] | tuple[Any, ...] | dict[Any, Any], most: int) -> 
     if kind.__len__(value) > most:
         return []
     return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))
+
+
+def stays(value: Any) -> bool:
+    """Whether a program is likely to keep, and to change, what a step made: a module or the like, or what has one."""
+    if isinstance(value, HOLDERS):
+        return is_state(value)
+    return is_plain(value) and any(
+        isinstance(part, HOLDERS)
+        for held in list(value.__dict__.values())
+        for part in (parts_of(held, MOST_LOOKED_AT) if isinstance(held, list | tuple | dict) else (held,))
+    )
 
 
 def is_trained(value: torch.Tensor) -> bool:
