@@ -7,7 +7,6 @@ runs one worker of a job of two replicas. The worker whose number is KILLED ends
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -47,14 +46,7 @@ def elastic_plan(seed: int) -> Plan:
     Args:
         seed: of which it is drawn.
     """
-    plan = plan_of(seed)
-    operations = [
-        dataclasses.replace(o, calls=tuple(call for call in o.calls if call.name not in MADE_IN_STEPS))
-        if isinstance(o, Step)
-        else o
-        for o in plan.operations
-    ]
-    return dataclasses.replace(plan, operations=tuple(operations))
+    return plan_of(seed).without(MADE_IN_STEPS)
 
 
 def fault_of(plan: Plan) -> Fault | None:

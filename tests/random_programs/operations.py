@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -193,6 +193,18 @@ class Plan:
     def looks(self, place: int) -> bool:
         """Whether all values are looked at after the operation at a place."""
         return self.often or place == len(self.operations) - 1
+
+    def without(self, names: Set[str]) -> Plan:
+        """The same without some of what steps do.
+
+        Args:
+            names: of the operations.
+        """
+        operations = (
+            replace(o, calls=tuple(call for call in o.calls if call.name not in names)) if isinstance(o, Step) else o
+            for o in self.operations
+        )
+        return replace(self, operations=tuple(operations))
 
     def build(self) -> Program:
         """The objects of the program."""

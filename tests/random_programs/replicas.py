@@ -72,17 +72,20 @@ class Runner:
         return seen
 
 
-def run_in_process(plan: Plan) -> list[list[Snapshot] | None]:
+def run_in_process(plan: Plan, central: bool = False) -> list[list[Snapshot] | None]:
     """Runs a program on two replicas of this process.
 
     Args:
         plan: of it.
+        central: whether there is one copy of the parameters for both.
 
     Returns:
         For each operation the values of the replicas, or ``None`` where the plan does not look at them.
     """
     found: list[list[Snapshot] | None] = []
-    with tfd.MirroredStrategy([f"cpu:{replica}" for replica in range(REPLICAS)]) as strategy:
+    devices = [f"cpu:{replica}" for replica in range(REPLICAS)]
+    storage = tfd.experimental.CentralStorageStrategy
+    with storage(devices, "cpu:0") if central else tfd.MirroredStrategy(devices) as strategy:
         runner = Runner(strategy, plan)
         for place, operation in enumerate(plan.operations):
             runner.do(operation)

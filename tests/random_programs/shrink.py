@@ -54,18 +54,19 @@ def _raised(kind: str, error: Exception) -> Outcome:
     return Outcome(kind, f"{type(error).__name__}: {error}", type(error).__name__)
 
 
-def outcome_of(plan: Plan) -> Outcome:
+def outcome_of(plan: Plan, central: bool = False) -> Outcome:
     """Runs a program by hand and by the package.
 
     Args:
         plan: of it.
+        central: whether the replicas have one copy of the parameters.
     """
     try:
         expected = run_by_hand(plan)
     except Exception as error:
         return _raised(IMPOSSIBLE, error)
     try:
-        found = run_in_process(plan)
+        found = run_in_process(plan, central)
     except Exception as error:
         return _raised(REFUSED, error)
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):

@@ -19,6 +19,13 @@ from shrink import DIFFERS, IMPOSSIBLE, SAME, SIMPLEST, Outcome, outcome_of, shr
 from snapshot import first_difference
 
 ON_RANKS = 20
+ON_ONE_COPY = PROGRAMS // 2
+WRITES_TWICE = {
+    "update_by_hand", "update_data_by_hand", "assign_data_in_step", "clip_weights", "multiply_weights", "load_in_step",
+    "multiply_learning_rate", "step_scheduler_in_step", "step_with_momentum_by_hand", "new_optimizer_in_step",
+    "multiply_state_in_step", "use_helper", "freeze_or_thaw",
+}  # fmt: skip
+"""What a step of central storage may not do: both replicas would write to the one copy."""
 MOST_IMPOSSIBLE = 0.1
 """What part of all programs may be such that plain PyTorch refuses them."""
 
@@ -52,6 +59,16 @@ def test_programs(first: int, tally: collections.Counter[str]) -> None:
         if outcome.fails:
             failed.append(seed)
     assert not failed, f"programs {failed} fail; made small, the first one is\n{_report(plan_of(failed[0]))}"
+
+
+def test_programs_of_central_storage() -> None:
+    kinds: collections.Counter[str] = collections.Counter()
+    for seed in range(FIRST, FIRST + ON_ONE_COPY):
+        plan = plan_of(seed).without(WRITES_TWICE)
+        outcome = outcome_of(plan, central=True)
+        assert not outcome.fails, f"{plan}\n  {outcome.kind}: {outcome.text}"
+        kinds[outcome.kind] += 1
+    assert kinds[SAME] > ON_ONE_COPY // 2
 
 
 def _fails_where_it_saves_and_loads(plan: Plan) -> Outcome:

@@ -245,10 +245,11 @@ class ParameterRows:
             vessel = self._vessels[row][where]
             if self._elsewhere or written:
                 self._write(vessel, parameter, row, moved)
+            if written and where != place and self._shares:  # it is that replica's alone, in all rows
+                self.inside[where].data = parameter.detach()
             if new_grad:
                 vessel.grad = None if now is None else self._grad(row, now, vessel.device)
-            if vessel.requires_grad != parameter.requires_grad:
-                vessel.requires_grad_(parameter.requires_grad)
+            vessel.requires_grad_(parameter.requires_grad)
             if all_of_it or hooks_now != hooks:
                 put_hooks(vessel, hooks_now)
             if all_of_it:
@@ -296,5 +297,4 @@ class ParameterRows:
 
 def _own(attribute: Any, device: torch.device) -> Any:
     """A row's own of what a program put on a parameter."""
-    plain = type(attribute) is torch.Tensor and not attribute.requires_grad
-    return copied(attribute, device) if plain else attribute
+    return copied(attribute, device) if type(attribute) is torch.Tensor and not attribute.requires_grad else attribute
