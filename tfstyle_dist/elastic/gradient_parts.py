@@ -71,9 +71,9 @@ class GradientParts:
 
     def describe_old(self, replica: int, missing: Iterable[int]) -> tuple[list[int], Described, list[torch.Tensor]]:
         """What a replica of this worker has of gradients that only others have got in this pass: the mean counts it."""
-        found = {}
+        found, records = {}, self._records()
         for number in sorted(missing):
-            record = self._records()[number]
+            record = records[number]
             if record.tensor is not None and (grad := record.components[replica].grad) is not None:
                 found[number] = grad
         described, tensors = describe(list(found.values()))
