@@ -24,6 +24,7 @@ from tfstyle_dist.testing.runner import run_script
 HELPERS = {
     "annotations",
     "functools",
+    "itemgetter",
     "re",
     "suppress",
     "timedelta",
@@ -397,6 +398,13 @@ def test_sparse_tensors_are_taken_apart_and_put_together() -> None:
 def test_the_buffers_among_the_attributes_of_a_module() -> None:
     module = torch.nn.BatchNorm1d(2)
     assert torch_internals.buffers_among(vars(module)).keys() == dict(module.named_buffers()).keys()
+
+
+def test_what_is_registered_among_the_attributes_of_a_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    modules, parameters = torch_internals.registered_among(vars(module))
+    assert (modules, parameters) == (dict(module.named_children()), {})
+    assert torch_internals.registered_among(vars(module[0]))[1].keys() == dict(module[0].named_parameters()).keys()
 
 
 def test_whose_code_runs_in_the_step_of_an_optimizer() -> None:

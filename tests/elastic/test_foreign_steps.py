@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,13 +170,15 @@ def _made(what: str, model: torch.nn.Module) -> Any:
     layer = torch.nn.Linear(2, 1)
     return {
         "module": layer,
+        "parameter": torch.nn.Parameter(torch.ones(1)),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "in a list": [1, {"teacher": layer}],
+        "in a deque": deque([layer]),
         "held": Holder(layer=layer),
     }[what]
 
 
-@pytest.mark.parametrize("what", ["module", "optimizer", "in a list", "held"])
+@pytest.mark.parametrize("what", ["module", "parameter", "optimizer", "in a list", "in a deque", "held"])
 @pytest.mark.parametrize("first", [0, 2])
 def test_what_a_step_makes_and_keeps_is_refused(strategy: Any, what: str, first: int) -> None:
     with strategy.scope():
@@ -185,12 +188,25 @@ def test_what_a_step_makes_and_keeps_is_refused(strategy: Any, what: str, first:
         _made(what, model)  # not kept
         model(torch.ones(1, 2)).sum().backward()
         if number == first:
-            model.kept = {"it": _made(what, model)} if what == "module" else _made(what, model)
+            model.kept = _made(what, model)
 
     for number in range(first):
         strategy.run(step, args=(number,))
     with pytest.raises(NotImplementedError, match=r"keeps it in the attribute 'kept' of Linear\. .* in strategy"):
         strategy.run(step, args=(first,))
+
+
+def test_a_tuple_that_does_not_want_to_be_counted_may_be_kept(strategy: Any) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+
+    def step() -> None:
+        model.kept = Shapes((1, 2))
+        model(torch.ones(1, 2)).sum().backward()
+
+    for _ in range(2):
+        strategy.run(step)
+    assert type(model.kept) is Shapes
 
 
 def test_what_was_made_before_the_first_step_may_change_its_place(strategy: Any) -> None:

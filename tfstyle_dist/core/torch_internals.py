@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 BUFFERS = "_buffers"
 """The attribute of a module that holds its own buffers by name."""
 
-for _name in ("_parameters", BUFFERS, "_forward_pre_hooks"):
+for _name in ("_parameters", BUFFERS, "_modules", "_forward_pre_hooks"):
     if not isinstance(torch.nn.Module().__dict__.get(_name), dict):
         _refuse(f"torch.nn.Module.{_name}", "follow the parameters and buffers of modules")
 
@@ -159,6 +159,12 @@ parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]
 
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter(BUFFERS)
 """A module's own buffers by name."""
+
+buffers_among: Callable[[dict[str, Any]], dict[str, torch.Tensor | None]] = itemgetter(BUFFERS)
+"""The buffers among the attributes of a module."""
+
+registered_among: Callable[[dict[str, Any]], tuple[Any, Any]] = itemgetter("_modules", "_parameters")
+"""The modules and the parameters among the attributes of a module."""
 
 forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by number; ``copy.deepcopy`` of a module copies them, but not their handles."""
@@ -292,9 +298,3 @@ def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int],
     """The sparse tensor of such parts."""
     made = torch.sparse_coo_tensor(indices, values, list(shape), check_invariants=False)
     return made._coalesced_(True) if coalesced else made
-
-
-def buffers_among(attributes: dict[str, Any]) -> dict[str, torch.Tensor | None]:
-    """The buffers among the attributes of a module."""
-    buffers: dict[str, torch.Tensor | None] = attributes[BUFFERS]
-    return buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,62 +63,61 @@ class JointWork:
             )
         numbers = Tensors(self._store)
         first, spec = nest.flatten(next(iter(own.values())))
-        packet = Packet({"replicas": {}})
+        told: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
         for replica, payload in own.items():
             leaves = nest.flatten(payload)[0]
             if kind.endswith(_APPLIES):
                 _check_updated(payload, numbers, kind)
-            what, sent = describe(leaves, numbers.number)
-            check_same_everywhere(leaves, what, kind)
-            packet.header["replicas"][str(replica)] = what
+            told[replica], sent = describe(leaves, numbers.number)
+            check_same_everywhere(leaves, told[replica], kind)
             tensors += sent
-        packet.tensors = tensors
-        found: list[Any] = [None] * self._replicas
-        for member, came in self._membership.gather(kind, packet).items():
-            reader = Reader(came.tensors, numbers.tensor)
-            for name, what in came.header["replicas"].items():
-                if member != self._membership.me:
-                    found[int(name)] = nest.unflatten(reader.leaves(what, first, kind), spec)
-        for replica, payload in own.items():
-            found[replica] = payload
-        return found
+        found = dict(own)
+        for replica, what, reader in self._gathered(kind, told, tensors, numbers.tensor):
+            found[replica] = nest.unflatten(reader.leaves(what, first, kind), spec)
+        return [found.get(replica) for replica in range(self._replicas)]
 
     def _exchange_gradients(self, own: dict[int, Any]) -> list[Any]:
-        packet, tensors = Packet({"replicas": {}}), []
+        told: dict[int, Any] = {}
+        tensors: list[torch.Tensor] = []
         for replica, touched in own.items():
             numbers, what, sent = self.parts.describe(replica, touched)
-            packet.header["replicas"][str(replica)] = [numbers, what]
+            told[replica] = numbers, what
             tensors += sent
-        packet.tensors = tensors
-        found: list[Any] = [None] * self._replicas
-        given: dict[int, set[int]] = {}  # by replica: the parameters of which it has got gradients
-        for member, came in self._membership.gather(gradient_parts.KIND, packet).items():
-            reader = Reader(came.tensors)
-            for name, (numbers, what) in came.header["replicas"].items():
-                given[int(name)] = {entry[0] for entry in numbers}
-                if member != self._membership.me:
-                    found[int(name)] = self.parts.take(int(name), self.held[0], numbers, what, reader)
-        for replica, touched in own.items():
-            found[replica] = touched
+        found = dict(own)
+        given = {replica: {entry[0] for entry in numbers} for replica, (numbers, _) in told.items()}
+        for replica, (numbers, what), reader in self._gathered(gradient_parts.KIND, told, tensors):
+            given[replica] = {entry[0] for entry in numbers}
+            found[replica] = self.parts.take(replica, self.held[0], numbers, what, reader)
         anywhere = set().union(*given.values())
         if any(numbers != anywhere for numbers in given.values()):
             self._exchange_old({replica: anywhere - numbers for replica, numbers in given.items()})
-        return found
+        return [found.get(replica) for replica in range(self._replicas)]
 
     def _exchange_old(self, missing: dict[int, set[int]]) -> None:
         """Replicas that have got nothing for a parameter have their part in the mean: what they had before."""
-        packet, tensors = Packet({"replicas": {}}), []
+        told: dict[int, Any] = {}
+        tensors: list[torch.Tensor] = []
         for replica in self.held:
             numbers, what, sent = self.parts.describe_old(replica, missing[replica])
-            packet.header["replicas"][str(replica)] = [numbers, what]
+            told[replica] = numbers, what
             tensors += sent
-        packet.tensors = tensors
-        for member, came in self._membership.gather(gradient_parts.OLD_KIND, packet).items():
-            reader = Reader(came.tensors)
-            for name, (numbers, what) in came.header["replicas"].items():
-                if member != self._membership.me:
-                    self.parts.take_old(int(name), missing[int(name)], numbers, what, reader)
+        for replica, (numbers, what), reader in self._gathered(gradient_parts.OLD_KIND, told, tensors):
+            self.parts.take_old(replica, missing[replica], numbers, what, reader)
+
+    def _gathered(
+        self,
+        kind: str,
+        told: dict[int, Any],
+        tensors: list[torch.Tensor],
+        tensor_of: Callable[[int], torch.Tensor] | None = None,
+    ) -> Iterator[tuple[int, Any, Reader]]:
+        """Tells all workers something of each replica here; gives what the others tell of theirs, by replica."""
+        packet = Packet({"replicas": {str(replica): what for replica, what in told.items()}}, tensors)
+        for member, came in self._membership.gather(kind, packet).items():
+            reader = Reader(came.tensors, tensor_of)
+            for name, what in came.header["replicas"].items() if member != self._membership.me else ():
+                yield int(name), what, reader
 
     def settled(self, kind: str) -> None:
         """See ``Exchanger``."""

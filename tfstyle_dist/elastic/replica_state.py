@@ -17,12 +17,11 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.images import Image, marks
-from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import CONTAINERS, Copier, copied
+from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record, raw
-from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, stays
+from tfstyle_dist.variables.state_objects import BOXES, MOST_LOOKED_AT, parts_of, stays
 
 _EQUAL_EVERYWHERE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 MACHINERY = frozenset(
@@ -48,6 +47,7 @@ class ReplicaStates:
     def __init__(self, contents: ReplicaContents, variables: Callable[[], Iterable[Record]]) -> None:
         self._contents, self._variables = contents, variables
         self._before: dict[int, dict[Place, Image]] = {}
+        self._registered_before: dict[int, list[tuple[int, str, Any]]] = {}
         self._known = 0
 
     # ---- of this worker's replicas ----------------------------------------------------------------------------
@@ -57,6 +57,7 @@ class ReplicaStates:
         writer = ValueWriter(self._contents)
         before, self._before = self._before, {}
         self._known = self._contents.taken
+        self._registered_before = {replica: self._registered(replica) for replica in held}
         for replica in held:
             old, now = before.get(replica, {}), self._before.setdefault(replica, {})
             for place, value in self._values(replica):
@@ -70,6 +71,7 @@ class ReplicaStates:
             NotImplementedError: an attribute is a module, an optimizer or the like that the step has made.
         """
         types, writer, found = self._types(), ValueWriter(self._contents), []
+        self._check_registered(replica, types, writer)
         before = dict(self._before.get(replica, {}))
         for place, value in self._values(replica):
             was = before.pop(place, None)
@@ -77,7 +79,7 @@ class ReplicaStates:
             if differs:
                 found.append(_entry(place, value, writer, types))
             if differs or was is None or was.left_out != marks(writer.left_out):
-                self._check_known(place, value, types)
+                self._check_known(place, value, types, writer)
             if was is None or was.left_out != marks(writer.left_out):
                 _warn_not_sent(_type_at(place, types), place[2], writer.left_out)
             if was is not None and was.written_arrays():
@@ -85,19 +87,37 @@ class ReplicaStates:
         found += [_entry(place, _GONE, writer, types) for place in before if _is_there(place, types)]
         return found
 
-    def _check_known(self, place: Place, value: Any, types: dict[int, str]) -> None:
+    def _check_known(self, place: Place, value: Any, types: dict[int, str], writer: ValueWriter) -> None:
         """Refuses objects that each replica made for itself, which nobody else has; all of a new object is new."""
-        if type(value) in VALUES or place[0] != "a" or place[1] >= self._known:
+        if place[0] == "a" and place[1] < self._known:
+            for part in filter(stays, _parts(value)):
+                if self._is_new(part, writer):
+                    raise NotImplementedError(_refused(type(part).__name__, place[2], types[place[1]]))
+
+    def _is_new(self, thing: Any, writer: ValueWriter) -> bool:
+        number = writer.number_of(thing)
+        return number is None or number >= self._known
+
+    def _registered(self, replica: int) -> list[tuple[int, str, Any]]:
+        """The modules and parameters of modules: of which module by number, under which name."""
+        return [
+            (content.number, name, part)
+            for thing, content in self._contents.objects()
+            if isinstance(thing, torch.nn.Module) and content.number < self._known
+            for box in torch_internals.registered_among(self._contents.attributes(thing, replica))
+            for name, part in box.items()
+        ]
+
+    def _check_registered(self, replica: int, types: dict[int, str], writer: ValueWriter) -> None:
+        """As ``_check_known``, for what modules keep apart from their attributes."""
+        now, before = self._registered(replica), self._registered_before[replica]
+        if len(now) == len(before) and all(one[2] is other[2] for one, other in zip(now, before, strict=True)):
             return
-        numbers = {id(thing): content.number for thing, content in self._contents.objects()}
-        for part in _parts(value):
-            if stays(part) and numbers.get(id(part), self._known) >= self._known:
-                raise NotImplementedError(
-                    f"The step made a {type(part).__name__} and keeps it in the attribute {place[2]!r} of "
-                    f"{_type_at(place, types)}. In an elastic job replicas move from worker to worker, and an object "
-                    "that a step made is on one worker only. Make it in strategy.scope() before the first step (if it "
-                    "is older, and no step has used it yet: strategy.experimental_adopt(it)), or do not keep it."
-                )
+        known = {id(part) for _, _, part in before}
+        for number, name, part in now:
+            made = id(part) not in known and (not isinstance(part, torch.nn.Module) or self._is_new(part, writer))
+            if made and part is not None:
+                raise NotImplementedError(_refused(type(part).__name__, name, types[number]))
 
     def now(self, replica: int, places: Iterable[Place]) -> Known:
         """What a replica has at these places now."""
@@ -199,11 +219,19 @@ def count_tensors(state: Any) -> int:
 
 def _parts(value: Any, depth: int = 4) -> Iterator[Any]:
     """What is in containers, also in containers within them; of anything else the value."""
-    if not (type(value) in CONTAINERS or isinstance(value, tuple)):
+    if not isinstance(value, BOXES):
         yield value
-    elif depth and len(value) <= MOST_LOOKED_AT:
-        for part in list(value.values() if isinstance(value, dict) else value):
+    elif depth:
+        for part in parts_of(value, MOST_LOOKED_AT):
             yield from _parts(part, depth - 1)
+
+
+def _refused(made: str, name: str, kind: str) -> str:
+    return (
+        f"The step made a {made} and keeps it in the attribute {name!r} of {kind}. In an elastic job replicas move "
+        "from worker to worker, and what a step made is on one worker only. Make it in strategy.scope() before the "
+        "first step (if it is older, and no step has used it yet: strategy.experimental_adopt(it)), or do not keep it."
+    )
 
 
 def _copied(value: Any) -> Any:

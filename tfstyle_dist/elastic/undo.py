@@ -13,6 +13,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.elastic.held_values import HeldValues
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.parameter_marks import Hooks, hooks_of
 from tfstyle_dist.variables.record import Record, raw
 
 
@@ -37,12 +38,11 @@ class Undo:
     def _clear(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._dicts: list[tuple[ObjectContent, dict[str, Any]]] = []
-        self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
+        self._parameters: list[tuple[torch.Tensor, torch.Tensor | None, bool, Hooks]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
         self._others: list[tuple[random.Random, Any]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._late: list[HeldValues] = []
-        self._hooks: list[tuple[torch.Tensor, str, dict[int, Any]]] = []
 
     # ---- keeping ----------------------------------------------------------------------------------------------
 
@@ -52,10 +52,8 @@ class Undo:
         parameters = self._contents.parameters()
         for parameter in parameters:
             grad = parameter.grad
-            self._parameters.append((parameter, grad, parameter.requires_grad))
+            self._parameters.append((parameter, grad, parameter.requires_grad, hooks_of(parameter)))
             self._tensors.append(parameter)
-            for name in torch_internals.HOOKS:
-                self._hooks.append((parameter, name, dict(getattr(parameter, name) or {})))
             if grad is not None:
                 self._tensors.append(grad)
         self._dicts = [(content, self._attributes(thing, content)) for thing, content in self._contents.objects()]
@@ -142,13 +140,13 @@ class Undo:
             if thing is not None:
                 object.__setattr__(thing, "__dict__", now)
         with torch.no_grad(), raw():
-            for parameter, grad, trains in self._parameters:
+            for parameter, grad, trains, hooks in self._parameters:
                 parameter.requires_grad_(trains)
                 parameter.grad = grad
-            for parameter, name, before in self._hooks:
-                if (hooks := getattr(parameter, name)) is not None:
-                    hooks.clear()
-                    hooks.update(before)
+                for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
+                    if (box := getattr(parameter, name)) is not None:  # the same dict: handles that remove refer to it
+                        box.clear()
+                        box.update(entries)
             for tensor in self._tensors:
                 _put(tensor, self._kept[id(tensor)][1])
         for generator, state, states, was_states in self._generators:

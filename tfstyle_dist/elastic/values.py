@@ -55,6 +55,10 @@ class ValueWriter:
     def _objects(self) -> dict[int, int]:
         return {id(thing): content.number for thing, content in self._contents.objects()}
 
+    def number_of(self, thing: Any) -> int | None:
+        """That of an object that is content."""
+        return self._objects.get(id(thing))
+
     def describe(self, value: Any) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
         """One value by itself: its description, the tensors that it names from 0 on, and what is left out."""
         self.tensors, self.left_out, self.arrays = [], [], []
@@ -70,8 +74,8 @@ class ValueWriter:
             self.arrays.append(value)
         if id(value) in self._parameters:
             return ["p", self._parameters[id(value)]]
-        if id(value) in self._objects:
-            return ["o", self._objects[id(value)]]
+        if (number := self.number_of(value)) is not None:
+            return ["o", number]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.generic | np.ndarray) and value.dtype.name in _NUMBERS and value.dtype.isnative:

@@ -220,7 +220,7 @@ class ParameterRows:
         """Copies what was written to the parameters in cross-replica context to the other rows.
 
         Args:
-            everything: values and gradients of all parameters are copied.
+            everything: values, gradients, hooks and attributes of all parameters are copied.
             begins: a run begins.
         """
         if begins:

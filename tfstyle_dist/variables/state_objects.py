@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
 MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
+BOXES = (dict, list, tuple, set, deque)
 HOLDERS = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -81,12 +83,12 @@ def is_plain(thing: Any) -> bool:
     return True
 
 
-def parts_of(value: list[Any] | tuple[Any, ...] | dict[Any, Any], most: int) -> list[Any]:
-    """What a container holds, if that is not more than so much.
+def parts_of(value: Any, most: int) -> list[Any]:
+    """What a list, a tuple, a dict, a set or a deque holds, if that is not more than so much.
 
     Methods of a class of its own are not called: they may make, or import, what they return.
     """
-    kind: Any = next(k for k in (dict, list, tuple) if isinstance(value, k))
+    kind: Any = next(k for k in BOXES if isinstance(value, k))
     if kind.__len__(value) > most:
         return []
     return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))
