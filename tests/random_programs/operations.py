@@ -106,6 +106,13 @@ def inside(*places: str, odds: int = 1, varies: bool = False) -> Callable[[Insid
     return register
 
 
+def _seed(number: int) -> None:
+    if torch.get_default_device().type == "cpu":
+        torch.default_generator.manual_seed(number)  # without the devices, which takes longer
+    else:
+        torch.manual_seed(number)
+
+
 @dataclass(frozen=True)
 class Call:
     """An operation, and the number that it gets; a program does it between steps, or a step does it."""
@@ -115,12 +122,12 @@ class Call:
 
     def between(self, program: Program) -> None:
         """Does it between steps."""
-        torch.default_generator.manual_seed(self.number)  # without the devices, which takes longer
+        _seed(self.number)
         BETWEEN[self.name](program, self.number)
 
     def inside(self, program: Program, run: StepRun) -> None:
         """Does it in a step."""
-        torch.default_generator.manual_seed(self.number)  # without the devices, which takes longer
+        _seed(self.number)
         INSIDE[self.name](program, run, self.number)
 
     def __str__(self) -> str:

@@ -29,8 +29,11 @@ class _Copies:
     def run(self, step: Step, same_data: bool) -> None:
         """One step of all copies; raises what one of them has raised."""
         errors: list[BaseException] = []
+        device = torch.get_default_device()
 
         def body(replica: int) -> None:
+            if device.type != "cpu":
+                torch.set_default_device(device)  # each thread has its own
             with self._turn:
                 try:
                     step.run(self.programs[replica], _ByHand(self, replica), replica, same_data)

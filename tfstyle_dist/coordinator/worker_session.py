@@ -15,6 +15,7 @@ from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import OutOfRangeError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.addresses import as_addresses
+from tfstyle_dist.parameter_server.client.outdated import check_unwritten
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
 from tfstyle_dist.parameter_server.protocol import pickling
@@ -26,13 +27,14 @@ from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 class Function:
     """A registered function; unpickled when it first runs."""
 
-    __slots__ = ("call", "fixed", "parts", "reads")
+    __slots__ = ("call", "fixed", "parts", "reads", "runs")
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts: Sequence[Any] | None = parts
         self.call: Any = None
         self.fixed: list[RemoteRecord] = []  # module parameters and buffers it can reach
         self.reads: list[RemoteRecord] = []  # what its last run read
+        self.runs = 0
 
 
 class NoValueError(Exception):
@@ -126,6 +128,8 @@ def run_function(
                 incoming = session.incoming()
                 args, kwargs = pickling.loads(arguments, incoming)
                 fixed = [*fixed, *incoming.seen]
+            function.runs += 1
+            servers.watches = function.runs & (function.runs - 1) == 0  # in runs 1, 2, 4, 8 and so on
             if fixed or function.reads:
                 servers.refresh([*fixed, *function.reads])
             if servers.options.ahead:
@@ -138,6 +142,9 @@ def run_function(
                     "more calls than it has elements, or let dataset_fn return one that does not end."
                 ) from None
             value = nest.map_structure(_exported, value)
+            check_unwritten(fixed)
+            if servers.watches:
+                strategy.check_settings()
             strategy.remote_store.push_buffers(fixed)
             function.reads = list(servers.reads)
         except BaseException:

@@ -27,7 +27,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, hyperparameters
+from tfstyle_dist.strategies.push_runner import PushRunner, check_same, hyperparameters
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
@@ -251,7 +251,13 @@ class ParameterServerStrategy(Strategy):
             optimizer = make()
             self._known_optimizers[number] = optimizer
             self._optimizers[optimizer] = number
+            self._sent_hyperparameters[optimizer] = hyperparameters(optimizer)
         return self._known_optimizers[number]
+
+    def check_settings(self) -> None:
+        """On a worker: refuses what a function has changed in the settings of its optimizers."""
+        for optimizer in self._known_optimizers.values():
+            check_same(optimizer, self._sent_hyperparameters[optimizer])
 
     def _shards_reference(self, value: Any) -> Any:
         record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +28,28 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def check_same(optimizer: Any, before: Sequence[Mapping[str, Any]] | None) -> None:
+    """Compares the settings of a ``torch.optim`` optimizer with earlier ones.
+
+    Args:
+        optimizer: any, on a worker.
+        before: what ``hyperparameters`` gave when it came there.
+
+    Raises:
+        RuntimeError: they differ; the servers, which make its steps, would not learn of that.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or (now := hyperparameters(optimizer)) == before:
+        return
+    pairs = zip(before or (), now or (), strict=False)
+    changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
+    what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
+    raise RuntimeError(
+        f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its steps, "
+        "and they learn of settings from the coordinator's program alone. Change them there, between two calls of "
+        "schedule(), and make and step learning rate schedulers there too."
+    )
 
 
 class PushRunner(UpdateRunner):

@@ -140,6 +140,13 @@ class Record:
                 if component.data_ptr() != first.data_ptr():
                     component.copy_(first, non_blocking=True)
 
+    def refresh_alias(self, base: torch.Tensor) -> None:
+        """Before a tensor in the memory of a copy is used: the copy is to be as new as the variable."""
+
+    def write_through(self, base: torch.Tensor) -> None:
+        """After somebody wrote into the memory of a copy, outside of steps."""
+        self.fan_out()
+
     def set_data(self, data: torch.Tensor) -> None:
         """``tensor.data = data`` for every copy of a variable, e.g. from ``module.double()``."""
         tensor = self.tensor

@@ -14,6 +14,8 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.variables.alias import aliased
+from tfstyle_dist.variables.in_place import written_by
 from tfstyle_dist.variables.record import Placement, Record, raw
 
 _Tensor = torch.Tensor
@@ -23,39 +25,6 @@ _DATA: Any = _Tensor.data
 _DEVICE: Any = _Tensor.device
 _IS_CUDA: Any = _Tensor.is_cuda
 _REQUIRES_GRAD: Any = _Tensor.requires_grad
-_IN_PLACE_DUNDERS = frozenset(
-    f"__i{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "matmul",
-    )
-) | {"__setitem__"}
-_NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
-_mutating: dict[Any, bool] = {}
-
-
-def _writes(func: Any) -> bool:
-    """Whether ``func`` changes its first argument in place, by torch's naming rule."""
-    known = _mutating.get(func)
-    if known is None:
-        name = getattr(func, "__name__", "")
-        known = name in _IN_PLACE_DUNDERS or (
-            name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
-        )
-        _mutating[func] = known
-    return known
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -63,10 +32,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     special = _SPECIAL.get(func)
     if special is not None:
         return special(*args, **(kwargs or {}))
-    if func in _METADATA and isinstance(args[0], Replicated):
+    if func in METADATA and isinstance(args[0], Replicated):
         return func(args[0]._tfstyle_record.component(), *args[1:], **(kwargs or {}))
-    out = kwargs.get("out") if kwargs else None
-    target = out if out is not None else args[0] if args and _writes(func) else None
+    target = written_by(func, args, kwargs or {})
     targets = target if isinstance(target, list | tuple) else (target,)
     written = [t for t in targets if getattr(t, "_tfstyle_record", None) is not None]
     resolve = _resolve if not written else _resolve_stored
@@ -75,12 +43,12 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     with raw():
         result = func(*new_args, **new_kwargs)
     if written:
-        stored = new_args[0] if out is None else new_kwargs["out"]
+        stored = written_by(func, new_args, new_kwargs)
         _spread(targets, stored if isinstance(stored, list | tuple) else (stored,))
-    if len(written) == 1 and args and result is new_args[0]:
-        return args[0]  # p += 1 must leave p what it is
-    if kwargs and result is not None and result is new_kwargs.get("out"):
-        return kwargs["out"]  # likewise self.buffer = torch.mv(a, b, out=self.buffer)
+        if len(written) == 1 and result is stored:
+            return target  # p += 1 must leave p what it is; likewise self.buffer = torch.mv(a, b, out=self.buffer)
+    if args and isinstance(args[0], Replicated):
+        return aliased(args[0]._tfstyle_record, new_args[0], result)
     return result
 
 
@@ -149,6 +117,13 @@ class Replicated:
         """Every torch operation comes through here."""
         return dispatch(func, args, kwargs)
 
+    def set_(self, *source: Any) -> Any:
+        """As ``data = ``: torch calls no ``__torch_function__`` for it."""
+        with raw():
+            value = torch.empty_like(self._tfstyle_record.component()).set_(*map(_resolve, source))
+        self.data = value
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain parameter or tensor with the same values: a copy belongs to no strategy."""
         if id(self) in memo:
@@ -189,13 +164,19 @@ def _del_grad(tensor: Any) -> None:
 
 
 def _get_data(tensor: Any) -> torch.Tensor:
-    tensor._tfstyle_record.store.ensure_equal()
-    return tensor._tfstyle_stored().data  # type: ignore[no-any-return]
+    return _without_graph(tensor, _DATA.__get__)
 
 
 def _detach(tensor: Any) -> torch.Tensor:
+    return _without_graph(tensor, _Tensor.detach)
+
+
+def _without_graph(tensor: Any, get: Callable[[Any], torch.Tensor]) -> torch.Tensor:
     tensor._tfstyle_record.store.ensure_equal()
-    return tensor._tfstyle_stored().detach()  # type: ignore[no-any-return]
+    stored = tensor._tfstyle_stored()
+    with raw():
+        value = get(stored)
+    return aliased(tensor._tfstyle_record, stored, value)  # type: ignore[no-any-return]
 
 
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
@@ -259,8 +240,7 @@ def _autograd_grad(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> tupl
     return found
 
 
-# Asking for a shape must not aggregate an ON_READ variable over the replicas.
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         getattr(_Tensor, name).__get__
         for name in (
@@ -279,6 +259,7 @@ _METADATA = frozenset(
         for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
     ]
 )
+"""Functions that ask for no value: a shape must not aggregate an ON_READ variable over the replicas."""
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _GRAD.__get__: _get_grad,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.parameter_server.client.outdated import OutdatedParameter, has_changed
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, parts_by_shard
 
 
@@ -28,9 +30,11 @@ class Ahead:
 class Pull:
     """Puts the shards of one answer into the local copy, or into a new one if the old one may be in use."""
 
-    def __init__(self, record: RemoteRecord, steps: int | None) -> None:
-        self._record, self._steps = record, steps
+    def __init__(self, record: RemoteRecord, steps: int | None, watch: bool = False) -> None:
+        self._record, self._steps, self._watch = record, steps, watch
         local = record.components[0]
+        if has_changed(record):
+            record.versions = [0] * len(record.shards)  # what a function wrote is not the servers' value
         same_step = steps is None or record.written
         self._target: torch.Tensor | None = None
         self.versions: dict[int, int] = {}
@@ -99,8 +103,15 @@ class Pull:
         if self._steps is not None:
             record.stamp = self._steps
         record.written = False
-        if record.kind == "buffer":
-            record.baseline = record.components[0].detach().clone()
+        local = record.components[0]
+        if record.kind == "buffer" or (record.fixed and (self._watch or record.put_back)):
+            record.baseline = local.detach().clone()
+        else:
+            record.baseline = None
+        if record.fixed:
+            record.pulled_as = torch_internals.version_of(local)
+            if type(local) is OutdatedParameter:
+                local.__class__ = torch.nn.Parameter
 
 
 def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

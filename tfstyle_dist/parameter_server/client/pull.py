@@ -22,6 +22,7 @@ from tfstyle_dist.parameter_server.protocol.operations import (
 )
 from tfstyle_dist.parameter_server.protocol.work import NO_WORK, WireOptions, Work
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
+from tfstyle_dist.variables.record import raw
 
 _T = TypeVar("_T")
 
@@ -37,6 +38,8 @@ class Reader:
         work: the scheduled function under way.
         steps: counts the functions this process has run; ``None`` on the coordinator, where each read is fresh.
         reads: the records that the function under way has read.
+        watches: whether what a function writes to parameters is looked for by their values.
+        outdated: the parameters of modules that the function under way has updated and not read since.
     """
 
     def __init__(self, links: Sequence[ServerLink], options: WireOptions) -> None:
@@ -44,6 +47,8 @@ class Reader:
         self.work: Work = NO_WORK
         self.steps: int | None = None
         self.reads: dict[RemoteRecord, None] = {}
+        self.watches = False
+        self.outdated: dict[RemoteRecord, None] = {}
         self._lock = threading.RLock()
         self._ahead: dict[int, Ahead] = {}
 
@@ -77,7 +82,14 @@ class Reader:
                 if read and self.steps is not None:
                     self.reads[record] = None
             if wanted:
-                self._persist(lambda: self._pull(list(wanted)))
+                with raw():  # what is outdated here must not pull
+                    self._persist(lambda: self._pull(list(wanted)))
+
+    def pull_outdated(self) -> None:
+        """Pulls what the function under way has updated: it goes on with what its updates have made."""
+        with self._lock:
+            self.refresh(list(self.outdated))
+            self.outdated.clear()
 
     def read(self, record: RemoteRecord) -> None:
         """Makes sure that one tensor's local copy may be used by whoever reads it now."""
@@ -87,7 +99,7 @@ class Reader:
             self.refresh([record], read=True)
 
     def _pull(self, records: Sequence[RemoteRecord]) -> None:
-        pulls = {id(record): Pull(record, self.steps) for record in records}
+        pulls = {id(record): Pull(record, self.steps, self.watches) for record in records}
         by_server: dict[int, list[tuple[RemoteRecord, int]]] = {}
         for record in records:
             if not self._take_ahead(record, pulls[id(record)]):
@@ -184,8 +196,11 @@ class Reader:
 
     def _take_ahead(self, record: RemoteRecord, pull: Pull) -> bool:
         """Whether all of a tensor was asked for ahead, and has come: then that is its value."""
-        found = self._ahead.pop(id(record), None)
-        if found is None or found.step != self.steps or len(found.parts) < len(record.shards):
+        found = self._ahead.get(id(record))
+        if found is None or found.step != self.steps:
+            return False
+        del self._ahead[id(record)]  # after an update of this function's own it is not good enough
+        if len(found.parts) < len(record.shards):
             return False
         for index, (version, data) in found.parts.items():
             if data is None and version != record.versions[index]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.parameter_server.client.local_copies import give_back
+from tfstyle_dist.parameter_server.client.outdated import check_unwritten, mark
 from tfstyle_dist.parameter_server.client.pull import Reader
 from tfstyle_dist.parameter_server.client.remote_record import (
     RemoteRecord,
@@ -53,6 +54,7 @@ class Servers(Reader):
 
     def close(self, goodbye: bool = True) -> None:
         """Closes all links."""
+        self.outdated.clear()
         for link in self.links:
             link.close(goodbye)
 
@@ -123,6 +125,8 @@ class Servers(Reader):
             pairs: tensors and their gradients, dense or sparse.
         """
         self._before_write()
+        updated = [record for record, _ in pairs]
+        check_unwritten(updated)
         with self._lock:
             by_server: dict[int, tuple[list[Operation], list[torch.Tensor]]] = {}
             for record, grad in pairs:
@@ -135,7 +139,8 @@ class Servers(Reader):
                     data.extend(tensors)
             for server, (operations, data) in by_server.items():
                 self.links[server].post(self.work, operations, data)
-            self._after_write([record for record, _ in pairs])
+            self._after_write(updated)
+            self.outdated.update(dict.fromkeys(mark(updated, self)))
 
     def _send(self, shard: Shard, operation: Operation, tensors: list[torch.Tensor]) -> None:
         operation.nbytes, operation.argument = tensors[-1].nbytes, self._count(shard)

@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
-from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.record import Placement, Record, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class RemoteRecord(Record):
     """
 
     __slots__ = (
-        "baseline", "created", "fixed", "key", "leased", "looked_up", "shards", "stamp", "table", "versions", "written",
+        "baseline", "created", "fixed", "key", "leased", "looked_up", "pulled_as", "put_back", "shards", "stamp",
+        "table", "versions", "written",
     )  # fmt: skip
 
     def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
@@ -61,7 +62,9 @@ class RemoteRecord(Record):
         self.table = False  # workers pull only the rows they use
         self.looked_up = -1  # the step in which rows of it were picked
         self.leased: Any = None  # whose memory the local copy is, if it is the server's own
-        self.baseline: torch.Tensor | None = None  # a buffer's value when it was pulled
+        self.baseline: torch.Tensor | None = None  # the value when it was pulled, where changes of it are looked for
+        self.pulled_as = 0  # torch's version of the local copy when it was pulled
+        self.put_back = False  # a function wrote to it and put the old value back
 
     def read(self) -> torch.Tensor:
         """The local copy, fresh enough for the calling context."""
@@ -75,6 +78,19 @@ class RemoteRecord(Record):
             servers: Any = self.store.servers  # type: ignore[attr-defined]
             servers.write(self, Op.ASSIGN, self.components[0].detach())
 
+    def refresh_alias(self, base: torch.Tensor) -> None:
+        """A local copy that is not the newest any more gets the newest one's values."""
+        with raw(), torch.no_grad():
+            if (newest := self.read()) is not base and not torch.equal(newest, base):
+                base.copy_(newest)
+
+    def write_through(self, base: torch.Tensor) -> None:
+        """Somebody wrote into the memory of a local copy: the servers take it over."""
+        with raw(), torch.no_grad():
+            if self.components[0] is not base:
+                self.components[0].copy_(base)
+            self.fan_out()
+
     def set_data(self, data: torch.Tensor) -> None:
         """``tensor.data = data``: the servers take the value over."""
         local = self.components[0]
@@ -84,8 +100,8 @@ class RemoteRecord(Record):
                 f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
                 "adopts it."
             )
-        with torch.no_grad():
-            local.copy_(data)
+        with raw(), torch.no_grad():
+            local.data = data.detach().contiguous()
         self.fan_out()
 
 

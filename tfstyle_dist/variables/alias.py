@@ -1,0 +1,99 @@
+"""What shares memory with a variable outside of steps: ``v.data``, ``v.detach()``, ``v[0]``, ``v.view(-1)``.
+
+A program may write to it, and means the variable. The memory is that of one copy of several, or of a copy of what is on
+parameter servers, so a write must go to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.variables.in_place import written_by
+from tfstyle_dist.variables.record import Placement, Record, raw
+
+
+class Alias(torch.Tensor):
+    """A tensor in the memory of a variable: who writes to it writes to the variable."""
+
+    _tfstyle_of: Record
+    _tfstyle_base: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch operation comes through here."""
+        if any(not issubclass(kind, Alias | torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        written = written_by(func, args, kwargs or {})
+        targets = [t for t in (written if isinstance(written, list | tuple) else (written,)) if isinstance(t, Alias)]
+        used = [t for t in (*args, *(kwargs or {}).values(), *targets) if isinstance(t, Alias)]
+        for alias in used:
+            alias._tfstyle_of.refresh_alias(alias._tfstyle_base)
+        with raw():
+            result = func(*args, **(kwargs or {}))
+        for alias in targets:
+            alias._tfstyle_of.write_through(alias._tfstyle_base)
+        if func is torch.Tensor.numpy:
+            result.flags.writeable = False  # nothing can be noticed of a write to an array
+        if used and result is not written:
+            return aliased(used[0]._tfstyle_of, used[0]._tfstyle_base, result)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor: a copy belongs to no strategy."""
+        if id(self) not in memo:
+            memo[id(self)] = self._tfstyle_plain().clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain tensor."""
+        return self._tfstyle_plain().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._tfstyle_plain())
+
+    def _tfstyle_plain(self) -> torch.Tensor:
+        self._tfstyle_of.refresh_alias(self._tfstyle_base)
+        with raw():
+            return torch_internals.make_subclass(torch.Tensor, self, False)
+
+
+def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:
+    """What an operation on a variable gave; tensors in the variable's memory become aliases.
+
+    Args:
+        record: of the variable.
+        base: its copy that the operation got.
+        result: a tensor, or a list or tuple of tensors; anything else stays what it is.
+    """
+    if type(result) is torch.Tensor:
+        return _aliased(record, base, result) if _has_others(record) else result
+    if type(result) in (list, tuple) and _has_others(record):
+        return type(result)(_aliased(record, base, r) if type(r) is torch.Tensor else r for r in result)
+    return result
+
+
+def _has_others(record: Record) -> bool:
+    """Whether a write of the calling thread to one copy is to reach others."""
+    if record.placement is not Placement.REMOTE and len(record.components) == 1:
+        return False
+    on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
+    return not on_read and record.index() is None and record.updating() is None
+
+
+def _aliased(record: Record, base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    has_graph = value.requires_grad and torch.is_grad_enabled()  # a view of a leaf: torch refuses writes to it
+    if has_graph or value.layout is not torch.strided or not value.numel():
+        return value
+    with raw():
+        if value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+            return value
+        alias: Any = torch_internals.make_subclass(Alias, value, False)
+    alias._tfstyle_of, alias._tfstyle_base = record, base
+    return alias  # type: ignore[no-any-return]

@@ -1,0 +1,54 @@
+"""Which functions of torch change an argument in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_DUNDERS = frozenset(
+    f"__i{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "matmul",
+    )
+) | {"__setitem__"}
+_NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
+_mutating: dict[Any, bool] = {}
+
+
+def _writes(func: Any) -> bool:
+    """Whether ``func`` changes its first argument in place, by torch's naming rule."""
+    known = _mutating.get(func)
+    if known is None:
+        name = getattr(func, "__name__", "")
+        known = name in _DUNDERS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES)
+        _mutating[func] = known
+    return known
+
+
+def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call changes in place, a tensor or several; ``None``: nothing.
+
+    Args:
+        func: as ``__torch_function__`` gets it.
+        args: its arguments.
+        kwargs: those with names; the functions of ``torch.nn.init`` call what they fill ``tensor``.
+    """
+    out = kwargs.get("out")
+    if out is not None:
+        return out
+    if _writes(func) or kwargs.get("inplace"):
+        return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    return None
