@@ -65,8 +65,8 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._queue = ClosureQueue(strategy.max_staleness)
         self._functions: dict[int, list[bytes]] = {}
-        self._by_function: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._by_content: dict[bytes, int] = {}
+        self._by_function: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._by_content: dict[tuple[int, bytes], int] = {}
         self._resources: dict[int, list[bytes]] = {}
         self._lock = threading.RLock()
         self._outgoing = Outgoing(strategy, self._keep_resource)
@@ -76,9 +76,8 @@ class ClusterCoordinator:
             "wire": {"bfloat16": strategy.wire_options.dtype is not None, "ahead": strategy.wire_options.ahead},
         }  # fmt: skip
         try:
-            strategy.servers.call_all(
-                {"method": "statistics"}
-            )  # the servers must know the session before a worker asks
+            # The servers must know the session before a worker asks.
+            strategy.servers.call_all({"method": "statistics"})
         except BaseException:
             strategy.coordinator = None
             raise
@@ -266,19 +265,21 @@ class ClusterCoordinator:
                 self._resources[resource.number] = parts
 
     def _function_number(self, fn: Callable[..., Any]) -> int:
+        told = self._strategy.remote_store.retold  # parameters were frozen or added: the workers are to learn of it
         try:
-            known = self._by_function.get(fn)
+            number, pickled_at = self._by_function.get(fn, (0, -1))
         except TypeError:
-            known = None
-        if known is not None:
-            return known
+            pickled_at = -1
+        if pickled_at == told:
+            return number
         with self._lock:
             parts = [bytes(p) for p in pickling.dumps(fn, self._outgoing)]
+            told = self._strategy.remote_store.retold
             digest = hashlib.sha256(b"".join(parts)).digest()
-            number = self._by_content.setdefault(digest, len(self._by_content) + 1)
+            number = self._by_content.setdefault((told, digest), len(self._by_content) + 1)
             self._functions.setdefault(number, parts)
             with contextlib.suppress(TypeError):  # what cannot be referred to weakly is pickled each time
-                self._by_function[fn] = number
+                self._by_function[fn] = number, told
         return number
 
     # ---- life -------------------------------------------------------------------------------------------------

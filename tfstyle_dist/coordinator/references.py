@@ -94,11 +94,8 @@ class Outgoing:
         return "tensor", self.strategy.remote_store.description(value)
 
     def _optimizer(self, value: Any) -> Any:
-        if isinstance(value, torch.optim.Optimizer):
-            parameters = [p for group in value.param_groups for p in group["params"]]
-            if not any(isinstance(find_record(p), RemoteRecord) for p in parameters):
-                return None
-        elif not hasattr(type(value), "without_slots") or hasattr(value, "torch_optimizer"):
+        styled = hasattr(type(value), "without_slots") and not hasattr(value, "torch_optimizer")
+        if not styled and not isinstance(value, torch.optim.Optimizer):
             return None
         number = self.strategy.optimizer_number(value)
         return "optimizer", number, [bytes(p) for p in pickling.dumps(optimizer_state(value), self)]

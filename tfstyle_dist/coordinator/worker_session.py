@@ -15,6 +15,7 @@ from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import OutOfRangeError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.parameter_server.addresses import as_addresses
+from tfstyle_dist.parameter_server.client.module_buffers import Place, places_of, push_buffers, take_over
 from tfstyle_dist.parameter_server.client.outdated import check_unwritten
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
@@ -22,18 +23,20 @@ from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.protocol.work import Work
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.push_runner import check_unchanged
 
 
 class Function:
     """A registered function; unpickled when it first runs."""
 
-    __slots__ = ("call", "fixed", "parts", "reads", "runs")
+    __slots__ = ("buffers", "call", "fixed", "parts", "reads", "runs")
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts: Sequence[Any] | None = parts
         self.call: Any = None
         self.fixed: list[RemoteRecord] = []  # module parameters and buffers it can reach
         self.reads: list[RemoteRecord] = []  # what its last run read
+        self.buffers: list[Place] = []
         self.runs = 0
 
 
@@ -123,11 +126,14 @@ def run_function(
                 incoming = session.incoming()
                 function.call = pickling.loads(function.parts, incoming)
                 function.fixed, function.parts = list(incoming.seen), None
-            args, kwargs, fixed = (), {}, function.fixed
+                function.buffers = places_of(function.call, ())
+            args, kwargs, fixed, buffers = (), {}, function.fixed, function.buffers
             if arguments:
                 incoming = session.incoming()
                 args, kwargs = pickling.loads(arguments, incoming)
                 fixed = [*fixed, *incoming.seen]
+                if any(record.kind == "buffer" for record in incoming.seen):
+                    buffers = [*buffers, *places_of(None, (*args, *kwargs.values()))]
             function.runs += 1
             servers.watches = function.runs & (function.runs - 1) == 0  # in runs 1, 2, 4, 8 and so on
             if fixed or function.reads:
@@ -144,8 +150,9 @@ def run_function(
             value = nest.map_structure(_exported, value)
             check_unwritten(fixed)
             if servers.watches:
-                strategy.check_settings()
-            strategy.remote_store.push_buffers(fixed)
+                check_unchanged(strategy.sent_hyperparameters)
+            take_over(buffers)
+            push_buffers(servers, fixed)
             function.reads = list(servers.reads)
         except BaseException:
             _settle(servers)

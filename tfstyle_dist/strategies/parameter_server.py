@@ -27,7 +27,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, check_same, hyperparameters
+from tfstyle_dist.strategies.push_runner import PushRunner, check_parameters, hyperparameters
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
@@ -132,7 +132,8 @@ class ParameterServerStrategy(Strategy):
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known_optimizers: dict[int, Any] = {}
-        self._sent_hyperparameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.sent_hyperparameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._told_parameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self.coordinator: Any = None
         self.update_runner = PushRunner(self)
@@ -222,7 +223,10 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             RuntimeError: on a worker, for an optimizer that was made there.
+            TypeError, ValueError: its parameters are not on the servers, or are others than they were told.
         """
+        if self._resolver is not None:
+            check_parameters(optimizer, self._told_parameters)
         number = self._optimizers.get(optimizer)
         if number is None and self._resolver is None:
             raise RuntimeError(
@@ -235,7 +239,7 @@ class ParameterServerStrategy(Strategy):
             parts = pickling.dumps(optimizer_state(optimizer), self._shards_reference)
             self.servers.call_all({"method": "optimizer", "number": number}, parts)
             self._optimizers[optimizer] = number
-            self._sent_hyperparameters[optimizer] = hyperparameters(optimizer)
+            self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
             if isinstance(optimizer, torch.optim.Optimizer):
                 # The workers step it: a scheduler here must not think that nobody has.
                 optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -251,13 +255,8 @@ class ParameterServerStrategy(Strategy):
             optimizer = make()
             self._known_optimizers[number] = optimizer
             self._optimizers[optimizer] = number
-            self._sent_hyperparameters[optimizer] = hyperparameters(optimizer)
+            self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
         return self._known_optimizers[number]
-
-    def check_settings(self) -> None:
-        """On a worker: refuses what a function has changed in the settings of its optimizers."""
-        for optimizer in self._known_optimizers.values():
-            check_same(optimizer, self._sent_hyperparameters[optimizer])
 
     def _shards_reference(self, value: Any) -> Any:
         record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
@@ -267,11 +266,12 @@ class ParameterServerStrategy(Strategy):
 
     def send_hyperparameters(self) -> None:
         """Lets the servers know of changed learning rates and the like (from schedulers on the coordinator)."""
-        for optimizer, number in list(self._optimizers.items()):
+        for optimizer in list(self._optimizers):
             now = hyperparameters(optimizer)
-            if now is not None and now != self._sent_hyperparameters.get(optimizer):
+            if now is not None and now != self.sent_hyperparameters.get(optimizer):
+                number = self.optimizer_number(optimizer)
                 self.servers.call_all({"method": "hyperparameters", "number": number, "groups": now})
-                self._sent_hyperparameters[optimizer] = now
+                self.sent_hyperparameters[optimizer] = now
 
     def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:
         """Sends gradients to the servers, where ``optimizer`` makes one step with them.

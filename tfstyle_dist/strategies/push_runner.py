@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables import Record
+from tfstyle_dist.variables.known_tensors import find_record
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -30,26 +32,59 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_same(optimizer: Any, before: Sequence[Mapping[str, Any]] | None) -> None:
-    """Compares the settings of a ``torch.optim`` optimizer with earlier ones.
+def check_unchanged(sent: Mapping[Any, Sequence[Mapping[str, Any]] | None]) -> None:
+    """Compares the settings of the optimizers of a worker with those with which they came.
 
     Args:
-        optimizer: any, on a worker.
-        before: what ``hyperparameters`` gave when it came there.
+        sent: by optimizer, what ``hyperparameters`` gave then.
 
     Raises:
-        RuntimeError: they differ; the servers, which make its steps, would not learn of that.
+        RuntimeError: a function has changed some; the servers, which make the steps, would not learn of that.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or (now := hyperparameters(optimizer)) == before:
+    for optimizer, before in list(sent.items()):
+        if not isinstance(optimizer, torch.optim.Optimizer) or (now := hyperparameters(optimizer)) == before:
+            continue
+        pairs = zip(before or (), now or (), strict=False)
+        changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
+        what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
+        raise RuntimeError(
+            f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its "
+            "steps, and they learn of settings from the coordinator's program alone. Change them there, between two "
+            "calls of schedule(), and make and step learning rate schedulers there too."
+        )
+
+
+def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
+    """Compares the parameters of a ``torch.optim`` optimizer with those of which the servers were told.
+
+    Args:
+        optimizer: any, in the coordinator's program.
+        told: these parameters by optimizer; a new optimizer is added.
+
+    Raises:
+        TypeError: some are not on the servers.
+        ValueError: they are others now.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    pairs = zip(before or (), now or (), strict=False)
-    changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
-    what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
-    raise RuntimeError(
-        f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its steps, "
-        "and they learn of settings from the coordinator's program alone. Change them there, between two calls of "
-        "schedule(), and make and step learning rate schedulers there too."
-    )
+    keys: list[list[int]] = []
+    for group in optimizer.param_groups:
+        keys.append([])
+        for parameter in group["params"]:
+            record = find_record(parameter)
+            if not isinstance(record, RemoteRecord):
+                raise TypeError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not on the "
+                    "parameter servers: each worker would train a copy of its own, and nobody would see it. Build the "
+                    "module in strategy.scope(), and then the optimizer."
+                )
+            keys[-1].append(record.key)
+    if told.setdefault(optimizer, keys) != keys:
+        raise ValueError(
+            f"The parameters of {type(optimizer).__name__} have changed since the parameter servers were told of them: "
+            "add_param_group() was called, or others have taken their places. Make a new optimizer of the parameters "
+            "that there are now, and schedule a function that uses it."
+        )
 
 
 class PushRunner(UpdateRunner):

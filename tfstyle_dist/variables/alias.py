@@ -55,13 +55,14 @@ class Alias(torch.Tensor):
         """Pickles as a plain tensor."""
         return self._tfstyle_plain().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
         return repr(self._tfstyle_plain())
 
     def _tfstyle_plain(self) -> torch.Tensor:
         self._tfstyle_of.refresh_alias(self._tfstyle_base)
         with raw():
-            return torch_internals.make_subclass(torch.Tensor, self, False)
+            plain: torch.Tensor = torch_internals.make_subclass(torch.Tensor, self, False)
+        return plain
 
 
 def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:

@@ -140,6 +140,11 @@ class Record:
                 if component.data_ptr() != first.data_ptr():
                     component.copy_(first, non_blocking=True)
 
+    def set_trainable(self, trainable: bool) -> None:
+        """``requires_grad_`` of every copy."""
+        for component in self.components:
+            component.requires_grad_(trainable)
+
     def refresh_alias(self, base: torch.Tensor) -> None:
         """Before a tensor in the memory of a copy is used: the copy is to be as new as the variable."""
 

@@ -195,8 +195,7 @@ def _set_requires_grad(tensor: Any, value: bool) -> None:
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
     with raw():
         tensor.requires_grad = requires_grad
-    for component in tensor._tfstyle_record.components:
-        component.requires_grad_(requires_grad)
+    tensor._tfstyle_record.set_trainable(requires_grad)
     return tensor
 
 

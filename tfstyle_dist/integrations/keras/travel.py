@@ -111,6 +111,7 @@ def write_on_servers(variable: Any, value: torch.Tensor) -> bool:
         else:
             store.servers.write(record, Op.ADD, value.to(local.dtype) - local.detach())
         local.copy_(value)
+    record.settle(record.baseline is not None)
     return True
 
 

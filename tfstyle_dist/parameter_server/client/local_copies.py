@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
-from tfstyle_dist.parameter_server.client.outdated import OutdatedParameter, has_changed
+from tfstyle_dist.parameter_server.client.outdated import has_changed, make_current
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, parts_by_shard
 
 
@@ -103,15 +102,8 @@ class Pull:
         if self._steps is not None:
             record.stamp = self._steps
         record.written = False
-        local = record.components[0]
-        if record.kind == "buffer" or (record.fixed and (self._watch or record.put_back)):
-            record.baseline = local.detach().clone()
-        else:
-            record.baseline = None
-        if record.fixed:
-            record.pulled_as = torch_internals.version_of(local)
-            if type(local) is OutdatedParameter:
-                local.__class__ = torch.nn.Parameter
+        record.settle(record.kind == "buffer" or (record.fixed and (self._watch or record.put_back)))
+        make_current(record.components[0])
 
 
 def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

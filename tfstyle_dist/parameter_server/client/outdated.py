@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables.record import raw
@@ -43,8 +43,11 @@ class OutdatedParameter(torch.nn.Parameter):
     ) -> Any:
         """Every torch operation with such a parameter comes through here."""
         if func in _WITHOUT_VALUE:
-            return super().__torch_function__(func, types, args, kwargs or {})
+            with raw():
+                return func(*args, **(kwargs or {}))
         _pull_all()
+        for leaf in nest.leaves((args, kwargs)):
+            make_current(leaf)  # copy.deepcopy makes a copy of the same class
         return func(*args, **(kwargs or {}))
 
 
@@ -70,6 +73,12 @@ def mark(records: Iterable[RemoteRecord], servers: _Pulling) -> list[RemoteRecor
     if marked:
         _with_outdated.add(servers)
     return marked
+
+
+def make_current(local: Any) -> None:
+    """A copy has been pulled: it is a plain parameter again."""
+    if type(local) is OutdatedParameter:
+        local.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
 
 def has_changed(record: RemoteRecord) -> bool:

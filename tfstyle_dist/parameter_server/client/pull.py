@@ -37,9 +37,9 @@ class Reader:
     Attributes:
         work: the scheduled function under way.
         steps: counts the functions this process has run; ``None`` on the coordinator, where each read is fresh.
-        reads: the records that the function under way has read.
-        watches: whether what a function writes to parameters is looked for by their values.
-        outdated: the parameters of modules that the function under way has updated and not read since.
+        reads: what the function under way has read.
+        watches: whether what the function writes to parameters is looked for by their values.
+        outdated: parameters of modules that the function has updated and not read since.
     """
 
     def __init__(self, links: Sequence[ServerLink], options: WireOptions) -> None:
@@ -47,8 +47,8 @@ class Reader:
         self.work: Work = NO_WORK
         self.steps: int | None = None
         self.reads: dict[RemoteRecord, None] = {}
-        self.watches = False
         self.outdated: dict[RemoteRecord, None] = {}
+        self.watches = False
         self._lock = threading.RLock()
         self._ahead: dict[int, Ahead] = {}
 
@@ -67,7 +67,7 @@ class Reader:
 
     # ---- reading ----------------------------------------------------------------------------------------------
 
-    def refresh(self, records: Iterable[RemoteRecord], read: bool = False) -> None:
+    def refresh(self, records: Sequence[RemoteRecord], read: bool = False) -> None:
         """Pulls those local copies that may be out of date, with one request for each server.
 
         Args:
@@ -75,21 +75,17 @@ class Reader:
             read: they are being read by the function under way: the next run of it pulls them at its start.
         """
         with self._lock:
-            wanted: dict[RemoteRecord, None] = {}
-            for record in records:
-                if self.steps is None or record.stamp != self.steps:
-                    wanted[record] = None
-                if read and self.steps is not None:
-                    self.reads[record] = None
+            if read and self.steps is not None:
+                self.reads.update(dict.fromkeys(records))
+            wanted = list(dict.fromkeys(r for r in records if self.steps is None or r.stamp != self.steps))
             if wanted:
                 with raw():  # what is outdated here must not pull
-                    self._persist(lambda: self._pull(list(wanted)))
+                    self._persist(lambda: self._pull(wanted))
 
     def pull_outdated(self) -> None:
         """Pulls what the function under way has updated: it goes on with what its updates have made."""
-        with self._lock:
-            self.refresh(list(self.outdated))
-            self.outdated.clear()
+        self.refresh(list(self.outdated))
+        self.outdated.clear()
 
     def read(self, record: RemoteRecord) -> None:
         """Makes sure that one tensor's local copy may be used by whoever reads it now."""
@@ -200,11 +196,9 @@ class Reader:
         if found is None or found.step != self.steps:
             return False
         del self._ahead[id(record)]  # after an update of this function's own it is not good enough
-        if len(found.parts) < len(record.shards):
+        changed = any(v != record.versions[index] for index, (v, data) in found.parts.items() if data is None)
+        if changed or len(found.parts) < len(record.shards):
             return False
-        for index, (version, data) in found.parts.items():
-            if data is None and version != record.versions[index]:
-                return False
         for index, (version, data) in found.parts.items():
             if data is not None:
                 pull.target(index, version).view(record.components[0].dtype).copy_(data)

@@ -78,6 +78,22 @@ class RemoteRecord(Record):
             servers: Any = self.store.servers  # type: ignore[attr-defined]
             servers.write(self, Op.ASSIGN, self.components[0].detach())
 
+    def set_trainable(self, trainable: bool) -> None:
+        """``requires_grad_``, of which the workers learn with the next function."""
+        super().set_trainable(trainable)
+        self.store.retold += 1  # type: ignore[attr-defined]
+
+    def settle(self, watched: bool) -> None:
+        """The local copy is what the servers have, or will have when they have taken what was sent.
+
+        Args:
+            watched: keep its value, to find what a function changes in it.
+        """
+        local = self.components[0]
+        self.baseline = local.detach().clone() if watched else None
+        if self.fixed:
+            self.pulled_as = torch_internals.version_of(local)
+
     def refresh_alias(self, base: torch.Tensor) -> None:
         """A local copy that is not the newest any more gets the newest one's values."""
         with raw(), torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from tfstyle_dist.parameter_server.client.remote_variables import (
     ServerVariable,
     ShardedVariable,
 )
-from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.component import VariableComponent
@@ -55,6 +54,7 @@ class RemoteStore(ParameterStore):
         self._next_server = itertools.cycle(range(max(len(servers.links), 1)))
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._uncreated: list[RemoteRecord] = []
+        self.retold = 0  # how often something changed that a worker learns when a function comes to it
         self._known: dict[int, torch.Tensor] = {}
 
     # ---- placing ----------------------------------------------------------------------------------------------
@@ -139,6 +139,8 @@ class RemoteStore(ParameterStore):
         """
         known = self._known.get(description["key"])
         if known is not None:
+            if description["kind"] in ("parameter", "table") and known.requires_grad != description["trainable"]:
+                known.requires_grad_(description["trainable"])
             return known
         plain = description["kind"] in ("parameter", "buffer")
         shape, dtype = description["shape"], description["dtype"]
@@ -259,6 +261,7 @@ class RemoteStore(ParameterStore):
         )  # fmt: skip
         tensor._tfstyle_record = record
         self._uncreated.append(record)
+        self.retold += 1
         self._add(record, module, name)
         return record
 
@@ -274,15 +277,3 @@ class RemoteStore(ParameterStore):
             self._uncreated.clear()
         finally:
             self._equalizing = False
-
-    def push_buffers(self, records: Iterator[RemoteRecord] | Sequence[RemoteRecord]) -> None:
-        """Adds what the function changed in its local copies of buffers to the servers' values."""
-        for record in records:
-            local, baseline = record.components[0], record.baseline
-            # BatchNorm changes its statistics without counting a version, so the values are compared.
-            if record.kind != "buffer" or baseline is None or torch.equal(local, baseline):
-                continue
-            if local.dtype is torch.bool:
-                self.servers.write(record, Op.ASSIGN, local)
-            else:
-                self.servers.write(record, Op.ADD, local.detach() - baseline)

@@ -1,0 +1,377 @@
+"""Functions that do more than one update, and what they write to where an update does not go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+import tfstyle_dist as tfd
+
+pytestmark = pytest.mark.timeout(90)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+LARGE = 40_000
+"""More elements than a server copies for a worker of its host: the worker uses the server's own memory."""
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, 4), nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x))
+        self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(0)
+        return self.last(torch.tanh(hidden) + self.mean)
+
+
+def batch(number: int, width: int = 3) -> torch.Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(number))
+
+
+def train(model: nn.Module, optimizer: Any, first: int, count: int, width: int = 3) -> list[float]:
+    losses = []
+    for number in range(first, first + count):
+        optimizer.zero_grad()
+        loss = model(batch(number, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def build(width: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(width)
+
+
+@pytest.mark.parametrize("width", [3, LARGE])
+def test_several_steps_in_a_function_are_those_of_one_device(cluster: Any, width: int) -> None:
+    c = cluster(workers=1, ps=2)
+    with c.strategy.scope():
+        model = build(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    alone = build(width)
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+
+    def steps(first: int) -> list[float]:
+        return train(model, optimizer, first, 3, width)
+
+    for first in (0, 3):
+        losses = c.coordinator.schedule(steps, args=(first,)).fetch()
+        expected = train(alone, alone_optimizer, first, 3, width)
+        assert losses == pytest.approx(expected, rel=1e-5)
+    for (name, ours), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_a_function_does_after_a_step_sees_the_new_values(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step() -> list[Any]:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        kind, gradient = type(model.weight).__name__, model.weight.grad.tolist()
+        seen = model.weight.detach().clone(), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        return [kind, gradient, *(value.tolist() for value in seen), type(model.weight).__name__]
+
+    assert c.coordinator.schedule(step).fetch() == [
+        "OutdatedParameter", [[1.0, 1.0]], [[0.5, 0.5]], [0.5, 0.5], "Parameter"
+    ]  # fmt: skip
+
+
+def test_two_models_that_learn_from_each_other_in_one_function(cluster: Any) -> None:
+    def build_both() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def both_learn(makes: nn.Module, judges: nn.Module, made: Any, judged: Any) -> None:
+        for number in range(2):
+            noise = batch(number, 2)
+            judged.zero_grad()
+            (judges(makes(noise).detach()).square().mean() - judges(noise.new_ones(8, 3)).mean()).backward()
+            judged.step()
+            made.zero_grad()
+            judges(makes(noise)).mean().backward()
+            made.step()
+
+    def optimizers_of(models: tuple[nn.Module, nn.Module]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(model.parameters(), lr=0.05) for model in models]
+
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        models = build_both()
+    optimizers, alone = optimizers_of(models), build_both()
+    c.coordinator.schedule(lambda: both_learn(*models, *optimizers))
+    c.coordinator.join(timeout=30)
+    both_learn(*alone, *optimizers_of(alone))
+    for ours, theirs in zip(models, alone, strict=True):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _by_hand(model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.weight -= 0.1
+
+
+def _clamp(model: nn.Module, optimizer: Any) -> None:
+    model.weight.data.clamp_(-0.001, 0.001)
+
+
+def _assign(model: nn.Module, optimizer: Any) -> None:
+    model.weight.data = model.weight.data * 2
+
+
+def _load(model: nn.Module, optimizer: Any) -> None:
+    model.load_state_dict({"weight": torch.zeros(1, LARGE)})
+
+
+def _before_the_step(model: nn.Module, optimizer: Any) -> None:
+    _clamp(model, optimizer)
+    model(torch.ones(1, LARGE)).sum().backward()
+    optimizer.step()
+    model(torch.ones(1, LARGE))
+
+
+@pytest.mark.parametrize("change", [_by_hand, _clamp, _assign, _load, _before_the_step])
+def test_what_would_be_lost_is_refused(cluster: Any, change: Callable[[Any, Any], None]) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(LARGE, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = model.weight.detach().clone()
+    c.coordinator.schedule(lambda: change(model, optimizer))
+    with pytest.raises(RuntimeError, match="wrote to the parameter 'weight', which lives on parameter servers"):
+        c.coordinator.join(timeout=30)
+    assert torch.equal(c.coordinator.schedule(lambda: model.weight.detach().clone()).get(), before)
+    assert torch.equal(model.weight.detach(), before)
+
+
+def test_a_first_write_in_a_later_run_is_refused_too(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def step(number: int) -> None:
+        if number == 6:  # a run in which no values are compared
+            nn.init.zeros_(model.weight)
+
+    for number in range(6):
+        c.coordinator.schedule(step, args=(number,))
+    c.coordinator.join(timeout=30)
+    c.coordinator.schedule(step, args=(6,))
+    with pytest.raises(RuntimeError, match="wrote to the parameter 'weight'"):
+        c.coordinator.join(timeout=30)
+
+
+def test_a_function_may_put_back_what_it_changed(cluster: Any) -> None:
+    """Sharpness-aware minimization, and an evaluation with other weights."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        moves = [0.05 * p.grad / p.grad.norm() for p in model.parameters()]
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+
+    for number in range(7):
+        c.coordinator.schedule(step, args=(number,))
+    c.coordinator.join(timeout=30)
+
+
+def test_settings_of_optimizers_are_the_coordinators(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    c.coordinator.schedule(step)
+    with pytest.raises(RuntimeError, match=r"changed settings of SGD: 'lr' from 0\.1 to 0\.01"):
+        c.coordinator.join(timeout=30)
+
+
+def test_parameters_of_optimizers_are_those_that_the_servers_know(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.step()
+
+    c.coordinator.schedule(step)
+    c.coordinator.join(timeout=30)
+    with c.strategy.scope():
+        more = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": list(more.parameters())})
+    with pytest.raises(ValueError, match="have changed since the parameter servers were told"):
+        c.coordinator.schedule(step)
+    elsewhere = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"shape \(1, 2\) that is not on the parameter servers"):
+        c.coordinator.schedule(lambda: elsewhere.step())
+
+
+def test_what_is_frozen_stays_as_it_is(cluster: Any) -> None:
+    c = cluster(workers=2, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> bool:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model.weight.requires_grad
+
+    def moves(trains: bool) -> bool:
+        model.weight.requires_grad_(trains)
+        before = model.weight.detach().clone()
+        done = [c.coordinator.schedule(step, worker=worker) for worker in (0, 1)]
+        assert c.coordinator.fetch(done) == [trains, trains]
+        return not torch.equal(before, model.weight.detach())
+
+    c.await_workers()
+    assert [moves(trains) for trains in (True, False, True, False)] == [True, False, True, False]
+
+
+def test_a_buffer_that_becomes_something_else_is_refused(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = Net()
+
+    def grow() -> None:
+        model.mean = torch.zeros(5)
+
+    c.coordinator.schedule(grow)
+    with pytest.raises(RuntimeError, match=r"shape \(5,\) of the buffer 'mean' of Net"):
+        c.coordinator.join(timeout=30)
+
+
+def test_a_model_among_the_arguments(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = build()
+    alone = build()
+
+    def forward(given: nn.Module) -> None:
+        given(batch(0))
+
+    for _ in range(2):
+        c.coordinator.schedule(forward, args=(model,))
+        c.coordinator.join(timeout=30)
+        alone(batch(0))
+    torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()))
+
+
+WRITES: dict[str, Callable[[Any, nn.Module], Any]] = {
+    "data": lambda w, m: w.data.mul_(2),
+    "data=": lambda w, m: setattr(w, "data", w.data * 2),
+    "part of data": lambda w, m: w.data[0].mul_(2),
+    "index of data": lambda w, m: w.data.__setitem__(0, 5.0),
+    "view": lambda w, m: w.view(-1)[1:].mul_(2),
+    "split": lambda w, m: w.split(1)[1].mul_(2),
+    "detach": lambda w, m: w.detach().mul_(2),
+    "set_": lambda w, m: w.set_(w.detach() * 2),
+    "state_dict": lambda w, m: m.state_dict()["weight"].mul_(2),
+    "constant_": lambda w, m: nn.init.constant_(w, 3.0),
+    "normal_": lambda w, m: nn.init.normal_(w),
+    "apply": lambda w, m: m.apply(lambda module: module.weight.data.normal_(0.0, 0.02)),
+    "out": lambda w, m: torch.mul(w, 2, out=w),
+    "vector": lambda w, m: nn.utils.vector_to_parameters(torch.arange(6.0), [w]),
+    "later": lambda w, m: [view := w.data[0], w.mul_(2), view.mul_(2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_in_the_coordinators_program_reach_the_servers(cluster: Any, name: str) -> None:
+    c = cluster(workers=1, ps=1)
+    torch.manual_seed(0)
+    with c.strategy.scope():
+        model, other = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    c.coordinator.schedule(lambda: model.weight.detach()).fetch()
+    alone = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        alone.weight.copy_(model.weight)
+        for net in (model, alone):
+            torch.manual_seed(1)
+            WRITES[name](net.weight, net)
+    servers = c.coordinator.schedule(lambda: model.weight.detach().clone()).get()
+    torch.testing.assert_close(servers, alone.weight.detach())
+    torch.testing.assert_close(model.weight.detach(), alone.weight.detach())
+    a, b = model.weight.detach().clone(), other.weight.detach().clone()
+    model.weight.data, other.weight.data = other.weight.data, model.weight.data
+    assert torch.equal(model.weight, b)
+    assert torch.equal(other.weight, a)
+
+
+def test_arrays_of_what_is_on_servers_are_read_only(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="read-only"):
+        model.weight.detach().numpy().fill(1.0)
+
+
+def test_a_transformer_begins_with_its_own_values(cluster: Any) -> None:
+    """Its biases are made first and filled last, by ``torch.nn.init.constant_``, when others are on the servers."""
+
+    def build_one() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(4, 2, 8, 0.0)
+
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = build_one()
+        nn.init.uniform_(model.norm1.weight)
+        nn.init.constant_(model.norm1.bias, 7.0)
+    found = c.coordinator.schedule(lambda: [p.detach().clone() for p in model.parameters()]).get()
+    expected = dict(build_one().named_parameters()) | {"norm1.bias": torch.full((4,), 7.0)}
+    for (name, theirs), ours in zip(expected.items(), found, strict=True):
+        if name != "norm1.weight":
+            torch.testing.assert_close(ours, theirs.detach(), msg=name)
+
+
+def test_variables_of_several_replicas_are_written_through_what_shares_their_memory() -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        for name, write in WRITES.items():
+            if name in ("state_dict", "apply"):
+                continue
+            with strategy.scope():
+                variable = tfd.Variable(torch.arange(6.0).reshape(2, 3))
+            alone = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+            with torch.no_grad():
+                for tensor in (variable, alone):
+                    torch.manual_seed(1)
+                    write(tensor, nn.Identity())
+            for copy in strategy.experimental_local_results(variable):
+                torch.testing.assert_close(copy.detach(), alone.detach(), msg=name)

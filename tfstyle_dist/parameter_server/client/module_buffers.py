@@ -1,0 +1,90 @@
+"""Buffers of modules in a function of a worker: what the function changes in them is added on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.protocol.operations import Op
+from tfstyle_dist.variables.discovery import Discovery
+from tfstyle_dist.variables.known_tensors import find_record
+
+Place = tuple[torch.nn.Module, str, RemoteRecord]
+"""A module, and the name of its buffer that a record is of."""
+
+
+class _Writing(Protocol):
+    def write(self, record: RemoteRecord, op: Op, value: torch.Tensor) -> None:
+        """Assigns to a tensor on the servers, or adds to it."""
+
+
+def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
+    """Where the modules that a function uses hold buffers that are on the servers.
+
+    Args:
+        function: what was scheduled.
+        arguments: its arguments.
+    """
+    modules: dict[torch.nn.Module, None] = {}
+
+    def take(value: Any) -> bool:
+        if isinstance(value, torch.nn.Module):
+            modules.update(dict.fromkeys(value.modules()))
+            return True
+        return False
+
+    Discovery(take).look(function, arguments)
+    found = []
+    for module in modules:
+        for name, buffer in torch_internals.buffers_of(module).items():
+            record = find_record(buffer)
+            if isinstance(record, RemoteRecord):
+                found.append((module, name, record))
+    return found
+
+
+def take_over(places: Sequence[Place]) -> None:
+    """``self.mean = 0.9 * self.mean + ...`` puts a new tensor in a buffer's place: the buffer gets its values.
+
+    Args:
+        places: of buffers, before the function ran.
+
+    Raises:
+        RuntimeError: a buffer is gone, or has another shape or type.
+    """
+    for module, name, record in places:
+        held, local = torch_internals.buffers_of(module), record.components[0]
+        now = held.get(name)
+        if now is local:
+            continue
+        if now is None or now.shape != local.shape or now.dtype != local.dtype:
+            what = "nothing" if now is None else f"a {now.dtype} of shape {tuple(now.shape)}"
+            raise RuntimeError(
+                f"A scheduled function made {what} of the buffer {name!r} of {type(module).__name__}, which is a "
+                f"{local.dtype} of shape {tuple(local.shape)} on the parameter servers. Change its values only."
+            )
+        with torch.no_grad():
+            local.copy_(now)
+        held[name] = local
+
+
+def push_buffers(servers: _Writing, records: Iterable[RemoteRecord]) -> None:
+    """Adds what a function changed in its local copies of buffers to the servers' values.
+
+    Args:
+        servers: that hold them.
+        records: of all that the function could reach.
+    """
+    for record in records:
+        local, baseline = record.components[0], record.baseline
+        # BatchNorm changes its statistics without counting a version, so the values are compared.
+        if record.kind != "buffer" or baseline is None or torch.equal(local, baseline):
+            continue
+        if local.dtype is torch.bool:
+            servers.write(record, Op.ASSIGN, local)
+        else:
+            servers.write(record, Op.ADD, local.detach() - baseline)
