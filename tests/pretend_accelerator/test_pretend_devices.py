@@ -81,6 +81,15 @@ def test_more_suites(layout: str) -> None:
 
 
 @pytest.mark.slow
+def test_random_programs() -> None:
+    """Programs that nobody has written, on replicas."""
+    few = {"TFSTYLE_RANDOM_PROGRAMS": "20", on_devices.VARIABLE: LAYOUTS["two devices"]}
+    run_pytest(
+        ["-k", "test_programs and not central and not ranks", "tests/random_programs/test_random_programs.py"], few
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "names"), [("two devices", ("parity", "loops", "metrics")), ("one device", ("parity",))]
 )

@@ -92,17 +92,18 @@ class _ByHand:
         return mean
 
 
-def run_by_hand(plan: Plan, always: bool = False) -> list[list[Snapshot] | None]:
+def run_by_hand(plan: Plan, always: bool = False, replicas: int = REPLICAS) -> list[list[Snapshot] | None]:
     """Runs a program.
 
     Args:
         plan: of it.
         always: look at it after each operation, whatever the plan says.
+        replicas: how many copies there are.
 
     Returns:
         For each operation the values of the copies, or ``None`` where the plan does not look at them.
     """
-    copies = _Copies([plan.build() for _ in range(REPLICAS)])
+    copies = _Copies([plan.build() for _ in range(replicas)])
     found: list[list[Snapshot] | None] = []
     for place, operation in enumerate(plan.operations):
         if isinstance(operation, Step):

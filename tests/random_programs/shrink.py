@@ -50,7 +50,8 @@ class Outcome:
         return (self.kind, self.error) == (other.kind, other.error)
 
 
-def _raised(kind: str, error: Exception) -> Outcome:
+def raised(kind: str, error: Exception) -> Outcome:
+    """The outcome of a program that raised an error."""
     return Outcome(kind, f"{type(error).__name__}: {error}", type(error).__name__)
 
 
@@ -64,11 +65,11 @@ def outcome_of(plan: Plan, central: bool = False) -> Outcome:
     try:
         expected = run_by_hand(plan)
     except Exception as error:
-        return _raised(IMPOSSIBLE, error)
+        return raised(IMPOSSIBLE, error)
     try:
         found = run_in_process(plan, central)
     except Exception as error:
-        return _raised(REFUSED, error)
+        return raised(REFUSED, error)
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):
         for replica, (ours, its) in enumerate(zip(one or (), other or (), strict=True)):
             if (text := first_difference(ours, its)) is not None:

@@ -31,7 +31,6 @@ MOST_IMPOSSIBLE = 0.1
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.cpu_only("the oracle computes on the CPU, and programs make tensors there"),
     pytest.mark.filterwarnings("ignore"),  # of torch, about programs that are odd
 ]
 
@@ -61,6 +60,7 @@ def test_programs(first: int, tally: collections.Counter[str]) -> None:
     assert not failed, f"programs {failed} fail; made small, the first one is\n{_report(plan_of(failed[0]))}"
 
 
+@pytest.mark.cpu_only("devices have a test of their own")
 def test_programs_of_central_storage() -> None:
     kinds: collections.Counter[str] = collections.Counter()
     for seed in range(FIRST, FIRST + ON_ONE_COPY):

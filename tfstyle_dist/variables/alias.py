@@ -28,41 +28,44 @@ class Alias(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch operation comes through here."""
-        if any(not issubclass(kind, Alias | torch.nn.Parameter) for kind in types):
-            return NotImplemented
-        written = written_by(func, args, kwargs or {})
-        targets = [t for t in (written if isinstance(written, list | tuple) else (written,)) if isinstance(t, Alias)]
-        used = [t for t in (*args, *(kwargs or {}).values(), *targets) if isinstance(t, Alias)]
-        for alias in used:
-            alias._tfstyle_of.refresh_alias(alias._tfstyle_base)
-        with raw():
-            result = func(*args, **(kwargs or {}))
-        for alias in targets:
-            alias._tfstyle_of.write_through(alias._tfstyle_base)
+        given = kwargs or {}
+        new_args = [_plain(value) for value in args]
+        new_kwargs = {name: _plain(value) for name, value in given.items()}
+        result = func(*new_args, **new_kwargs)
+        written, stored = written_by(func, args, given), written_by(func, new_args, new_kwargs)
+        for target in written if isinstance(written, list | tuple) else (written,):
+            if isinstance(target, Alias):
+                target._tfstyle_of.write_through(target._tfstyle_base)
+        if result is stored and result is not None:
+            return written
         if func is torch.Tensor.numpy:
             result.flags.writeable = False  # nothing can be noticed of a write to an array
-        if used and result is not written:
-            return aliased(used[0]._tfstyle_of, used[0]._tfstyle_base, result)
-        return result
+        first = args[0] if args else None
+        return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor: a copy belongs to no strategy."""
         if id(self) not in memo:
-            memo[id(self)] = self._tfstyle_plain().clone()
+            memo[id(self)] = _plain(self).clone()
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""
-        return self._tfstyle_plain().__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
-        return repr(self._tfstyle_plain())
+        return repr(_plain(self))
 
-    def _tfstyle_plain(self) -> torch.Tensor:
-        self._tfstyle_of.refresh_alias(self._tfstyle_base)
-        with raw():
-            plain: torch.Tensor = torch_internals.make_subclass(torch.Tensor, self, False)
-        return plain
+
+def _plain(value: Any) -> Any:
+    """An alias, or those in a list or tuple, as plain tensors in the same memory, which is as new as the variable."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if not isinstance(value, Alias):
+        return value
+    value._tfstyle_of.refresh_alias(value._tfstyle_base)
+    with raw():
+        return torch_internals.make_subclass(torch.Tensor, value, False)
 
 
 def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:

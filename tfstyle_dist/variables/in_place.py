@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch.nn import functional
+
 _DUNDERS = frozenset(
     f"__i{name}__"
     for name in (
@@ -24,6 +26,8 @@ _DUNDERS = frozenset(
         "matmul",
     )
 ) | {"__setitem__"}
+_STATISTICS = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
+"""Functions that change their second and third argument if the one of this name, their sixth, says so."""
 _NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
 _mutating: dict[Any, bool] = {}
 
@@ -49,6 +53,9 @@ def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     out = kwargs.get("out")
     if out is not None:
         return out
+    if func in _STATISTICS:
+        trains = args[5] if len(args) > 5 else kwargs.get(_STATISTICS[func])
+        return [*args[1:3], *(kwargs[n] for n in ("running_mean", "running_var") if n in kwargs)] if trains else None
     if _writes(func) or kwargs.get("inplace"):
         return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return None

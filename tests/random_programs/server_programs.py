@@ -1,0 +1,143 @@
+"""Random programs on parameter servers, whose one worker does a step at a time, train what one device trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from objects import Program
+from operations import Plan, Step
+from oracle import run_by_hand
+from shrink import DIFFERS, IMPOSSIBLE, REFUSED, SAME, Outcome, raised
+from snapshot import Snapshot, first_difference
+
+import tfstyle_dist as tfd
+from tfstyle_dist.parameter_server.local_cluster import LocalCluster
+
+REFUSED_IN_FUNCTIONS = {
+    "update_by_hand", "update_data_by_hand", "assign_data_in_step", "clip_weights", "multiply_weights", "load_in_step",
+    "multiply_learning_rate", "step_scheduler_in_step", "step_with_momentum_by_hand", "new_optimizer_in_step",
+    "step_with_closure", "use_helper",
+}  # fmt: skip
+"""What a function of a worker may not do: write to parameters, change settings, make optimizers."""
+OF_ONE_PROCESS = {
+    "step_optimizer", "train", "zero_to_none", "zero_to_zeros", "clip_gradients", "assign_gradients",
+    "freeze_without_gradient", "freeze_or_thaw", "clear_state", "multiply_state", "assign_state",
+    "multiply_state_in_step", "save_in_step", "new_teacher_in_step", "add_teacher_to_list",
+}  # fmt: skip
+"""What a program does where gradients, optimizers' state or other objects are: on a worker, on a server or in the
+coordinator's program, but not in all of them."""
+NEW_OBJECTS = {
+    "add_group",
+    "new_parameter",
+    "copy_model",
+    "normalize_weight",
+    "prune_weight",
+    "new_layer",
+    "add_hook",
+    "remove_hooks",
+}
+"""What a program that has scheduled a function does with a new function only, and new optimizers."""
+
+
+class _Alone:
+    """See ``Exchange``: there is one replica."""
+
+    def backward(self, loss: torch.Tensor, program: Program, **options: Any) -> None:
+        loss.backward(**options)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def for_servers(plan: Plan) -> Plan:
+    """The same without what means something else where there are parameter servers.
+
+    Args:
+        plan: of a program.
+    """
+    names = REFUSED_IN_FUNCTIONS | OF_ONE_PROCESS | NEW_OBJECTS
+    operations = (o for o in plan.without(names).operations if isinstance(o, Step) or o.name not in names)
+    # torch.nn.utils.parametrizations make parameters of parameters, which is refused.
+    model = plan.names["model"].replace("reparametrized", "grouped")
+    return replace(plan, operations=tuple(operations), names={**plan.names, "model": model})
+
+
+def _step_of(program: Program, same_data: bool) -> Callable[[Step], None]:
+    def step(operation: Step) -> None:
+        import generate  # noqa: F401  # on a worker: the operations register themselves
+
+        operation.run(program, _Alone(), 0, same_data)
+
+    return step
+
+
+def _weights(model: Any) -> Snapshot:
+    return {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def run_on_servers(plan: Plan, cluster: LocalCluster) -> Snapshot:
+    """Runs a program.
+
+    Args:
+        plan: of it.
+        cluster: with one worker.
+
+    Returns:
+        The parameters and buffers of its model at the end.
+    """
+    strategy = tfd.ParameterServerStrategy(cluster, max_staleness=0)
+    coordinator = tfd.coordinator.ClusterCoordinator(strategy)
+    try:
+        with strategy.scope():
+            program = plan.build()
+        for operation in plan.operations:
+            if isinstance(operation, Step):
+                coordinator.schedule(_step_of(program, plan.same_data), args=(operation,))
+                coordinator.join(timeout=60)
+            else:
+                with strategy.scope():
+                    operation.between(program)
+        return _weights(program.model)
+    finally:
+        coordinator.close(end_workers=False)
+        strategy.servers.close()
+        strategy.context.close()
+
+
+def outcome_on_servers(plan: Plan, cluster: LocalCluster) -> Outcome:
+    """Runs a program on one device and on servers.
+
+    Args:
+        plan: of it.
+        cluster: with one worker.
+    """
+    try:
+        expected = run_by_hand(plan, replicas=1)[-1]
+    except Exception as error:
+        return raised(IMPOSSIBLE, error)
+    try:
+        found = run_on_servers(plan, cluster)
+    except Exception as error:
+        return raised(REFUSED, error)
+    assert expected is not None
+    difference = first_difference({name: expected[0][name] for name in found}, found)
+    return Outcome(SAME) if difference is None else Outcome(DIFFERS, difference)
+
+
+def start_cluster() -> LocalCluster:
+    """One worker with one thread, which finds the modules of these programs."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before["PYTHONPATH"]]))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        return tfd.Server.local_cluster(workers=1, ps=1)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

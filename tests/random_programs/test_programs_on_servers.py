@@ -1,0 +1,33 @@
+"""Programs that nobody has written, on parameter servers (``server_programs.py``)."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+
+import cloudpickle
+import pytest
+import server_programs
+from generate import FIRST, PROGRAMS, plan_of
+from server_programs import for_servers, outcome_on_servers, start_cluster
+from shrink import SAME, shrunk
+
+ON_SERVERS = PROGRAMS // 2
+cloudpickle.register_pickle_by_value(sys.modules[server_programs.__name__])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.cpu_only("what one device computes is computed on the CPU")
+@pytest.mark.filterwarnings("ignore")  # of torch, about programs that are odd
+def test_programs_on_servers() -> None:
+    kinds: collections.Counter[str] = collections.Counter()
+    with start_cluster() as cluster:
+        for seed in range(2 * FIRST, 2 * (FIRST + ON_SERVERS), 2):
+            plan = for_servers(plan_of(seed))
+            outcome = outcome_on_servers(plan, cluster)
+            if outcome.fails:
+                plan, outcome = shrunk(plan, functools.partial(outcome_on_servers, cluster=cluster))
+                pytest.fail(f"{plan}\n  {outcome.kind}: {outcome.text}")
+            kinds[outcome.kind] += 1
+    assert kinds[SAME] > ON_SERVERS // 2, kinds
