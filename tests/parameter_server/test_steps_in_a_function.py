@@ -15,7 +15,7 @@ import tfstyle_dist as tfd
 
 pytestmark = pytest.mark.timeout(90)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-LARGE = 40_000
+LARGE = 70_000
 """More elements than a server copies for a worker of its host: the worker uses the server's own memory."""
 
 
