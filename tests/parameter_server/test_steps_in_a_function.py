@@ -375,3 +375,39 @@ def test_variables_of_several_replicas_are_written_through_what_shares_their_mem
                     write(tensor, nn.Identity())
             for copy in strategy.experimental_local_results(variable):
                 torch.testing.assert_close(copy.detach(), alone.detach(), msg=name)
+
+
+def test_a_function_that_fails_leaves_nothing_in_parameters(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+
+    def fail() -> None:
+        model.weight.data.mul_(2)
+        raise OSError("no data")
+
+    c.coordinator.schedule(fail)
+    with pytest.raises(OSError, match="no data"):
+        c.coordinator.join(timeout=30)
+    assert torch.equal(c.coordinator.schedule(lambda: model.weight.detach().clone()).get(), before)
+
+
+def test_what_shares_memory_with_a_parameter_follows_it_until_the_end(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1)
+    state = model.state_dict()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    assert state["weight"].tolist() == [[3.0, 3.0]]
+    leaf = model.weight.detach().requires_grad_()
+    (leaf * torch.tensor([1.0, 2.0])).sum().backward()
+    assert leaf.grad.tolist() == [[1.0, 2.0]]
+    late = model.weight.detach()
+    late.requires_grad = True
+    (late * 2).sum().backward()
+    assert late.grad.tolist() == [[2.0, 2.0]]
+    c.strategy.close()
+    assert state["weight"].tolist() == [[3.0, 3.0]]
+    assert repr(state["weight"]) == repr(torch.full((1, 2), 3.0))

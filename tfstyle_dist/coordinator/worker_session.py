@@ -121,6 +121,7 @@ def run_function(
     servers = strategy.servers
     with on_worker(session.index), entered(Frame(strategy)):
         servers.begin(work)
+        fixed: list[RemoteRecord] = []
         try:
             if function.parts is not None:
                 incoming = session.incoming()
@@ -155,6 +156,10 @@ def run_function(
             push_buffers(servers, fixed)
             function.reads = list(servers.reads)
         except BaseException:
+            for record in fixed:
+                record.versions = [0] * len(
+                    record.shards
+                )  # whatever the function wrote there is not the servers' value
             _settle(servers)
             raise
         servers.end()

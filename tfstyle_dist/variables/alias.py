@@ -13,8 +13,8 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
-from tfstyle_dist.variables.in_place import written_by
 from tfstyle_dist.variables.record import Placement, Record, raw
+from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE, written_by
 
 
 class Alias(torch.Tensor):
@@ -29,6 +29,9 @@ class Alias(torch.Tensor):
     ) -> Any:
         """Every torch operation comes through here."""
         given = kwargs or {}
+        if func in WITHOUT_VALUE:
+            with raw():
+                return func(*args, **given)
         new_args = [_plain(value) for value in args]
         new_kwargs = {name: _plain(value) for name, value in given.items()}
         result = func(*new_args, **new_kwargs)
@@ -65,7 +68,7 @@ def _plain(value: Any) -> Any:
         return value
     value._tfstyle_of.refresh_alias(value._tfstyle_base)
     with raw():
-        return torch_internals.make_subclass(torch.Tensor, value, False)
+        return value.as_subclass(torch.Tensor)  # part of the graph, if somebody wants the alias' own gradient
 
 
 def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:

@@ -15,8 +15,8 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.variables.alias import aliased
-from tfstyle_dist.variables.in_place import written_by
 from tfstyle_dist.variables.record import Placement, Record, raw
+from tfstyle_dist.variables.torch_functions import METADATA, written_by
 
 _Tensor = torch.Tensor
 # Descriptors of torch.Tensor: their accessors are the functions that __torch_function__ is called with.
@@ -238,27 +238,6 @@ def _autograd_grad(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> tupl
         )
     return found
 
-
-METADATA = frozenset(
-    [
-        getattr(_Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "ndim",
-            "requires_grad",
-            "is_leaf",
-            "layout",
-            "is_sparse",
-            "is_meta",
-        )
-    ]
-    + [
-        getattr(_Tensor, name)
-        for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
-    ]
-)
-"""Functions that ask for no value: a shape must not aggregate an ON_READ variable over the replicas."""
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _GRAD.__get__: _get_grad,

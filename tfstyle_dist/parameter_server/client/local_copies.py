@@ -41,7 +41,8 @@ class Pull:
         self._local = local
         self._owner: Any = None
         # A leased copy is left to the server, unless rows were picked from it: their gradients refer to it.
-        self._in_place = not self._fresh and (record.leased is None or record.looked_up == steps)
+        own = record.leased is None or record.looked_up == steps
+        self._in_place = not self._fresh and own and local.is_cpu
         if self._fresh and steps is not None and record.looked_up == steps:
             raise RuntimeError(
                 f"A function picks rows of {record.describe()!r} and reads the whole of it too: the gradients of the "
@@ -97,7 +98,7 @@ class Pull:
             if self._fresh:
                 record.components[0] = renewed(record.components[0], self._target)
             else:
-                record.components[0].data = self._target
+                record.components[0].data = self._target.to(self._local.device)  # a function may have moved it
             record.leased = self._owner
         if self._steps is not None:
             record.stamp = self._steps

@@ -12,15 +12,10 @@ from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables.record import raw
-from tfstyle_dist.variables.replicated import METADATA
+from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE
 
 PUT_BACK = 1e-6
 """A function has put a parameter back if it differs by no more than this, relative to its largest element."""
-_Tensor: Any = torch.Tensor
-_WITHOUT_VALUE = METADATA | {
-    _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor.requires_grad.__set__,
-    _Tensor.requires_grad_, _Tensor.device.__get__, _Tensor.is_cuda.__get__, torch_internals.version_of,
-}  # fmt: skip
 
 
 class _Pulling(Protocol):
@@ -42,7 +37,7 @@ class OutdatedParameter(torch.nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch operation with such a parameter comes through here."""
-        if func in _WITHOUT_VALUE:
+        if func in WITHOUT_VALUE:
             with raw():
                 return func(*args, **(kwargs or {}))
         _pull_all()

@@ -95,7 +95,9 @@ class RemoteRecord(Record):
             self.pulled_as = torch_internals.version_of(local)
 
     def refresh_alias(self, base: torch.Tensor) -> None:
-        """A local copy that is not the newest any more gets the newest one's values."""
+        """A local copy that is not the newest any more gets the newest one's values, as long as there are servers."""
+        if self.store.strategy is None or self.store.strategy.closed:
+            return
         with raw(), torch.no_grad():
             if (newest := self.read()) is not base and not torch.equal(newest, base):
                 base.copy_(newest)

@@ -1,12 +1,16 @@
-"""Which functions of torch change an argument in place."""
+"""What functions of torch do with their arguments: change one in place, or ask for no value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.nn import functional
 
+from tfstyle_dist.core import torch_internals
+
+_Tensor: Any = torch.Tensor
 _DUNDERS = frozenset(
     f"__i{name}__"
     for name in (
@@ -59,3 +63,30 @@ def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if _writes(func) or kwargs.get("inplace"):
         return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return None
+
+
+METADATA = frozenset(
+    [
+        getattr(_Tensor, name).__get__
+        for name in (
+            "shape",
+            "dtype",
+            "ndim",
+            "requires_grad",
+            "is_leaf",
+            "layout",
+            "is_sparse",
+            "is_meta",
+        )
+    ]
+    + [
+        getattr(_Tensor, name)
+        for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
+    ]
+)
+"""Functions that ask for no value: a shape must not aggregate an ON_READ variable over the replicas."""
+WITHOUT_VALUE = METADATA | {
+    _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor.requires_grad.__set__,
+    _Tensor.requires_grad_, _Tensor.device.__get__, _Tensor.is_cuda.__get__, torch_internals.version_of,
+}  # fmt: skip
+"""These, and others that are about the object alone, such as its gradient."""
