@@ -13,6 +13,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE, written_by
 
@@ -28,23 +29,7 @@ class Alias(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch operation comes through here."""
-        given = kwargs or {}
-        if func in WITHOUT_VALUE:
-            with raw():
-                return func(*args, **given)
-        new_args = [_plain(value) for value in args]
-        new_kwargs = {name: _plain(value) for name, value in given.items()}
-        result = func(*new_args, **new_kwargs)
-        written, stored = written_by(func, args, given), written_by(func, new_args, new_kwargs)
-        for target in written if isinstance(written, list | tuple) else (written,):
-            if isinstance(target, Alias):
-                target._tfstyle_of.write_through(target._tfstyle_base)
-        if result is stored and result is not None:
-            return written
-        if func is torch.Tensor.numpy:
-            result.flags.writeable = False  # nothing can be noticed of a write to an array
-        first = args[0] if args else None
-        return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
+        return _call(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor: a copy belongs to no strategy."""
@@ -58,6 +43,32 @@ class Alias(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
         return repr(_plain(self))
+
+
+@untraced
+def _call(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of torch, of which some arguments are aliases."""
+    if func in WITHOUT_VALUE:
+        with raw():
+            return func(*args, **kwargs)
+    new_args = [_plain(value) for value in args]
+    new_kwargs = {name: _plain(value) for name, value in kwargs.items()}
+    if func is not torch.Tensor.__format__ and all(issubclass(kind, Alias) for kind in types):
+        new_args, new_kwargs = list(args), kwargs
+        with raw():
+            result = func(*args, **kwargs)
+    else:  # others have a __torch_function__ of their own; and only torch.Tensor itself is formatted as a number
+        result = func(*new_args, **new_kwargs)
+    written, stored = written_by(func, args, kwargs), written_by(func, new_args, new_kwargs)
+    for target in written if isinstance(written, list | tuple) else (written,):
+        if isinstance(target, Alias):
+            target._tfstyle_of.write_through(target._tfstyle_base)
+    if result is stored and result is not None:
+        return written
+    if func is torch.Tensor.numpy:
+        result.flags.writeable = False  # nothing can be noticed of a write to an array
+    first = args[0] if args else None
+    return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
 
 
 def _plain(value: Any) -> Any:
