@@ -411,3 +411,48 @@ def test_what_shares_memory_with_a_parameter_follows_it_until_the_end(cluster: A
     c.strategy.close()
     assert state["weight"].tolist() == [[3.0, 3.0]]
     assert repr(state["weight"]) == repr(torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_writes_to_variables_in_functions(cluster: Any, in_run: bool) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        variable, count = tfd.Variable(torch.ones(2, 2)), tfd.Variable(0, dtype=torch.int64)
+
+    def step() -> None:
+        variable.data.mul_(3)
+        with torch.no_grad():
+            variable[0].add_(1)
+            variable.sub_(torch.tensor([0.0, 1.0]))
+            variable[1] = 7.0
+            variable.add_(variable)
+
+    def both() -> None:
+        c_strategy.run(step) if in_run else step()
+
+    c_strategy = c.strategy
+    c.coordinator.schedule(both)
+    c.coordinator.join(timeout=30)
+    assert variable.detach().tolist() == [[8.0, 6.0], [14.0, 14.0]]
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        count += 0.5
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        variable += 1.0
+    assert variable.detach().tolist() == [[8.0, 6.0], [14.0, 14.0]]
+
+
+def test_sums_of_several_workers_are_all_counted(cluster: Any) -> None:
+    c = cluster(workers=2, ps=1)
+    with c.strategy.scope():
+        count = tfd.Variable(0, dtype=torch.int64)
+
+    def step() -> None:
+        nonlocal count
+        count += 2
+        count.sub_(1)
+
+    c.await_workers()
+    for _ in range(300):
+        c.coordinator.schedule(step)
+    c.coordinator.join(timeout=60)
+    assert int(count) == 300

@@ -99,7 +99,9 @@ def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:
 
 def _has_others(record: Record) -> bool:
     """Whether a write of the calling thread to one copy is to reach others."""
-    if record.placement is not Placement.REMOTE and len(record.components) == 1:
+    if record.placement is Placement.REMOTE:
+        return True
+    if len(record.components) == 1:
         return False
     on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
     return not on_read and record.index() is None and record.updating() is None

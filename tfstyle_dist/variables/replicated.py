@@ -55,6 +55,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
     """After ``func`` wrote into what the targets have stored: in cross-replica context every copy gets it.
 
+    What is on parameter servers gets it in every context.
+
     Of a variable that is read by combining its copies, ``stored`` is what they combine to: it is assigned.
     """
     for tensor, value in zip(targets, stored, strict=True):
@@ -63,7 +65,7 @@ def _spread(targets: Sequence[Any], stored: Sequence[torch.Tensor]) -> None:
             continue
         record.changes += 1
         on_read = record.kind == "variable" and record.synchronization is VariableSynchronization.ON_READ
-        if record.index() is None:
+        if record.index() is None or record.placement is Placement.REMOTE:
             tensor.assign(value) if on_read else record.fan_out()
 
 
@@ -182,7 +184,7 @@ def _without_graph(tensor: Any, get: Callable[[Any], torch.Tensor]) -> torch.Ten
 def _set_data(tensor: Any, value: torch.Tensor) -> None:
     record: Record = tensor._tfstyle_record
     value = value._tfstyle_value() if isinstance(value, Replicated) else value
-    if record.index() is not None and record.updating() is None:
+    if record.index() is not None and record.updating() is None and record.placement is not Placement.REMOTE:
         record.components[record.index() or 0].data = value
         return
     record.set_data(value.detach())

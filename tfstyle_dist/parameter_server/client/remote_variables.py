@@ -21,6 +21,10 @@ from tfstyle_dist.variables.variable import Variable
 _ROW_FUNCTIONS = frozenset(
     {torch.nn.functional.embedding, torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select}
 )
+_SUMS = {
+    torch.Tensor.add_: Op.ADD, torch.Tensor.__iadd__: Op.ADD, torch.Tensor.sub_: Op.SUB, torch.Tensor.__isub__: Op.SUB
+}  # fmt: skip
+"""What the servers do themselves, so that nothing is lost that another worker adds meanwhile."""
 _OPERATIONS = {"assign": Op.ASSIGN, "assign_add": Op.ADD, "assign_sub": Op.SUB}
 
 
@@ -44,7 +48,21 @@ class _OnServers(RowMethods, Replicated):
         picked = row_numbers(func, args, kwargs or {}) if func in _ROW_FUNCTIONS else None
         if picked is not None and isinstance(picked[0], _OnServers) and picked[0]._tfstyle_record.created:
             return lookup(picked[0]._tfstyle_record, picked[1])
+        if func in _SUMS and len(args) == 2 and not kwargs and isinstance(args[0], _OnServers):
+            return args[0]._tfstyle_sum(_SUMS[func], args[1])
         return dispatch(func, args, kwargs)
+
+    def _tfstyle_sum(self, op: Op, value: Any) -> Any:
+        """``v += value`` or ``v -= value``; the local copy is not needed for it."""
+        record, local = self._tfstyle_record, self._tfstyle_record.components[0]
+        value = value._tfstyle_value() if isinstance(value, Replicated) else value
+        has_graph = local.requires_grad and torch.is_grad_enabled()  # torch refuses that of a leaf
+        if has_graph or not record.created or not torch.can_cast(torch.result_type(local, value), local.dtype):
+            return dispatch(torch.Tensor.add_ if op is Op.ADD else torch.Tensor.sub_, (self, value), None)
+        store: Any = record.store
+        delta = torch.as_tensor(value, dtype=local.dtype, device="cpu").detach().expand(local.shape)
+        store.servers.write(record, op, delta)
+        return self
 
     def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> Any:
         """Adds to or subtracts from some rows, atomically on each shard; a row that is named twice gets both."""
