@@ -86,3 +86,26 @@ def test_statistics_in_variables(strategy: tfd.Strategy) -> None:
     torch.nn.init.constant_(variance, 2.0)
     for part in strategy.experimental_local_results(variance):
         assert part.detach().tolist() == [2.0, 2.0, 2.0]
+
+
+class _Holder:
+    """An object of a program."""
+
+    mean: torch.Tensor
+
+
+def test_what_objects_keep_is_each_replicas_own_copy(strategy: tfd.Strategy, variable: tfd.Variable) -> None:
+    holder, module = _Holder(), torch.nn.Identity()
+    holder.mean = variable.detach()
+    module.register_buffer("row", variable.data[1])
+
+    def step() -> list[float]:
+        replica = tfd.get_replica_context().replica_id_in_sync_group
+        holder.mean.add_(1.0 + replica)
+        module.row.mul_(2.0 + replica)
+        return [*variable.detach().flatten().tolist(), *holder.mean[1].tolist(), *module.row.tolist()]
+
+    first, second = strategy.experimental_local_results(strategy.run(step))
+    assert first == [2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0]
+    assert second == [3.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    assert holder.mean.tolist() == [[2.0, 2.0], [4.0, 4.0]]

@@ -34,15 +34,15 @@ class Alias(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor: a copy belongs to no strategy."""
         if id(self) not in memo:
-            memo[id(self)] = _plain(self).clone()
+            memo[id(self)] = _plain(self, []).clone()
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""
-        return _plain(self).__reduce_ex__(protocol)
+        return _plain(self, []).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
-        return repr(_plain(self))
+        return repr(_plain(self, []))
 
 
 @untraced
@@ -51,9 +51,10 @@ def _call(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: d
     if func in WITHOUT_VALUE:
         with raw():
             return func(*args, **kwargs)
-    new_args = [_plain(value) for value in args]
-    new_kwargs = {name: _plain(value) for name, value in kwargs.items()}
-    if func is not torch.Tensor.__format__ and all(issubclass(kind, Alias) for kind in types):
+    at_home: list[bool] = []
+    new_args = [_plain(value, at_home) for value in args]
+    new_kwargs = {name: _plain(value, at_home) for name, value in kwargs.items()}
+    if func is not torch.Tensor.__format__ and all(at_home) and all(issubclass(kind, Alias) for kind in types):
         new_args, new_kwargs = list(args), kwargs
         with raw():
             result = func(*args, **kwargs)
@@ -71,15 +72,26 @@ def _call(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: d
     return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
 
 
-def _plain(value: Any) -> Any:
-    """An alias, or those in a list or tuple, as plain tensors in the same memory, which is as new as the variable."""
+def _plain(value: Any, at_home: list[bool]) -> Any:
+    """An alias, or those in a list or tuple, as plain tensors in the memory that the calling thread means.
+
+    Args:
+        value: any argument.
+        at_home: gets for each alias whether that is its own memory.
+    """
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(_plain(part, at_home) for part in value)
     if not isinstance(value, Alias):
         return value
-    value._tfstyle_of.refresh_alias(value._tfstyle_base)
+    base = value._tfstyle_base
+    home = value._tfstyle_of.home_of_alias(base)
+    at_home.append(home is base)
     with raw():
-        return value.as_subclass(torch.Tensor)  # part of the graph, if somebody wants the alias' own gradient
+        if home is base:
+            return value.as_subclass(torch.Tensor)  # part of the graph, if somebody wants the alias' own gradient
+        made = torch.empty(0, dtype=value.dtype, device=home.device)
+        offset = value.storage_offset() - base.storage_offset() + home.storage_offset()
+        return made.set_(home.untyped_storage(), offset, value.shape, value.stride())
 
 
 def aliased(record: Record, base: torch.Tensor, result: Any) -> Any:

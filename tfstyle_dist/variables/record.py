@@ -145,12 +145,15 @@ class Record:
         for component in self.components:
             component.requires_grad_(trainable)
 
-    def refresh_alias(self, base: torch.Tensor) -> None:
-        """Before a tensor in the memory of a copy is used: the copy is to be as new as the variable."""
+    def home_of_alias(self, base: torch.Tensor) -> torch.Tensor:
+        """The copy in which the calling thread finds what an alias of the copy ``base`` stands for."""
+        index = self.index()
+        return base if index is None else self.components[index]
 
     def write_through(self, base: torch.Tensor) -> None:
-        """After somebody wrote into the memory of a copy, outside of steps."""
-        self.fan_out()
+        """After somebody wrote into the memory of a copy: outside of steps it is the variable's new value."""
+        if self.index() is None:
+            self.fan_out()
 
     def set_data(self, data: torch.Tensor) -> None:
         """``tensor.data = data`` for every copy of a variable, e.g. from ``module.double()``."""

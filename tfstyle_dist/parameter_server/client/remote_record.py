@@ -94,13 +94,13 @@ class RemoteRecord(Record):
         if self.fixed:
             self.pulled_as = torch_internals.version_of(local)
 
-    def refresh_alias(self, base: torch.Tensor) -> None:
-        """A local copy that is not the newest any more gets the newest one's values, as long as there are servers."""
-        if self.store.strategy is None or self.store.strategy.closed:
-            return
-        with raw(), torch.no_grad():
-            if (newest := self.read()) is not base and not torch.equal(newest, base):
-                base.copy_(newest)
+    def home_of_alias(self, base: torch.Tensor) -> torch.Tensor:
+        """The same copy; if it is not the newest, it gets the newest one's values, as long as there are servers."""
+        if self.store.strategy is not None and not self.store.strategy.closed:
+            with raw(), torch.no_grad():
+                if (newest := self.read()) is not base and not torch.equal(newest, base):
+                    base.copy_(newest)
+        return base
 
     def write_through(self, base: torch.Tensor) -> None:
         """Somebody wrote into the memory of a local copy: the servers take it over."""
