@@ -293,90 +293,6 @@ def test_a_model_among_the_arguments(cluster: Any) -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()))
 
 
-WRITES: dict[str, Callable[[Any, nn.Module], Any]] = {
-    "data": lambda w, m: w.data.mul_(2),
-    "data=": lambda w, m: setattr(w, "data", w.data * 2),
-    "part of data": lambda w, m: w.data[0].mul_(2),
-    "index of data": lambda w, m: w.data.__setitem__(0, 5.0),
-    "view": lambda w, m: w.view(-1)[1:].mul_(2),
-    "split": lambda w, m: w.split(1)[1].mul_(2),
-    "detach": lambda w, m: w.detach().mul_(2),
-    "set_": lambda w, m: w.set_(w.detach() * 2),
-    "state_dict": lambda w, m: m.state_dict()["weight"].mul_(2),
-    "constant_": lambda w, m: nn.init.constant_(w, 3.0),
-    "normal_": lambda w, m: nn.init.normal_(w),
-    "apply": lambda w, m: m.apply(lambda module: module.weight.data.normal_(0.0, 0.02)),
-    "out": lambda w, m: torch.mul(w, 2, out=w),
-    "vector": lambda w, m: nn.utils.vector_to_parameters(torch.arange(6.0), [w]),
-    "later": lambda w, m: [view := w.data[0], w.mul_(2), view.mul_(2)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_writes_in_the_coordinators_program_reach_the_servers(cluster: Any, name: str) -> None:
-    c = cluster(workers=1, ps=1)
-    torch.manual_seed(0)
-    with c.strategy.scope():
-        model, other = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-    c.coordinator.schedule(lambda: model.weight.detach()).fetch()
-    alone = nn.Linear(3, 2, bias=False)
-    with torch.no_grad():
-        alone.weight.copy_(model.weight)
-        for net in (model, alone):
-            torch.manual_seed(1)
-            WRITES[name](net.weight, net)
-    servers = c.coordinator.schedule(lambda: model.weight.detach().clone()).get()
-    torch.testing.assert_close(servers, alone.weight.detach())
-    torch.testing.assert_close(model.weight.detach(), alone.weight.detach())
-    a, b = model.weight.detach().clone(), other.weight.detach().clone()
-    model.weight.data, other.weight.data = other.weight.data, model.weight.data
-    assert torch.equal(model.weight, b)
-    assert torch.equal(other.weight, a)
-
-
-def test_arrays_of_what_is_on_servers_are_read_only(cluster: Any) -> None:
-    c = cluster(workers=1, ps=1)
-    with c.strategy.scope():
-        model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="read-only"):
-        model.weight.detach().numpy().fill(1.0)
-
-
-def test_a_transformer_begins_with_its_own_values(cluster: Any) -> None:
-    """Its biases are made first and filled last, by ``torch.nn.init.constant_``, when others are on the servers."""
-
-    def build_one() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.TransformerEncoderLayer(4, 2, 8, 0.0)
-
-    c = cluster(workers=1, ps=1)
-    with c.strategy.scope():
-        model = build_one()
-        nn.init.uniform_(model.norm1.weight)
-        nn.init.constant_(model.norm1.bias, 7.0)
-    found = c.coordinator.schedule(lambda: [p.detach().clone() for p in model.parameters()]).get()
-    expected = dict(build_one().named_parameters()) | {"norm1.bias": torch.full((4,), 7.0)}
-    for (name, theirs), ours in zip(expected.items(), found, strict=True):
-        if name != "norm1.weight":
-            torch.testing.assert_close(ours, theirs.detach(), msg=name)
-
-
-def test_variables_of_several_replicas_are_written_through_what_shares_their_memory() -> None:
-    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        for name, write in WRITES.items():
-            if name in ("state_dict", "apply"):
-                continue
-            with strategy.scope():
-                variable = tfd.Variable(torch.arange(6.0).reshape(2, 3))
-            alone = nn.Parameter(torch.arange(6.0).reshape(2, 3))
-            with torch.no_grad():
-                for tensor in (variable, alone):
-                    torch.manual_seed(1)
-                    write(tensor, nn.Identity())
-            for copy in strategy.experimental_local_results(variable):
-                torch.testing.assert_close(copy.detach(), alone.detach(), msg=name)
-
-
 def test_a_function_that_fails_leaves_nothing_in_parameters(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():
@@ -391,26 +307,6 @@ def test_a_function_that_fails_leaves_nothing_in_parameters(cluster: Any) -> Non
     with pytest.raises(OSError, match="no data"):
         c.coordinator.join(timeout=30)
     assert torch.equal(c.coordinator.schedule(lambda: model.weight.detach().clone()).get(), before)
-
-
-def test_what_shares_memory_with_a_parameter_follows_it_until_the_end(cluster: Any) -> None:
-    c = cluster(workers=1, ps=1)
-    with c.strategy.scope():
-        model = nn.Linear(2, 1)
-    state = model.state_dict()
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    assert state["weight"].tolist() == [[3.0, 3.0]]
-    leaf = model.weight.detach().requires_grad_()
-    (leaf * torch.tensor([1.0, 2.0])).sum().backward()
-    assert leaf.grad.tolist() == [[1.0, 2.0]]
-    late = model.weight.detach()
-    late.requires_grad = True
-    (late * 2).sum().backward()
-    assert late.grad.tolist() == [[2.0, 2.0]]
-    c.strategy.close()
-    assert state["weight"].tolist() == [[3.0, 3.0]]
-    assert repr(state["weight"]) == repr(torch.full((1, 2), 3.0))
 
 
 @pytest.mark.parametrize("in_run", [False, True])

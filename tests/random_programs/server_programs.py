@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,17 +125,3 @@ def outcome_on_servers(plan: Plan, cluster: LocalCluster) -> Outcome:
     assert expected is not None
     difference = first_difference({name: expected[0][name] for name in found}, found)
     return Outcome(SAME) if difference is None else Outcome(DIFFERS, difference)
-
-
-def start_cluster() -> LocalCluster:
-    """One worker with one thread, which finds the modules of these programs."""
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before["PYTHONPATH"]]))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        return tfd.Server.local_cluster(workers=1, ps=1)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

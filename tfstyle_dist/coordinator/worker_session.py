@@ -157,9 +157,7 @@ def run_function(
             function.reads = list(servers.reads)
         except BaseException:
             for record in fixed:
-                record.versions = [0] * len(
-                    record.shards
-                )  # whatever the function wrote there is not the servers' value
+                record.forget()  # the function may have written there
             _settle(servers)
             raise
         servers.end()

@@ -29,42 +29,36 @@ class Alias(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch operation comes through here."""
-        return _call(func, types, args, kwargs or {})
+        return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor: a copy belongs to no strategy."""
         if id(self) not in memo:
-            memo[id(self)] = _plain(self, []).clone()
+            memo[id(self)] = _plain(self).clone()
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""
-        return _plain(self, []).__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
-        return repr(_plain(self, []))
+        return repr(_plain(self))
 
 
 @untraced
-def _call(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of torch, of which some arguments are aliases."""
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of torch with plain tensors in the place of aliases."""
     if func in WITHOUT_VALUE:
         with raw():
             return func(*args, **kwargs)
-    at_home: list[bool] = []
-    new_args = [_plain(value, at_home) for value in args]
-    new_kwargs = {name: _plain(value, at_home) for name, value in kwargs.items()}
-    if func is not torch.Tensor.__format__ and all(at_home) and all(issubclass(kind, Alias) for kind in types):
-        new_args, new_kwargs = list(args), kwargs
-        with raw():
-            result = func(*args, **kwargs)
-    else:  # others have a __torch_function__ of their own; and only torch.Tensor itself is formatted as a number
-        result = func(*new_args, **new_kwargs)
-    written, stored = written_by(func, args, kwargs), written_by(func, new_args, new_kwargs)
+    written = written_by(func, args, kwargs)
+    new_args = [_plain(value, written is not None) for value in args]
+    new_kwargs = {name: _plain(value, written is not None) for name, value in kwargs.items()}
+    result = func(*new_args, **new_kwargs)
     for target in written if isinstance(written, list | tuple) else (written,):
         if isinstance(target, Alias):
             target._tfstyle_of.write_through(target._tfstyle_base)
-    if result is stored and result is not None:
+    if written is not None and result is written_by(func, new_args, new_kwargs):
         return written
     if func is torch.Tensor.numpy:
         result.flags.writeable = False  # nothing can be noticed of a write to an array
@@ -72,23 +66,22 @@ def _call(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: d
     return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
 
 
-def _plain(value: Any, at_home: list[bool]) -> Any:
+def _plain(value: Any, in_graph: bool = False) -> Any:
     """An alias, or those in a list or tuple, as plain tensors in the memory that the calling thread means.
 
     Args:
         value: any argument.
-        at_home: gets for each alias whether that is its own memory.
+        in_graph: what is done to the tensor is part of the alias' graph, as where it is written to.
     """
     if type(value) in (list, tuple):
-        return type(value)(_plain(part, at_home) for part in value)
+        return type(value)(_plain(part, in_graph) for part in value)
     if not isinstance(value, Alias):
         return value
     base = value._tfstyle_base
     home = value._tfstyle_of.home_of_alias(base)
-    at_home.append(home is base)
     with raw():
         if home is base:
-            return value.as_subclass(torch.Tensor)  # part of the graph, if somebody wants the alias' own gradient
+            return value.as_subclass(torch.Tensor) if in_graph or value.requires_grad else value.detach()
         made = torch.empty(0, dtype=value.dtype, device=home.device)
         offset = value.storage_offset() - base.storage_offset() + home.storage_offset()
         return made.set_(home.untyped_storage(), offset, value.shape, value.stride())

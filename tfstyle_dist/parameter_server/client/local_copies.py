@@ -29,11 +29,11 @@ class Ahead:
 class Pull:
     """Puts the shards of one answer into the local copy, or into a new one if the old one may be in use."""
 
-    def __init__(self, record: RemoteRecord, steps: int | None, watch: bool = False) -> None:
+    def __init__(self, record: RemoteRecord, steps: int | None, watch: bool) -> None:
         self._record, self._steps, self._watch = record, steps, watch
         local = record.components[0]
         if has_changed(record):
-            record.versions = [0] * len(record.shards)  # what a function wrote is not the servers' value
+            record.forget()
         same_step = steps is None or record.written
         self._target: torch.Tensor | None = None
         self.versions: dict[int, int] = {}
@@ -127,7 +127,7 @@ def give_back(record: RemoteRecord) -> None:
         return
     owner, record.leased = record.leased, None
     record.components[0] = renewed(local, placeholder(local.shape, local.dtype))
-    record.versions = [0] * len(record.shards)
+    record.forget()
     del local
     owner.sweep()
 

@@ -100,7 +100,6 @@ def check_unwritten(records: Iterable[RemoteRecord]) -> None:
             if baseline is None and not changed:
                 continue
             if baseline is None or not _is_back(record.components[0], baseline):
-                record.versions = [0] * len(record.shards)  # the next function is to get the servers' value
                 raise RuntimeError(_refusal(record))
             record.put_back = record.put_back or changed
 

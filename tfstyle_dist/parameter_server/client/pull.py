@@ -211,7 +211,7 @@ class Reader:
         values = link.values([record.shards[index].number for record, index in entries])
         for record, _ in entries:
             if record.leased is not None and record.leased is not values:
-                record.versions = [0] * len(record.shards)  # the server may use that memory again
+                record.forget()  # the server may use that memory again
         if values is None:
             return entries
         rest = []

@@ -55,7 +55,7 @@ class RemoteRecord(Record):
         super().__init__(*args, **kwargs)
         self.placement = Placement.REMOTE
         self.key, self.shards = key, tuple(shards)
-        self.versions = [0] * len(self.shards)
+        self.forget()
         self.created = self.fixed = False
         self.stamp = -1
         self.written = False  # by this process since it was pulled
@@ -65,6 +65,10 @@ class RemoteRecord(Record):
         self.baseline: torch.Tensor | None = None  # the value when it was pulled, where changes of it are looked for
         self.pulled_as = 0  # torch's version of the local copy when it was pulled
         self.put_back = False  # a function wrote to it and put the old value back
+
+    def forget(self) -> None:
+        """The local copy may be another value than the servers': the next pull brings theirs."""
+        self.versions = [0] * len(self.shards)
 
     def read(self) -> torch.Tensor:
         """The local copy, fresh enough for the calling context."""

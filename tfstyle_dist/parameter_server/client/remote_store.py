@@ -148,7 +148,7 @@ class RemoteStore(ParameterStore):
         tensor: torch.Tensor = self._build(description, empty)
         for record in self._records_of(tensor):
             record.created = True
-            record.versions = [0] * len(record.shards)
+            record.forget()
         self._known[description["key"]] = tensor
         return tensor
 
