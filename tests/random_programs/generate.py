@@ -60,4 +60,4 @@ def plan_of(seed: int) -> Plan:
         operations += _calls(chance, places[BETWEEN_STEPS], [0, 0, 1, 1, 2, 3])
         calls = _step(chance, places)
         operations += [Step(calls, chance.randrange(10**6)) for _ in range(chance.choice([1, 1, 2, 3]))]
-    return Plan(seed, same_data, names, tuple(operations))
+    return Plan(seed, same_data, names, tuple(operations), often=seed % 3 == 0)

@@ -64,8 +64,7 @@ class _Copies:
         for alike in zip(*(dict.fromkeys(program.parameters()) for program in self.programs), strict=True):
             if all(parameter.grad is None for parameter in alike):
                 continue
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
-            mean = (sum(parts[1:], parts[0]) / len(parts)).detach()
+            mean = _mean([torch.zeros_like(p) if p.grad is None else p.grad for p in alike]).detach()
             for parameter in alike:
                 parameter.grad = mean.clone()
 
@@ -87,9 +86,19 @@ class _ByHand:
         values = self._copies.values
         values[self._replica] = value
         self._copies.wait()
-        mean = sum(part for part in values if part is not None) / len(values)
+        mean = _mean([part for part in values if part is not None])
         self._copies.wait()
         return mean
+
+
+def _mean(parts: list[torch.Tensor]) -> torch.Tensor:
+    return _sum(parts) / len(parts)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Adds as two processes of two replicas do: each its own first."""
+    half = (len(parts) + 1) // 2
+    return _sum(parts[:half]) + _sum(parts[half:]) if len(parts) > 1 else parts[0]
 
 
 def run_by_hand(plan: Plan, always: bool = False, replicas: int = REPLICAS) -> list[list[Snapshot] | None]:

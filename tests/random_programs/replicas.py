@@ -72,18 +72,19 @@ class Runner:
         return seen
 
 
-def run_in_process(plan: Plan, central: bool = False) -> list[list[Snapshot] | None]:
-    """Runs a program on two replicas of this process.
+def run_in_process(plan: Plan, central: bool = False, replicas: int = REPLICAS) -> list[list[Snapshot] | None]:
+    """Runs a program on replicas of this process.
 
     Args:
         plan: of it.
-        central: whether there is one copy of the parameters for both.
+        central: whether there is one copy of the parameters for all.
+        replicas: their number.
 
     Returns:
         For each operation the values of the replicas, or ``None`` where the plan does not look at them.
     """
     found: list[list[Snapshot] | None] = []
-    devices = [f"cpu:{replica}" for replica in range(REPLICAS)]
+    devices = [f"cpu:{replica}" for replica in range(replicas)]
     storage = tfd.experimental.CentralStorageStrategy
     with storage(devices, "cpu:0") if central else tfd.MirroredStrategy(devices) as strategy:
         runner = Runner(strategy, plan)
@@ -91,23 +92,24 @@ def run_in_process(plan: Plan, central: bool = False) -> list[list[Snapshot] | N
             runner.do(operation)
             if plan.looks(place):
                 seen = runner.look()
-                found.append([seen[replica] for replica in range(REPLICAS)])
+                found.append([seen[replica] for replica in range(replicas)])
             else:
                 found.append(None)
     return found
 
 
-def run_on_rank(plan: Plan) -> list[Snapshot]:
+def run_on_rank(plan: Plan, devices: list[str]) -> list[Snapshot]:
     """Runs a program on the ranks of a distributed test.
 
     Args:
         plan: of it.
+        devices: of the replicas of each rank.
 
     Returns:
-        For each operation the values of this rank's replica.
+        For each operation the values of this rank's first replica.
     """
     found = []
-    with tfd.MirroredStrategy() as strategy:
+    with tfd.MirroredStrategy(devices) as strategy:
         runner = Runner(strategy, plan)
         for operation in plan.operations:
             runner.do(operation)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from objects import GROUPINGS, MODELS, OPTIMIZERS
 from operations import Plan, Step
-from oracle import run_by_hand
+from oracle import REPLICAS, run_by_hand
 from replicas import run_in_process
 from snapshot import first_difference
 
@@ -55,19 +55,20 @@ def raised(kind: str, error: Exception) -> Outcome:
     return Outcome(kind, f"{type(error).__name__}: {error}", type(error).__name__)
 
 
-def outcome_of(plan: Plan, central: bool = False) -> Outcome:
+def outcome_of(plan: Plan, central: bool = False, replicas: int = REPLICAS) -> Outcome:
     """Runs a program by hand and by the package.
 
     Args:
         plan: of it.
         central: whether the replicas have one copy of the parameters.
+        replicas: their number.
     """
     try:
-        expected = run_by_hand(plan)
+        expected = run_by_hand(plan, replicas=replicas)
     except Exception as error:
         return raised(IMPOSSIBLE, error)
     try:
-        found = run_in_process(plan, central)
+        found = run_in_process(plan, central, replicas)
     except Exception as error:
         return raised(REFUSED, error)
     for place, (one, other) in enumerate(zip(expected, found, strict=True)):

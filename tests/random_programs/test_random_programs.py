@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from generate import BLOCK, FIRST, PROGRAMS, plan_of
 from operations import Call, Plan, Step
-from oracle import REPLICAS, run_by_hand
+from oracle import run_by_hand
 from replicas import run_on_rank
 from shrink import DIFFERS, IMPOSSIBLE, SAME, SIMPLEST, Outcome, outcome_of, shrunk
 from snapshot import first_difference
 
 ON_RANKS = 20
+RANKS = 2
+ON_THREE = PROGRAMS // 3
 ON_ONE_COPY = PROGRAMS // 2
 WRITES_TWICE = {
     "update_by_hand", "update_data_by_hand", "assign_data_in_step", "clip_weights", "multiply_weights", "load_in_step",
@@ -60,15 +63,29 @@ def test_programs(first: int, tally: collections.Counter[str]) -> None:
     assert not failed, f"programs {failed} fail; made small, the first one is\n{_report(plan_of(failed[0]))}"
 
 
-@pytest.mark.cpu_only("devices have a test of their own")
-def test_programs_of_central_storage() -> None:
+def _check(plans: Iterable[Plan], run: Callable[[Plan], Outcome]) -> None:
     kinds: collections.Counter[str] = collections.Counter()
-    for seed in range(FIRST, FIRST + ON_ONE_COPY):
-        plan = plan_of(seed).without(WRITES_TWICE)
-        outcome = outcome_of(plan, central=True)
+    for plan in plans:
+        outcome = run(plan)
         assert not outcome.fails, f"{plan}\n  {outcome.kind}: {outcome.text}"
         kinds[outcome.kind] += 1
-    assert kinds[SAME] > ON_ONE_COPY // 2
+    assert kinds[SAME] > kinds.total() // 2
+
+
+@pytest.mark.cpu_only("devices have a test of their own")
+def test_programs_of_central_storage() -> None:
+    plans = (plan_of(seed).without(WRITES_TWICE) for seed in range(FIRST, FIRST + ON_ONE_COPY))
+    _check(plans, functools.partial(outcome_of, central=True))
+
+
+def test_programs_that_are_looked_at_at_the_end() -> None:
+    plans = map(plan_of, range(FIRST, FIRST + PROGRAMS))
+    _check((dataclasses.replace(plan, often=False) for plan in plans if plan.often), outcome_of)
+
+
+@pytest.mark.cpu_only("the devices are two")
+def test_programs_on_three_replicas() -> None:
+    _check(map(plan_of, range(FIRST, FIRST + ON_THREE)), functools.partial(outcome_of, replicas=3))
 
 
 def _fails_where_it_saves_and_loads(plan: Plan) -> Outcome:
@@ -90,16 +107,17 @@ def test_a_program_is_made_small() -> None:
     assert small.names == SIMPLEST
 
 
-@pytest.mark.distributed(workers=REPLICAS, timeout=200, deadline=30)
-def test_programs_on_ranks(rank: int) -> None:
+@pytest.mark.distributed(workers=RANKS, timeout=200, deadline=30)
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_programs_on_ranks(rank: int, devices: list[str]) -> None:
     for seed in range(FIRST, FIRST + ON_RANKS):
         plan = plan_of(seed)
         try:
-            expected = run_by_hand(plan, always=True)
+            expected = run_by_hand(plan, always=True, replicas=RANKS * len(devices))
         except Exception:
             continue  # counted above
-        found = run_on_rank(plan)
+        found = run_on_rank(plan, devices)
         for place, (copies, its) in enumerate(zip(expected, found, strict=True)):
             assert copies is not None
-            difference = first_difference(copies[rank], its)
+            difference = first_difference(copies[rank * len(devices)], its)
             assert difference is None, f"{plan}\n  rank {rank} after operation {place}: {difference}"

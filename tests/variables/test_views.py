@@ -200,3 +200,30 @@ def test_what_a_kept_view_is_written_to_between_runs_reaches_all_replicas() -> N
             assert torch.equal(second, first)
     finally:
         strategy.close()
+
+
+def _write_and_move(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.fill_(5.0)  # in the memory of which there are views
+    weight.data = torch.full_like(weight, 7.0)
+
+
+def test_a_view_of_memory_that_a_parameter_has_left(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+    model.row, model.rows = model.weight.data[0], {"all": [model.weight.data]}
+    _values(strategy, lambda: None)
+    _write_and_move(model.weight)
+    assert _values(strategy, lambda: model.row.tolist()) == [[5.0, 5.0]] * 2
+    assert all(_values(strategy, lambda: bool((model.rows["all"][0] == 5.0).all())))
+    assert all(_values(strategy, lambda: bool((model.weight == 7.0).all())))
+
+
+def test_a_parameter_in_memory_that_another_has_left(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.weight.data = one.weight.data
+    _values(strategy, lambda: None)
+    _write_and_move(one.weight)
+    assert all(_values(strategy, lambda: bool((other.weight == 5.0).all())))
+    assert all(_values(strategy, lambda: bool((one.weight == 7.0).all())))

@@ -112,7 +112,8 @@ class ReplicaContents:
         if (changed := self._marks.changed(self._things)) is not None:
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
-        self._rows.renew(everything=self._failed, begins=begins)
+        left = self._rows.renew(everything=self._failed, begins=begins)
+        self._spreader.renew_views(left, self._things, self._others)
         self.generators.renew(everything=self._failed)
         self._failed = False
 

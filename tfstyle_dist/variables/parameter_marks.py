@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,23 @@ def is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
     )
 
 
+def left_memory(parameters: Sequence[torch.Tensor], marks: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Where the values of parameters were that have other memory now, and were written to before or after."""
+    return [
+        mark[1]
+        for parameter, mark in zip(parameters, marks, strict=True)
+        if mark[1] is not None and mark[1] != address_of(parameter) and mark[0] != torch_internals.version_of(parameter)
+    ]
+
+
+def has_memory_at(tensor: torch.Tensor, addresses: Sequence[int]) -> bool:
+    """Whether one of the addresses lies in the memory of which a tensor has a part."""
+    if not addresses or tensor.layout is not torch.strided:
+        return False
+    memory = tensor.untyped_storage()
+    return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes() for address in addresses)
+
+
 def hooks_of(tensor: torch.Tensor) -> Hooks:
     """The hooks of a tensor, by kind."""
     first, second = torch_internals.hooks_of(tensor)
@@ -53,6 +71,18 @@ def put_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
     for name, entries in zip(torch_internals.HOOKS, hooks or ((), ()), strict=True):
         if entries or getattr(tensor, name):
             setattr(tensor, name, OrderedDict(entries))
+
+
+def swap_attributes(parameters: Sequence[torch.Tensor], vessels: Sequence[torch.Tensor]) -> None:
+    """Exchanges what torch and programs keep with Python objects: dicts of hooks, and attributes."""
+    for parameter, vessel in zip(parameters, vessels, strict=True):
+        if parameter.__dict__ or vessel.__dict__:
+            parameter.__dict__, vessel.__dict__ = vessel.__dict__, parameter.__dict__
+        for name in torch_internals.HOOKS:
+            mine, its = getattr(parameter, name), getattr(vessel, name)
+            if mine is not None or its is not None:
+                setattr(parameter, name, its)
+                setattr(vessel, name, mine)
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

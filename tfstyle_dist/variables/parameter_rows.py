@@ -15,8 +15,18 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.parameter_marks import address_of, are_alike, hooks_of, is_same, marks_of, put_hooks
+from tfstyle_dist.variables.copies import attribute_of, copied
+from tfstyle_dist.variables.parameter_marks import (
+    address_of,
+    are_alike,
+    has_memory_at,
+    hooks_of,
+    is_same,
+    left_memory,
+    marks_of,
+    put_hooks,
+    swap_attributes,
+)
 from tfstyle_dist.variables.shared_writes import SharedWrites
 from tfstyle_dist.variables.twins import Twins
 
@@ -49,8 +59,7 @@ class ParameterRows:
         self._marks: list[Any] = []
         self._followers: list[list[tuple[int, weakref.ref[torch.Tensor]]]] = []
         self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
-        self._nothing = torch.empty(0)
-        self._writes = SharedWrites()
+        self._nothing, self._writes = torch.empty(0), SharedWrites()
         self.inside: list[torch.Tensor] = []
         self.twins = Twins(self._pairs)
 
@@ -85,7 +94,9 @@ class ParameterRows:
         if value.grad is not None:
             vessel.grad = self._grad(row, value.grad, vessel.device)
         put_hooks(vessel, hooks_of(value))
-        vessel.__dict__.update({name: _own(attribute, vessel.device) for name, attribute in value.__dict__.items()})
+        vessel.__dict__.update(
+            {name: attribute_of(attribute, vessel.device) for name, attribute in value.__dict__.items()}
+        )
         return vessel
 
     def _grad(self, row: int, grad: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -201,36 +212,30 @@ class ParameterRows:
             raise
         plain = [_PLAIN] * len(vessels)
         if list(map(_ATTRIBUTES, self.inside)) != plain or list(map(_ATTRIBUTES, vessels)) != plain:
-            self._swap_attributes(vessels)
+            swap_attributes(self.inside, vessels)
         self._vessels[self.row], self._vessels[row] = vessels, []
         self.row = row
 
-    def _swap_attributes(self, vessels: Sequence[torch.Tensor]) -> None:
-        """What torch and programs keep with the Python object: dicts of hooks, and attributes that were put on it."""
-        for parameter, vessel in zip(self.inside, vessels, strict=True):
-            if parameter.__dict__ or vessel.__dict__:
-                parameter.__dict__, vessel.__dict__ = vessel.__dict__, parameter.__dict__
-            for name in torch_internals.HOOKS:
-                mine, its = getattr(parameter, name), getattr(vessel, name)
-                if mine is not None or its is not None:
-                    setattr(parameter, name, its)
-                    setattr(vessel, name, mine)
-
-    def renew(self, everything: bool = False, begins: bool = False) -> None:
+    def renew(self, everything: bool = False, begins: bool = False) -> list[int]:
         """Copies what was written to the parameters in cross-replica context to the other rows.
 
         Args:
             everything: values, gradients, hooks and attributes of all parameters are copied.
             begins: a run begins.
+
+        Returns:
+            See ``left_memory``.
         """
         if begins:
             self._writes.begin()
-        dirty, self._dirty = self._dirty | self.twins.written, set()
+        dirty, self._dirty, left = self._dirty | self.twins.written, set(), []
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
+            left = left_memory(self.inside, self._marks)
             with torch.no_grad():
-                for place, parameter in enumerate(self.inside):
-                    self._renew(place, parameter, everything or id(parameter) in dirty, everything)
+                for place, p in enumerate(self.inside):
+                    self._renew(place, p, everything or id(p) in dirty or has_memory_at(p, left), everything)
         self.twins.forget()
+        return left
 
     def _renew(self, place: int, parameter: torch.Tensor, written: bool, all_of_it: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
@@ -256,7 +261,7 @@ class ParameterRows:
                 vessel.__dict__, attributes = {}, None
             for name, value in parameter.__dict__.items():  # what a replica put there itself stays
                 if attributes is None or value is not attributes.get(name):
-                    vessel.__dict__[name] = _own(value, vessel.device)
+                    vessel.__dict__[name] = attribute_of(value, vessel.device)
 
     def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool = False) -> None:
         at_home = row == len(self._devices)
@@ -293,8 +298,3 @@ class ParameterRows:
                 for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
                     vessel.data = vessel.data.new_empty(0)
         self.inside = []
-
-
-def _own(attribute: Any, device: torch.device) -> Any:
-    """A row's own of what a program put on a parameter."""
-    return copied(attribute, device) if type(attribute) is torch.Tensor and not attribute.requires_grad else attribute

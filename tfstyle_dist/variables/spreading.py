@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.copies import Copier, Mark
+from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.parameter_marks import has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.state_objects import HOLDERS
 
@@ -99,6 +100,19 @@ class Spreader:
                         self._adopt(parameter, thing)
         self.forget()
 
+    def renew_views(self, left: Sequence[int], things: Things, others: Sequence[int]) -> None:
+        """Copies what attributes have in memory that parameters have left; nothing says whether it was written to.
+
+        Args:
+            left: addresses in that memory.
+            things: all objects with their contents.
+            others: the replicas but the first one.
+        """
+        for thing, content in things if left else ():
+            for name, value in thing.__dict__.items():
+                for replica in others:
+                    _renew_views(value, content.dicts[replica].get(name), left)
+
     def _find_twins(self, things: Things, others: Sequence[int]) -> None:
         """Notes for each replica what it has in the place of what replica 0 has and was not written to."""
         for thing, content in things:
@@ -128,6 +142,21 @@ class Spreader:
                 if key in now and key in own:
                     was = part.value if type(part) is Mark else part
                     self._pair(now[key], was, own[key], part, replica)
+
+
+def _renew_views(value: Any, own: Any, left: Sequence[int]) -> None:
+    if own is value or type(own) is not type(value):
+        return
+    if type(value) in PLAIN_TENSORS:
+        if value.shape == own.shape and value.dtype == own.dtype and has_memory_at(value, left):
+            with torch.no_grad():
+                own.copy_(value)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _renew_views(part, own.get(key), left)
+    elif isinstance(value, list) and len(value) <= MOST_ENTRIES:
+        for part, its in zip(value, own, strict=False):
+            _renew_views(part, its, left)
 
 
 def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
