@@ -333,6 +333,19 @@ def test_a_profiler_is_seen_and_sees_all_threads(tmp_path: Path) -> None:
     assert "in another thread" in (tmp_path / "trace.json").read_text(encoding="utf-8")
 
 
+def test_compiling() -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(torch_internals.compiling() is not None)
+        return graph
+
+    assert torch_internals.compiling() is None
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert seen == [True]
+    assert torch_internals.compiling() is None
+
+
 def test_the_processes_of_a_loader() -> None:
     iterator = iter(DataLoader([1, 2], num_workers=1))
     processes = torch_internals.reader_processes(iterator)

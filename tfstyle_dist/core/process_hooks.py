@@ -132,6 +132,8 @@ class DataPatch(Patch):
 
     def _made(self, original: Any, number: int) -> Any:
         def read(parameter: torch.Tensor) -> Any:
+            if torch.compiler.is_compiling():  # of a variable: torch.compile takes __get__ for this function again
+                return parameter.detach()
             if self._users and number == self._number:
                 self._wrapper(parameter)
             return original.__get__(parameter)

@@ -215,6 +215,10 @@ MACHINERY = (
 _required("torch.autograd.profiler._is_profiler_enabled", "name its work in the profiler's traces")
 
 
+compiling: Callable[[], Any] = _required("torch._guards.TracingContext.try_get", "be compiled")
+"""What ``torch.compile`` knows of the function that it looks at, if its own code runs in this thread; or ``None``."""
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch runs, seen from every thread."""
     return torch.autograd.profiler._is_profiler_enabled
@@ -235,15 +239,11 @@ def reader_processes(iterator: Any) -> list[Any]:
 
 def end_reader_processes(iterator: Any) -> None:
     """Ends them."""
-    end = getattr(iterator, "_shutdown_workers", None)
-    if end is not None:
-        end()
+    getattr(iterator, _END_READERS, lambda: None)()
 
 
-_required(
-    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
-    "end the processes of a DataLoader whose reading failed",
-)
+_END_READERS = "_shutdown_workers"
+_required(f"torch.utils.data.dataloader._MultiProcessingDataLoaderIter.{_END_READERS}", "end readers that failed")
 
 
 def default_store() -> Any:

@@ -14,6 +14,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import any_accelerator
 from tfstyle_dist.core.process_hooks import Patch
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
@@ -24,6 +25,7 @@ from tfstyle_dist.runtime.context import current_frame
 _CREATE_GRAPH = 3  # its place among the arguments of the engine
 
 
+@untraced
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Autograd has a thread for each device, which all replicas of that device would share: one that waits there for
     # another would wait for ever, and hooks would not know whose they are. So a pass runs in the thread that began it.

@@ -78,6 +78,7 @@ class TurnRun:
 
     # ---- what replicas call -----------------------------------------------------------------------------------
 
+    @untraced
     def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
     ) -> Any:
@@ -91,7 +92,6 @@ class TurnRun:
         finally:
             self._interrupts.admit()
 
-    @untraced
     def _wait_and_act(self, replica: int, call: Call, phase: int) -> Any:
         clock = self._clocks[replica]
         clock.enter(phase)  # an exception ends the run, and with it what the clock counts

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.clocks import COMMUNICATION, UPDATE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.strategies.base import Strategy
@@ -48,6 +49,7 @@ class TFOptimizer(UpdateRule):
 
     # ---- gradients --------------------------------------------------------------------------------------------
 
+    @untraced
     def compute_gradients(
         self,
         loss: torch.Tensor | Callable[[], torch.Tensor],
@@ -90,6 +92,7 @@ class TFOptimizer(UpdateRule):
         )
         return list(zip(found, variables, strict=True))
 
+    @untraced
     def apply_gradients(
         self,
         grads_and_vars: GradsAndVars,
@@ -119,8 +122,7 @@ class TFOptimizer(UpdateRule):
         pairs = [tuple(p) for p in grads_and_vars]
         if not pairs:
             raise ValueError("No gradients provided: grads_and_vars is empty. Give [(gradient, variable), ...].")
-        frame = current_frame()
-        strategy = get_strategy()
+        frame, strategy = current_frame(), get_strategy()
         replica = None if frame is None else frame.replica
         if (contents := strategy.parameter_store.contents) is not None:
             contents.take(self)  # also one that the step function named nowhere one could look

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
@@ -61,6 +62,8 @@ class VariableComponent(RowMethods, torch.nn.Parameter):  # type: ignore[misc]  
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
         """The replica's device as the user counts it (a logical CPU keeps its index)."""
+        if torch_internals.compiling() is not None:  # torch asks, and means the memory
+            return true_device(self)
         return self._tfstyle_device
 
     def _tfstyle_scatter(self, op: str, sparse_delta: Any) -> VariableComponent:
