@@ -160,14 +160,18 @@ def test_what_would_be_lost_is_refused(cluster: Any, change: Callable[[Any, Any]
     assert torch.equal(model.weight.detach(), before)
 
 
-def test_a_first_write_in_a_later_run_is_refused_too(cluster: Any) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_first_write_in_a_later_run_is_refused_too(cluster: Any, moved: bool) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():
         model = nn.Linear(2, 1)
 
     def step(number: int) -> None:
         if number == 6:  # a run in which no values are compared
-            nn.init.zeros_(model.weight)
+            if moved:
+                model.weight.data = model.weight.data * 2
+            else:
+                nn.init.zeros_(model.weight)
 
     for number in range(6):
         c.coordinator.schedule(step, args=(number,))

@@ -9,6 +9,7 @@ import between_objects  # noqa: F401  # its operations register themselves
 import between_weights  # noqa: F401
 import inside_backward  # noqa: F401
 import inside_updates  # noqa: F401
+import shared_memory  # noqa: F401
 from objects import GROUPINGS, MODELS, OPTIMIZERS, SCHEDULERS, WITHOUT_TRACES
 from operations import AFTER, BACKWARD, BEFORE, BETWEEN_STEPS, GRADIENTS, PLACES, UPDATE, VARYING, Call, Plan, Step
 

@@ -66,7 +66,10 @@ class _Copies:
                 continue
             mean = _mean([torch.zeros_like(p) if p.grad is None else p.grad for p in alike]).detach()
             for parameter in alike:
-                parameter.grad = mean.clone()
+                if parameter.grad is None or parameter.grad.requires_grad:
+                    parameter.grad = mean.clone()
+                else:  # who has kept it, or memory of which it is a part, has the mean too
+                    parameter.grad.copy_(mean)
 
 
 class _ByHand:

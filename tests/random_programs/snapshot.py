@@ -13,6 +13,9 @@ from torch import nn
 TOLERANCE = 1e-6
 """Relative to the largest value of a tensor: the package adds in another order than the oracle."""
 
+SHARING = "flat", "flat_gradient", "aliases", "kept_gradient", "kept_state", "buffer_part"
+"""What the operations in ``shared_memory`` keep."""
+
 Snapshot = dict[str, torch.Tensor | float | str]
 
 
@@ -56,7 +59,7 @@ def snapshot(program: Program) -> Snapshot:
         _add("scheduler", {key: value for key, value in state.items() if not key.startswith("_sched")}, found)
     for name in ("count", "log", "buffer", "best", "saved", "teacher", "extra", "average"):
         _add(name, getattr(program, name), found)
-    for name in ("lazy", "mods", "momentum", "view", "passing"):
+    for name in ("lazy", "mods", "momentum", "view", "passing", *SHARING):
         _add(name, getattr(program, name, None), found)
     if hasattr(program, "second"):
         _add("second", program.second.state_dict(), found)

@@ -227,3 +227,62 @@ def test_a_parameter_in_memory_that_another_has_left(strategy: tfd.Strategy) -> 
     _write_and_move(one.weight)
     assert all(_values(strategy, lambda: bool((other.weight == 5.0).all())))
     assert all(_values(strategy, lambda: bool((one.weight == 7.0).all())))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_memory_of_all_parameters_that_is_written_to_between_runs(strategy: tfd.Strategy, in_step: bool) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+        if not in_step:
+            model.flat = _Flat(model).data
+
+    def step() -> None:
+        if in_step:
+            model.flat = _Flat(model).data  # each replica makes its own
+
+    strategy.run(step)
+    model.flat.fill_(3.0)
+    assert all(_values(strategy, lambda: bool((model.weight == 3.0).all() and (model.bias == 3.0).all())))
+
+
+def test_parts_in_a_list_that_are_written_to_between_runs(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+        model.parts = [torch.zeros(4)]
+        model.parts.append(model.parts[0][:2])
+    _values(strategy, lambda: None)
+    model.parts[1].fill_(2.0)
+    assert _values(strategy, lambda: model.parts[0].tolist()) == [[2.0, 2.0, 0.0, 0.0]] * 2
+    assert all(_values(strategy, lambda: model.parts[0].add_(1.0)[:2].equal(model.parts[1])))
+
+
+def test_a_gradient_that_is_kept(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+
+    def step() -> bool:
+        replica = tfd.get_replica_context().replica_id_in_sync_group
+        model(torch.full((3, 2), 1.0 + replica)).sum().backward()
+        return not hasattr(model, "kept") or torch.equal(model.kept, model.weight.grad)
+
+    _values(strategy, step)
+    model.kept = model.weight.grad
+    assert all(_values(strategy, step))
+    model.kept.fill_(0.0)
+    assert all(_values(strategy, lambda: not model.weight.grad.any()))
+
+
+def test_a_parameter_that_gets_the_memory_of_another(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    _values(strategy, lambda: None)
+    other.weight.data = one.weight.data
+    assert all(_values(strategy, lambda: one.weight.data.add_(1.0).equal(other.weight.data)))
+
+
+def test_a_parameter_that_is_made_of_a_part_of_another(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+    _values(strategy, lambda: None)
+    model.row = torch.nn.Parameter(model.weight.data[1])
+    assert all(_values(strategy, lambda: model.weight.data.add_(1.0)[1].equal(model.row.data)))

@@ -196,9 +196,12 @@ class Mark:
         """The marks of what a container holds."""
         return [mark for mark in self._marks if type(mark) is Mark]
 
-    def entries(self) -> Iterator[tuple[Any, Any]]:
-        """The keys of a dict with the marks of what they had."""
-        return zip(self._keys or (), self._marks, strict=False)
+    def entries(self) -> Iterator[tuple[Any, Mark]]:
+        """The keys of a dict, or the places of a sequence, with the marks of the containers and tensors there."""
+        keys = range(len(self._marks)) if self._keys is None else self._keys
+        for key, mark in () if self._flat else zip(keys, self._marks, strict=True):
+            if type(mark) is Mark:
+                yield key, mark
 
     def has_same_entries(self) -> bool:
         """Whether a container holds the same objects, and so do those within; tensors may have been written to."""

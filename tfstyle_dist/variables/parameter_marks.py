@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -56,6 +56,18 @@ def has_memory_at(tensor: torch.Tensor, addresses: Sequence[int]) -> bool:
         return False
     memory = tensor.untyped_storage()
     return any(memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes() for address in addresses)
+
+
+def was_written(tensor: torch.Tensor, version: int, known: Set[int], left: Sequence[int] = ()) -> bool:
+    """Whether a parameter or gradient may have other values now.
+
+    Args:
+        tensor: it.
+        version: that it had.
+        known: the ``id`` of those that may have been written to without a trace.
+        left: see ``left_memory``.
+    """
+    return torch_internals.version_of(tensor) != version or id(tensor) in known or has_memory_at(tensor, left)
 
 
 def hooks_of(tensor: torch.Tensor) -> Hooks:

@@ -19,13 +19,13 @@ from tfstyle_dist.variables.copies import attribute_of, copied
 from tfstyle_dist.variables.parameter_marks import (
     address_of,
     are_alike,
-    has_memory_at,
     hooks_of,
     is_same,
     left_memory,
     marks_of,
     put_hooks,
     swap_attributes,
+    was_written,
 )
 from tfstyle_dist.variables.shared_writes import SharedWrites
 from tfstyle_dist.variables.twins import Twins
@@ -89,14 +89,12 @@ class ParameterRows:
     def _vessel(self, value: torch.Tensor, row: int) -> torch.Tensor:
         with torch.no_grad():
             device = self.device(row, value.device)
-            data = value.detach() if self._shares else self.twins.copy_part(row, value.detach(), device)
+            data = (self.twins.share if self._shares else self.twins.copy_part)(row, value.detach(), device)
         vessel = torch.nn.Parameter(data, requires_grad=value.requires_grad)
         if value.grad is not None:
             vessel.grad = self._grad(row, value.grad, vessel.device)
         put_hooks(vessel, hooks_of(value))
-        vessel.__dict__.update(
-            {name: attribute_of(attribute, vessel.device) for name, attribute in value.__dict__.items()}
-        )
+        vessel.__dict__.update({name: attribute_of(v, vessel.device) for name, v in value.__dict__.items()})
         return vessel
 
     def _grad(self, row: int, grad: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -107,8 +105,11 @@ class ParameterRows:
         if row == self.row or self.row != self.base:
             return
         for reference, own, mark in zip(self.references, self._vessels[row], self._marks, strict=True):
-            if (parameter := reference()) is not None and address_of(parameter) == mark[1]:  # else it is elsewhere
-                yield parameter, own
+            parameter, stays = reference(), self._shares
+            if parameter is not None and (stays or address_of(parameter) == mark[1]):  # else it is elsewhere
+                yield parameter, parameter if stays else own
+            if parameter is not None and parameter.grad is mark[3] and mark[3] is not None and own.grad is not None:
+                yield mark[3], own.grad
 
     @property
     def _shares(self) -> bool:
@@ -223,8 +224,7 @@ class ParameterRows:
             everything: values, gradients, hooks and attributes of all parameters are copied.
             begins: a run begins.
 
-        Returns:
-            See ``left_memory``.
+        Returns: see ``left_memory``.
         """
         if begins:
             self._writes.begin()
@@ -232,17 +232,17 @@ class ParameterRows:
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
             left = left_memory(self.inside, self._marks)
             with torch.no_grad():
-                for place, p in enumerate(self.inside):
-                    self._renew(place, p, everything or id(p) in dirty or has_memory_at(p, left), everything)
+                for place, parameter in enumerate(self.inside):
+                    self._renew(place, parameter, dirty, left, everything)
         self.twins.forget()
         return left
 
-    def _renew(self, place: int, parameter: torch.Tensor, written: bool, all_of_it: bool) -> None:
+    def _renew(self, place: int, parameter: torch.Tensor, dirty: set[int], left: list[int], all_of_it: bool) -> None:
         version, address, _, grad, grad_version, hooks, attributes = self._marks[place]
         now, hooks_now = parameter.grad, hooks_of(parameter)
         moved = address_of(parameter) != address
-        written = written or moved or torch_internals.version_of(parameter) != version
-        new_grad = all_of_it or now is not grad or (now is not None and torch_internals.version_of(now) != grad_version)
+        written = all_of_it or moved or was_written(parameter, version, dirty, left)
+        new_grad = all_of_it or now is not grad or (now is not None and was_written(now, grad_version, dirty))
         followers = [(row, self._place(own)) for row, ref in self._followers[place] if (own := ref()) is not None]
         for row, where in [*((row, place) for row in range(len(self._vessels))), *followers]:
             if row == self.row:
@@ -270,7 +270,7 @@ class ParameterRows:
         if part is not None and address_of(part) != address_of(vessel):
             vessel.data = part
         elif moved and part is None and not self._shares and not self._elsewhere:
-            vessel.data = vessel.data.clone()  # what it had may be another tensor's memory, which stays as it is
+            vessel.data = self.twins.copy_part(row, parameter.detach(), device)  # it may have another one's memory now
         if self._shares:
             if address_of(vessel) != address_of(parameter):
                 vessel.data = parameter.detach()

@@ -12,7 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.parameter_marks import has_memory_at
+from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.state_objects import HOLDERS
 
@@ -114,7 +114,7 @@ class Spreader:
                     _renew_views(value, content.dicts[replica].get(name), left)
 
     def _find_twins(self, things: Things, others: Sequence[int]) -> None:
-        """Notes for each replica what it has in the place of what replica 0 has and was not written to."""
+        """Notes what each replica has in the place of what replica 0 has; writes there what was written in place."""
         for thing, content in things:
             now = thing.__dict__
             for name, value, mark in content.marks():
@@ -127,7 +127,7 @@ class Spreader:
             return  # which is content itself
         if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
             if now is old:
-                if own is not old and (type(mark) is not Mark or mark.same()):
+                if own is not old and (type(mark) is not Mark or mark.same() or _is_written(own, now)):
                     known[id(now)] = (now, own)
                     self._twins.note(replica, now, own)
             elif _is_converted(old, now):
@@ -137,11 +137,21 @@ class Spreader:
             return
         if now is old and mark.same():
             known[id(now)] = (now, own)
-        if isinstance(old, dict):
-            for key, part in mark.entries():
-                if key in now and key in own:
-                    was = part.value if type(part) is Mark else part
-                    self._pair(now[key], was, own[key], part, replica)
+        for key, part in mark.entries():
+            if (key in now and key in own) if isinstance(old, dict) else key < min(len(now), len(own)):
+                self._pair(now[key], part.value, own[key], part, replica)
+
+
+def _is_written(own: torch.Tensor, value: torch.Tensor) -> bool:
+    """Writes a value into the memory of what a replica has, where others may find it; returns whether it fits."""
+    if type(own) not in PLAIN_TENSORS or own.requires_grad or not are_alike(own, value):
+        return False
+    try:
+        with torch.no_grad():
+            own.copy_(value)
+    except RuntimeError:  # several of its places are one in memory, or it was made in inference mode
+        return False
+    return True
 
 
 def _renew_views(value: Any, own: Any, left: Sequence[int]) -> None:

@@ -41,27 +41,37 @@ class Twins:
 
     def copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What a replica gets in the place of a tensor: a view where the replica has the memory, else a copy."""
-        address = _address(value)
-        if address and replica not in self._parameters:
-            known = ((_address(p), p, own) for p, own in self._pairs(replica))
-            whole = ((found, ((p.detach(), own), id(p))) for found, p, own in known if found and _is_whole(p, own))
-            self._parameters[replica] = dict(whole)
-        pair = self._noted.get((replica, address))
-        if pair is None and address and (of_parameter := self._parameters[replica].get(address)) is not None:
-            pair = of_parameter[0]
-            self.written.add(of_parameter[1])
+        pair = self._found(replica, _address(value))
         own = copied(value, device) if pair is None or pair[1].device != device else _view(pair[1], value)
         self.note(replica, value, own)
         return own
 
+    def _found(self, replica: int, address: int) -> _Pair | None:
+        pair = self._noted.get((replica, address))
+        if pair is not None or not address:
+            return pair
+        if replica not in self._parameters:
+            known = ((_address(p), p, own) for p, own in self._pairs(replica))
+            whole = ((found, ((p.detach(), own), id(p))) for found, p, own in known if found and _is_whole(p, own))
+            self._parameters[replica] = dict(whole)
+        if (of_parameter := self._parameters[replica].get(address)) is None:
+            return None
+        self.written.add(of_parameter[1])
+        return of_parameter[0]
+
     def copy_part(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """As ``copy``, where all other parts of the tensor's memory may be a parameter's or a gradient's too."""
         address = _address(value)
-        if address and (replica, address) not in self._noted and value.untyped_storage().nbytes() > value.nbytes:
+        if address and value.untyped_storage().nbytes() > value.nbytes and self._found(replica, address) is None:
             count = value.untyped_storage().nbytes() // value.element_size()
             whole = value.detach().as_strided((count,), (1,), 0)
             self.note(replica, whole, copied(whole, device))
         return self.copy(replica, value, device)
+
+    def share(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor itself: all replicas have the same one, and the views of it."""
+        self.note(replica, value, value)
+        return value
 
     def noted(self, replica: int, value: torch.Tensor) -> torch.Tensor | None:
         """A view of what another tensor, no parameter, has in a replica in the place of this tensor's memory."""

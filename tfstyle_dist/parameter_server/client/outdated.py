@@ -11,6 +11,7 @@ import torch
 from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.variables.parameter_marks import address_of
 from tfstyle_dist.variables.record import raw
 from tfstyle_dist.variables.torch_functions import WITHOUT_VALUE
 
@@ -77,10 +78,11 @@ def make_current(local: Any) -> None:
 
 
 def has_changed(record: RemoteRecord) -> bool:
-    """Whether a function wrote to the local copy of a module's parameter since it was pulled, as its version says."""
+    """Whether a function wrote to the local copy of a module's parameter since it was pulled, or moved it."""
     if not record.fixed or record.kind != "parameter":
         return False
-    return torch_internals.version_of(record.components[0]) != record.pulled_as
+    local, (version, address) = record.components[0], record.pulled_as
+    return torch_internals.version_of(local) != version or address not in (None, address_of(local))
 
 
 def check_unwritten(records: Iterable[RemoteRecord]) -> None:

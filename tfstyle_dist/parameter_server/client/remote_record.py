@@ -10,6 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
+from tfstyle_dist.variables.parameter_marks import address_of
 from tfstyle_dist.variables.record import Placement, Record, raw
 
 
@@ -63,7 +64,7 @@ class RemoteRecord(Record):
         self.looked_up = -1  # the step in which rows of it were picked
         self.leased: Any = None  # whose memory the local copy is, if it is the server's own
         self.baseline: torch.Tensor | None = None  # the value when it was pulled, where changes of it are looked for
-        self.pulled_as = 0  # torch's version of the local copy when it was pulled
+        self.pulled_as: tuple[int, Any] = (0, None)  # version and address of the local copy when it was pulled
         self.put_back = False  # a function wrote to it and put the old value back
 
     def forget(self) -> None:
@@ -96,7 +97,7 @@ class RemoteRecord(Record):
         local = self.components[0]
         self.baseline = local.detach().clone() if watched else None
         if self.fixed:
-            self.pulled_as = torch_internals.version_of(local)
+            self.pulled_as = torch_internals.version_of(local), address_of(local)
 
     def home_of_alias(self, base: torch.Tensor) -> torch.Tensor:
         """The same copy; if it is not the newest, it gets the newest one's values, as long as there are servers."""
