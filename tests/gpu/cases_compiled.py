@@ -46,3 +46,30 @@ def test_sums_of_the_package_are_left_out_of_graphs() -> None:
         torch.manual_seed(seed)
         parts = [torch.randn(1 << 16, device="cuda") for _ in range(4)]
         torch.testing.assert_close(compiled(parts), total(parts))
+
+
+def test_compiled_functions_read_and_write_variables() -> None:
+    def outcome(compiled: bool) -> list[torch.Tensor]:
+        with td.MirroredStrategy(["cuda:0#0", "cuda:0#1"]) as strategy:
+            with strategy.scope():
+                variable = td.Variable(
+                    torch.ones(3),
+                    trainable=False,
+                    synchronization=td.VariableSynchronization.ON_READ,
+                    aggregation=td.VariableAggregation.MEAN,
+                )
+
+            def function(x: torch.Tensor) -> torch.Tensor:
+                variable.assign_add(x)
+                return (x * variable).sum()
+
+            called = torch.compile(function) if compiled else function
+
+            def step() -> torch.Tensor:
+                replica = td.get_replica_context().replica_id_in_sync_group
+                return called(torch.full((3,), 1.0 + replica, device="cuda"))
+
+            found = [value for _ in range(3) for value in strategy.experimental_local_results(strategy.run(step))]
+            return [value.detach().cpu() for value in [*found, *strategy.experimental_local_results(variable)]]
+
+    torch.testing.assert_close(outcome(True), outcome(False))
