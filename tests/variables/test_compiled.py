@@ -10,9 +10,7 @@ import torch
 
 import tfstyle_dist as tfd
 
-pytestmark = pytest.mark.cpu_only(
-    "torch.compile does not see the default device of these suites; tests/gpu does"
-)
+pytestmark = pytest.mark.cpu_only("torch.compile does not see the default device of these suites; tests/gpu does")
 Compiled = Callable[..., torch.Tensor]
 REPLICAS = 2
 

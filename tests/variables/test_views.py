@@ -286,3 +286,47 @@ def test_a_parameter_that_is_made_of_a_part_of_another(strategy: tfd.Strategy) -
     _values(strategy, lambda: None)
     model.row = torch.nn.Parameter(model.weight.data[1])
     assert all(_values(strategy, lambda: model.weight.data.add_(1.0)[1].equal(model.row.data)))
+
+
+def test_a_buffer_that_gets_other_memory_leaves_its_views_behind(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Module()
+        model.register_buffer("both", torch.zeros(4))
+        model.part = model.both[:2]
+    _values(strategy, lambda: None)
+    model.both.data = torch.ones(4)
+    assert _values(strategy, lambda: [model.both.sum().item(), model.part.sum().item()]) == [[4.0, 0.0]] * 2
+
+
+def test_what_cannot_be_written_in_place_is_copied(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Module()
+        model.register_buffer("one", torch.zeros(1))
+        model.many = model.one.expand(3)
+    _values(strategy, lambda: None)
+    model.one.fill_(2.0)
+    assert _values(strategy, lambda: [model.one.item(), *model.many.tolist()]) == [[2.0] * 4] * 2
+
+
+def test_a_view_of_a_parameter_in_memory_that_it_has_just_got(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2)
+    _values(strategy, lambda: None)
+    torch.nn.utils.vector_to_parameters(torch.arange(6.0), model.parameters())
+    model.row = model.weight.data[1]
+    assert all(_values(strategy, lambda: model.weight.data.add_(1.0)[1].equal(model.row)))
+
+
+def test_an_optimizer_of_a_step_that_goes_on_with_other_parameters(strategy: tfd.Strategy) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 2, bias=False)
+
+    def step() -> None:
+        model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    strategy.run(step)
+    model.load_state_dict({"weight": torch.full((2, 2), 2.0)}, assign=True)
+    model.optimizer.param_groups[0]["params"] = [model.weight]
+    strategy.run(lambda: None)
+    assert bool((model.weight == 2.0).all())
+    assert all(_values(strategy, lambda: bool((model.weight == 2.0).all())))

@@ -124,6 +124,8 @@ class ReplicaContents:
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.forget()
             self._marks.renew(self._things)
+            for _, content in self._things:
+                content.fresh = ()  # what was taken meanwhile has been looked at
         self._rows.mark()
         self.generators.mark()
         self._things = []

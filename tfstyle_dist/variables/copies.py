@@ -216,6 +216,10 @@ class Mark:
             for entry, mark in entries
         )
 
+    def is_in_place(self) -> bool:
+        """Whether a tensor has the memory that it had: if it is not the same, it was written to there."""
+        return bool(tensor_state(self.value)[1] == self._state[1])
+
     def same(self) -> bool:
         """Whether the value was not written to."""
         value = self.value

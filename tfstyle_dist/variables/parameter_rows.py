@@ -101,14 +101,14 @@ class ParameterRows:
         own = self.twins.copy_part(row, grad, device)
         return own.copy_(grad) if grad.layout is torch.strided else own
 
-    def _pairs(self, row: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, row: int) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         if row == self.row or self.row != self.base:
             return
         for reference, own, mark in zip(self.references, self._vessels[row], self._marks, strict=True):
-            parameter, stays = reference(), self._shares
-            if parameter is not None and (stays or address_of(parameter) == mark[1]):  # else it is elsewhere
-                yield parameter, parameter if stays else own
-            if parameter is not None and parameter.grad is mark[3] and mark[3] is not None and own.grad is not None:
+            if (parameter := reference()) is None:
+                continue
+            yield parameter, parameter if self._shares else own if address_of(parameter) == mark[1] else None
+            if parameter.grad is mark[3] and mark[3] is not None and own.grad is not None:
                 yield mark[3], own.grad
 
     @property

@@ -127,7 +127,9 @@ class Spreader:
             return  # which is content itself
         if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
             if now is old:
-                if own is not old and (type(mark) is not Mark or mark.same() or _is_written(own, now)):
+                if own is not old and (
+                    type(mark) is not Mark or mark.same() or (mark.is_in_place() and _is_written(own, now))
+                ):
                     known[id(now)] = (now, own)
                     self._twins.note(replica, now, own)
             elif _is_converted(old, now):
@@ -158,9 +160,8 @@ def _renew_views(value: Any, own: Any, left: Sequence[int]) -> None:
     if own is value or type(own) is not type(value):
         return
     if type(value) in PLAIN_TENSORS:
-        if value.shape == own.shape and value.dtype == own.dtype and has_memory_at(value, left):
-            with torch.no_grad():
-                own.copy_(value)
+        if has_memory_at(value, left):
+            _is_written(own, value)
     elif isinstance(value, dict):
         for key, part in value.items():
             _renew_views(part, own.get(key), left)

@@ -9,7 +9,7 @@ import torch
 from tfstyle_dist.variables.copies import copied
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # the first keeps its memory, so that no other tensor gets the address
-Pairs = Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+Pairs = Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
 
 
 class Twins:
@@ -18,7 +18,8 @@ class Twins:
     It is known while objects are taken and spread, and forgotten afterwards: a view holds its memory by itself.
 
     Args:
-        pairs: gives the parameters with the tensors that have their insides for a replica.
+        pairs: gives the parameters with the tensors that have their insides for a replica, those that have got other
+            memory with ``None``, and gradients.
 
     Attributes:
         written: by id: parameters of whose memory something was copied, which may have been written to through it.
@@ -32,6 +33,7 @@ class Twins:
         """Nothing is known any more; what was given out is a view by itself."""
         self._noted: dict[tuple[int, int], _Pair] = {}
         self._parameters: dict[int, dict[int, tuple[_Pair, int]]] = {}
+        self._moved: set[int] = set()
         self.written: set[int] = set()
 
     def note(self, replica: int, value: torch.Tensor, own: torch.Tensor) -> None:
@@ -41,6 +43,14 @@ class Twins:
 
     def copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What a replica gets in the place of a tensor: a view where the replica has the memory, else a copy."""
+        address = _address(value)
+        if (
+            self._found(replica, address) is None and address and address in self._moved
+        ):  # a parameter has a part of it, or will get one
+            return self.copy_part(replica, value, device)
+        return self._copy(replica, value, device)
+
+    def _copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         pair = self._found(replica, _address(value))
         own = copied(value, device) if pair is None or pair[1].device != device else _view(pair[1], value)
         self.note(replica, value, own)
@@ -51,9 +61,13 @@ class Twins:
         if pair is not None or not address:
             return pair
         if replica not in self._parameters:
-            known = ((_address(p), p, own) for p, own in self._pairs(replica))
-            whole = ((found, ((p.detach(), own), id(p))) for found, p, own in known if found and _is_whole(p, own))
-            self._parameters[replica] = dict(whole)
+            found: dict[int, tuple[_Pair, int]] = {}
+            for parameter, own in self._pairs(replica):
+                if own is None:
+                    self._moved.add(_address(parameter))
+                elif (its := _address(parameter)) and _is_whole(parameter, own):
+                    found[its] = (parameter.detach(), own), id(parameter)
+            self._parameters[replica] = found
         if (of_parameter := self._parameters[replica].get(address)) is None:
             return None
         self.written.add(of_parameter[1])
@@ -66,7 +80,7 @@ class Twins:
             count = value.untyped_storage().nbytes() // value.element_size()
             whole = value.detach().as_strided((count,), (1,), 0)
             self.note(replica, whole, copied(whole, device))
-        return self.copy(replica, value, device)
+        return self._copy(replica, value, device)
 
     def share(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor itself: all replicas have the same one, and the views of it."""
