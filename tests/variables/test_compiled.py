@@ -27,7 +27,7 @@ def _multiplies(x: torch.Tensor, variable: Any) -> torch.Tensor:
 
 
 def _looks(x: torch.Tensor, variable: Any) -> torch.Tensor:
-    return variable.sum() + variable[0] + variable.value().sum() + len(variable) + x.sum()
+    return variable.sum() + variable[0] + variable.value().sum() + variable.shape[0] + x.sum()
 
 
 def _data(x: torch.Tensor, variable: Any) -> torch.Tensor:
