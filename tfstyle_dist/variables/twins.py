@@ -42,11 +42,9 @@ class Twins:
             self._noted[replica, address] = (value.detach(), own)
 
     def copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """What a replica gets in the place of a tensor: a view where the replica has the memory, else a copy."""
+        """What a replica gets in the place of a tensor: a view where it has the memory, else a copy."""
         address = _address(value)
-        if (
-            self._found(replica, address) is None and address and address in self._moved
-        ):  # a parameter has a part of it, or will get one
+        if address and self._found(replica, address) is None and address in self._moved:  # a parameter has got a part
             return self.copy_part(replica, value, device)
         return self._copy(replica, value, device)
 
