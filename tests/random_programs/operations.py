@@ -199,7 +199,7 @@ class Plan:
         return self.often or place == len(self.operations) - 1
 
     def without(self, names: Set[str]) -> Plan:
-        """The same without some of what steps do.
+        """The same without some operations, in steps and between them.
 
         Args:
             names: of the operations.
@@ -207,6 +207,7 @@ class Plan:
         operations = (
             replace(o, calls=tuple(call for call in o.calls if call.name not in names)) if isinstance(o, Step) else o
             for o in self.operations
+            if isinstance(o, Step) or o.name not in names
         )
         return replace(self, operations=tuple(operations))
 

@@ -62,11 +62,10 @@ def for_servers(plan: Plan) -> Plan:
     Args:
         plan: of a program.
     """
-    names = REFUSED_IN_FUNCTIONS | OF_ONE_PROCESS | NEW_OBJECTS
-    operations = (o for o in plan.without(names).operations if isinstance(o, Step) or o.name not in names)
+    plan = plan.without(REFUSED_IN_FUNCTIONS | OF_ONE_PROCESS | NEW_OBJECTS)
     # torch.nn.utils.parametrizations make parameters of parameters, which is refused.
     model = plan.names["model"].replace("reparametrized", "grouped")
-    return replace(plan, operations=tuple(operations), names={**plan.names, "model": model})
+    return replace(plan, names={**plan.names, "model": model})
 
 
 def _step_of(program: Program, same_data: bool) -> Callable[[Step], None]:

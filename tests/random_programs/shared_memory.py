@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from objects import Program
 from operations import AFTER, BEFORE, UPDATE, StepRun, between, inside
 from torch import nn
 
 
+def _parts(flat: torch.Tensor, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter with a part of a tensor, of its shape."""
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return ((parameter, piece.view_as(parameter)) for parameter, piece in zip(parameters, pieces, strict=True))
+
+
 def _flat_memory(program: Program) -> torch.Tensor:
     """All parameters of the model get memory in one tensor, which is returned."""
     parameters = [*dict.fromkeys(program.model.parameters())]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    start = 0
-    for parameter in parameters:
-        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+    for parameter, part in _parts(flat, parameters):
+        parameter.data = part
     return flat
 
 
@@ -40,10 +46,8 @@ def update_flat(program: Program, run: StepRun, number: int) -> None:
 def flatten_gradients(program: Program, number: int) -> None:
     parameters = program.trained()
     program.flat_gradient = torch.zeros(sum(parameter.numel() for parameter in parameters))
-    start = 0
-    for parameter in parameters:
-        parameter.grad = program.flat_gradient[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+    for parameter, part in _parts(program.flat_gradient, parameters):
+        parameter.grad = part
 
 
 @inside(BEFORE)

@@ -128,7 +128,7 @@ class Spreader:
         if isinstance(old, torch.Tensor) and isinstance(own, torch.Tensor) and isinstance(now, torch.Tensor):
             if now is old:
                 if own is not old and (
-                    type(mark) is not Mark or mark.same() or (mark.is_in_place() and _is_written(own, now))
+                    type(mark) is not Mark or mark.same() or (mark.is_in_place() and _write_in_place(own, now))
                 ):
                     known[id(now)] = (now, own)
                     self._twins.note(replica, now, own)
@@ -144,7 +144,7 @@ class Spreader:
                 self._pair(now[key], part.value, own[key], part, replica)
 
 
-def _is_written(own: torch.Tensor, value: torch.Tensor) -> bool:
+def _write_in_place(own: torch.Tensor, value: torch.Tensor) -> bool:
     """Writes a value into the memory of what a replica has, where others may find it; returns whether it fits."""
     if type(own) not in PLAIN_TENSORS or own.requires_grad or not are_alike(own, value):
         return False
@@ -161,7 +161,7 @@ def _renew_views(value: Any, own: Any, left: Sequence[int]) -> None:
         return
     if type(value) in PLAIN_TENSORS:
         if has_memory_at(value, left):
-            _is_written(own, value)
+            _write_in_place(own, value)
     elif isinstance(value, dict):
         for key, part in value.items():
             _renew_views(part, own.get(key), left)
