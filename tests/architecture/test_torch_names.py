@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from source_tree import KERNELS, PACKAGE, SourceFile, source_files, starts_with
+from source_tree import KERNELS, PACKAGE, ROOT, SourceFile, source_files, starts_with
 
 HOME = f"{PACKAGE}.core.torch_internals"
 # The kernels stand alone. tests/core/test_torch_internals.py has a test of these too.
@@ -110,3 +110,20 @@ def test_private_names_of_torch_are_used_in_one_module() -> None:
 def test_the_rule_sees(line: str) -> None:
     path = source_files()[0].path
     assert list(private_uses(SourceFile(path, "tfstyle_dist.example", ast.parse(line))))
+
+
+def traced_functions(file: SourceFile) -> list[str]:
+    """Where a ``__torch_function__`` is not ``untraced``."""
+    return [
+        f"{file.where}:{node.lineno}"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "__torch_function__"
+        if "untraced" not in {ast.unparse(decorator) for decorator in node.decorator_list}
+    ]
+
+
+def test_no_class_lets_its_torch_function_be_traced() -> None:
+    wrong = [where for file in source_files() for where in traced_functions(file)]
+    assert not wrong, f"torch.compile makes wrong numbers of these, see core/untraced.py: {wrong}"
+    tree = ast.parse("class A:\n    @classmethod\n    def __torch_function__(cls): ...")
+    assert traced_functions(SourceFile(ROOT / "tfstyle_dist" / "made_up.py", "tfstyle_dist.made_up", tree))

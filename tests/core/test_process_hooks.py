@@ -89,8 +89,8 @@ def test_two_patches_of_one_function_go_in_any_order() -> None:
 
 
 def test_reading_and_setting_data_is_noticed_in_every_thread() -> None:
-    seen: list[int] = []
-    patch = DataPatch(lambda parameter: seen.append(parameter.numel()))
+    seen: list[tuple[int, bool]] = []
+    patch = DataPatch(lambda tensor, data: seen.append((tensor.numel(), data is None)))
     parameter = nn.Parameter(torch.ones(3))
     patch.install()
     try:
@@ -101,9 +101,31 @@ def test_reading_and_setting_data_is_noticed_in_every_thread() -> None:
         thread.join(20)
     finally:
         patch.uninstall()
-    assert seen == [3, 4, 4]
-    assert "data" not in nn.Parameter.__dict__
+    assert seen == [(3, False), (4, True), (4, False)]
+    assert "data" not in torch.Tensor.__dict__
     assert parameter.data.tolist() == [0, 0, 0, 0]
+
+
+def test_classes_of_others_are_called_with_the_accessors_of_torch() -> None:
+    accessors, seen, called = torch.Tensor.data, [], []  # as a library may keep them when it is imported
+
+    class Their(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(3).as_subclass(Their)
+    patch = DataPatch(lambda *noticed: seen.append(noticed))
+    patch.install()
+    try:
+        assert tensor.data.tolist() == [1, 1, 1]
+        tensor.data = torch.zeros(3)
+    finally:
+        patch.uninstall()
+    assert accessors.__get__ in called
+    assert accessors.__set__ in called
+    assert len(seen) == 2
 
 
 def test_hooks_go_with_the_last_that_needs_them() -> None:
@@ -167,7 +189,7 @@ def wrapped_functions() -> dict[str, Callable[..., Any]]:
     """Everything of torch that a strategy wraps; docs/architecture.md lists it."""
     schedulers = vars(torch.optim.lr_scheduler).values()
     found = {f"{c.__name__}.step": vars(c).get("step") for c in schedulers if isinstance(c, type)}
-    found["Parameter.data"] = vars(nn.Parameter).get("data")
+    found["Tensor.data"] = vars(torch.Tensor).get("data")
     found["Parameter.__deepcopy__"] = vars(nn.Parameter)["__deepcopy__"]
     found["SyncBatchNorm.forward"] = vars(nn.SyncBatchNorm)["forward"]
     found["autograd"] = torch.autograd._engine_run_backward
@@ -180,7 +202,7 @@ def test_torch_is_as_it_was_when_the_last_strategy_is_closed() -> None:
     before = wrapped_functions()
     first, second = (td.MirroredStrategy(["cpu:0", "cpu:1"]) for _ in range(2))
     changed = {name for name, function in wrapped_functions().items() if function is not before[name]}
-    assert {"autograd", "Parameter.data", "Parameter.__deepcopy__", "SyncBatchNorm.forward"} <= changed
+    assert {"autograd", "Tensor.data", "Parameter.__deepcopy__", "SyncBatchNorm.forward"} <= changed
     assert {"LRScheduler.step", "ReduceLROnPlateau.step"} <= changed
     first.close()
     assert wrapped_functions() != before

@@ -346,6 +346,24 @@ def test_compiling() -> None:
     assert torch_internals.compiling() is None
 
 
+def test_code_that_is_run_as_it_is_in_python() -> None:
+    traced: list[bool] = []
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return inner(x)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x + 1
+
+    setattr(called, torch_internals.UNTRACED, True)
+    torch_internals.run_as(called.__code__, torch_internals.IN_PYTHON)
+    compiled = torch.compile(lambda x: called(x * 2) * 3, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [9.0, 9.0]
+    assert traced == [False, False]
+
+
 def test_the_processes_of_a_loader() -> None:
     iterator = iter(DataLoader([1, 2], num_workers=1))
     processes = torch_internals.reader_processes(iterator)
@@ -402,8 +420,8 @@ def test_sparse_tensors_are_taken_apart_and_put_together() -> None:
     indices, values = torch.tensor([[2, 0, 2]]), torch.tensor([1.0, 2.0, 3.0])
     made = torch_internals.sparse_of(indices, values, (3,), coalesced=False)
     assert not made.is_coalesced()
-    for part, expected in zip(torch_internals.sparse_parts(made), (indices, values), strict=True):
-        assert torch.equal(part, expected)
+    assert torch.equal(torch_internals.indices_of(made), indices)
+    assert torch.equal(torch_internals.values_of(made), values)
     assert made.to_dense().tolist() == [2.0, 0.0, 4.0]
     assert torch_internals.sparse_of(torch.tensor([[0, 2]]), torch.ones(2), (3,), coalesced=True).is_coalesced()
 

@@ -146,6 +146,31 @@ def write_to_buffer_part(program: Program, number: int) -> None:
         program.buffer_part.mul_(0.9)
 
 
+@between(odds=2)
+def write_through_data(program: Program, number: int) -> None:
+    """To a gradient, a buffer, an optimizer's tensor, or what a state dict has."""
+    gradients = [p.grad for p in program.parameters() if p.grad is not None]
+    states = [v for s in program.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    kinds = gradients, [*program.model.buffers()], states, [*program.model.state_dict().values()]
+    values = [value for value in kinds[number % 4] if value.is_floating_point()]
+    if values:
+        values[number // 4 % len(values)].data.mul_(0.9)
+
+
+@between()
+def set_data(program: Program, number: int) -> None:
+    """Of a gradient or a buffer, to other memory and back."""
+    values = [p.grad for p in program.parameters() if p.grad is not None] + [*program.model.buffers()]
+    values = [value for value in values if value.is_floating_point()]
+    if values:
+        value = values[number % len(values)]
+        before = value.data
+        value.data = value.data.clone()
+        before.mul_(0.95)
+        if number % 2:
+            value.data = before
+
+
 @between()
 def to_double_and_back(program: Program, number: int) -> None:
     program.model.double()

@@ -82,6 +82,46 @@ def test_reads_and_writes(strategy: tfd.Strategy, function: Any) -> None:
     assert expected[0] != expected[1]  # each replica has its own
 
 
+EXPRESSIONS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "in the second place": lambda x, v: (x * v).sum() + torch.nn.functional.linear(x, v),
+    "in the first place": lambda x, v: (v * x).sum() * 2 + (v - x).exp().sum(),
+    "with numbers": lambda x, v: (1 - v).sum() * 2 + (2**v).sum() + (v**2).sum() - (-v).sum(),
+    "two variables": lambda x, v: (v * v).sum() * 2 + torch.stack([v, v]).mean(0).sum(),
+    "comparisons": lambda x, v: torch.where(v > 0, v, x).sum() * 2 + (v > x).sum() + v.max(),
+    "products": lambda x, v: (x @ v).exp() + (v @ x).exp() + (v.t() @ x) * 2,
+    "parts": lambda x, v: (v[0] * v[1] + x).sum() * 2 + (v.view(3) * x).sum(),
+    "data": lambda x, v: (x * v.data).sum() * 2 + (v.detach() * x).sum(),
+    "shape and device": lambda x, v: (x.to(v.device) * v.numel()).sum() * 2 + v.shape[0],
+    "in place": lambda x, v: (v.add_(x) * x).sum() * 2 + x.sum(),
+    "by an operator": lambda x, v: (v.__iadd__(x) + x).sum() + x.clone().__iadd__(v).sum() * 2,
+    "through an alias": lambda x, v: (v.detach().add_(x) * x).sum() * 2,
+    "several times": lambda x, v: v.mul_(2).sum() + v.assign_add(x).sum() * 2,
+}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS.keys())
+@pytest.mark.parametrize("in_step", [True, False], ids=["in a step", "outside"])
+@pytest.mark.parametrize("on_read", [True, False], ids=["on read", "on write"])
+def test_what_is_compiled_before_it_was_ever_run(
+    strategy: tfd.Strategy, expression: Compiled, in_step: bool, on_read: bool
+) -> None:
+    def outcome(called: Compiled) -> list[Any]:
+        with strategy.scope():
+            variable = tfd.Variable(
+                torch.full((3,), 2.0),
+                trainable=False,
+                synchronization=getattr(tfd.VariableSynchronization, "ON_READ" if on_read else "ON_WRITE"),
+                aggregation=tfd.VariableAggregation.MEAN,
+            )
+        x = torch.full((3,), 3.0)
+        values = [strategy.run(called, (x, variable)) if in_step else called(x, variable) for _ in range(2)]
+        values.append(strategy.run(variable.value))
+        return [part.tolist() for value in values for part in strategy.experimental_local_results(value)]
+
+    compiled = outcome(torch.compile(expression, backend="eager"))
+    assert compiled == outcome(expression)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at all
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_step(strategy: tfd.Strategy, by_hand: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 # One for all, and its own thread may take it again: the garbage collector lets go of users at any time, also in here.
 _lock = threading.RLock()
@@ -119,29 +120,36 @@ class Patch(CountedUsers):
 
 
 class DataPatch(Patch):
-    """Tells who asks a parameter for its ``.data``, or sets it: neither leaves a mark on the parameter.
+    """Tells who asks a tensor for its ``.data``, or sets it: neither leaves a mark on the tensor.
 
-    What is set has an address, but it may be one that the parameter had before.
+    What is set has an address, but it may be one that the tensor had before.
 
     Args:
-        noticed: called with the parameter.
+        noticed: called with the tensor and what it gives, or ``None`` if it was set.
     """
 
-    def __init__(self, noticed: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(torch.nn.Parameter, "data", noticed)
+    def __init__(self, noticed: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
+        super().__init__(torch.Tensor, "data", noticed)
 
     def _made(self, original: Any, number: int) -> Any:
-        def read(parameter: torch.Tensor) -> Any:
-            if torch.compiler.is_compiling():  # of a variable: torch.compile takes __get__ for this function again
-                return parameter.detach()
-            if self._users and number == self._number:
-                self._wrapper(parameter)
-            return original.__get__(parameter)
+        def as_of_torch(accessor: Callable[..., Any], tensor: torch.Tensor, *value: torch.Tensor) -> Any:
+            """Classes with ``__torch_function__`` know torch's accessors: they would be handed this property's."""
+            if has_torch_function_unary(tensor):
+                return handle_torch_function(accessor, (tensor,), tensor, *value)
+            return accessor(tensor, *value)
 
-        def write(parameter: torch.Tensor, value: torch.Tensor) -> None:
-            original.__set__(parameter, value)
+        def read(tensor: torch.Tensor) -> Any:
+            if torch.compiler.is_dynamo_compiling():  # of a variable: torch takes __get__ for this function again
+                return tensor.detach()
+            data = as_of_torch(original.__get__, tensor)
             if self._users and number == self._number:
-                self._wrapper(parameter)
+                self._wrapper(tensor, data)
+            return data
+
+        def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            as_of_torch(original.__set__, tensor, value)
+            if self._users and number == self._number:
+                self._wrapper(tensor, None)
 
         return property(read, write, doc=original.__doc__)
 

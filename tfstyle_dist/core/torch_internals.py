@@ -214,6 +214,12 @@ MACHINERY = (
 
 _required("torch.autograd.profiler._is_profiler_enabled", "name its work in the profiler's traces")
 
+UNTRACED = "_torchdynamo_disable"
+"""The attribute of a function that ``torch.compile`` does not trace, though it is called by one that it traces."""
+_frames: Any = _required("torch._C._dynamo.eval_frame", "be compiled")
+run_as: Callable[[Any, Any], None] = _required("frames.set_code_exec_strategy", "be compiled", _frames)
+IN_PYTHON = _required("frames._FrameExecStrategy", "be compiled", _frames)(*[_frames._FrameAction.SKIP] * 2)
+"""``run_as(code, IN_PYTHON)``: ``torch.compile`` leaves a code object alone, and what is called there."""
 
 compiling: Callable[[], Any] = _required("torch._guards.TracingContext.try_get", "be compiled")
 """What ``torch.compile`` knows of the function that it looks at, if its own code runs in this thread; or ``None``."""
@@ -237,13 +243,13 @@ def reader_processes(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
 
 
+_END_READERS = "_shutdown_workers"
+_required(f"torch.utils.data.dataloader._MultiProcessingDataLoaderIter.{_END_READERS}", "end readers that failed")
+
+
 def end_reader_processes(iterator: Any) -> None:
     """Ends them."""
     getattr(iterator, _END_READERS, lambda: None)()
-
-
-_END_READERS = "_shutdown_workers"
-_required(f"torch.utils.data.dataloader._MultiProcessingDataLoaderIter.{_END_READERS}", "end readers that failed")
 
 
 def default_store() -> Any:
@@ -289,12 +295,6 @@ def group_among(name: str, ranks: Sequence[int], backend: str, limit: timedelta)
 warn_if_untested(torch.__version__)
 
 
-def sparse_parts(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse tensor as they are kept; it need not be coalesced."""
-    return indices_of(value), value._values()
-
-
 def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], coalesced: bool) -> torch.Tensor:
     """The sparse tensor of such parts."""
-    made = torch.sparse_coo_tensor(indices, values, list(shape), check_invariants=False)
-    return made._coalesced_(True) if coalesced else made
+    return torch.sparse_coo_tensor(indices, values, list(shape), check_invariants=False)._coalesced_(coalesced)

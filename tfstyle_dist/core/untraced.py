@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from tfstyle_dist.core import torch_internals
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+def untraced(function: Function) -> Function:
     """A decorator: neither the function nor what it calls is traced.
 
-    As ``torch.compiler.disable``, which takes seconds to import what it needs: this uses it where a program has
-    imported that already, and only there can anything be compiled.
+    As ``torch.compiler.disable``, but that takes seconds to import what it needs. Each ``__torch_function__`` and each
+    property of a tensor is such a function: where torch 2.13 and 2.15 trace one and leave a part of it to Python, they
+    make wrong numbers of the rest.
 
     Args:
-        function: any.
+        function: any that is written in Python.
     """
-    kept_out: list[Callable[P, R]] = []
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kept_out:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            kept_out.append(_disabled(function))
-        return kept_out[0](*args, **kwargs)
-
-    return called
-
-
-def _disabled(function: Callable[P, R]) -> Callable[P, R]:
-    import torch
-
-    wrapped: Callable[P, R] = torch.compiler.disable(function)
-    return wrapped
+    setattr(function, torch_internals.UNTRACED, True)
+    torch_internals.run_as(function.__code__, torch_internals.IN_PYTHON)
+    return function

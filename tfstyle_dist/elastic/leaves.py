@@ -45,7 +45,7 @@ def describe(
             value = leaf.detach()
             if value.layout is torch.sparse_coo:
                 described.append(["s", list(value.shape), value.is_coalesced()])
-                tensors += torch_internals.sparse_parts(value)
+                tensors += [torch_internals.indices_of(value), torch_internals.values_of(value)]
             elif value.layout is torch.strided and not value.is_nested:
                 check_can_be_sent(value)
                 described.append(["t", *_told(share_of_result(leaf))])

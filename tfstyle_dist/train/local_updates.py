@@ -102,7 +102,7 @@ def _apply_equal(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, p
 
 def _digest(grad: torch.Tensor) -> str:
     """A text that is equal for equal gradients."""
-    parts = torch_internals.sparse_parts(grad) if grad.is_sparse else [grad]
+    parts = [torch_internals.indices_of(grad), torch_internals.values_of(grad)] if grad.is_sparse else [grad]
     found = hashlib.blake2b(f"{tuple(grad.shape)} {grad.dtype}".encode(), digest_size=16)
     for part in parts:
         found.update(bytes_of(part.detach().contiguous()).cpu().numpy().tobytes())

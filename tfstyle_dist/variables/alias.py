@@ -25,6 +25,7 @@ class Alias(torch.Tensor):
     _tfstyle_base: torch.Tensor
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -45,7 +46,6 @@ class Alias(torch.Tensor):
         return repr(_plain(self))
 
 
-@untraced
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with plain tensors in the place of aliases."""
     if func in WITHOUT_VALUE:

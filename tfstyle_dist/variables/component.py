@@ -11,6 +11,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica, Share, may_be_nan, without_nothing
 from tfstyle_dist.variables.record import Record
@@ -60,6 +61,7 @@ class VariableComponent(RowMethods, torch.nn.Parameter):  # type: ignore[misc]  
         return self._tfstyle_name
 
     @property
+    @untraced
     def device(self) -> torch.device:  # type: ignore[override]  # a logical CPU keeps its index
         """The replica's device as the user counts it (a logical CPU keeps its index)."""
         if torch_internals.compiling() is not None:  # torch asks, and means the memory

@@ -16,9 +16,10 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import data_reads, state_objects
+from tfstyle_dist.variables import state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.data_writes import DataWrites
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
 from tfstyle_dist.variables.parameter_rows import ParameterRows
@@ -73,10 +74,10 @@ class ReplicaContents:
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
+        self._data = DataWrites(lambda: self.active, self._places, self._rows, lambda: self._objects)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self._rows.follow)
         self._spreader = Spreader(self.count, self.take, self._rows, self._counterparts, adopt)
-        data_reads.readers.add(self)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class ReplicaContents:
 
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
+        self._data.count()
         self._resolve()
         self.finish_taking()
         if begins:
@@ -128,6 +130,7 @@ class ReplicaContents:
                 content.fresh = ()  # what was taken meanwhile has been looked at
         self._rows.mark()
         self.generators.mark()
+        self._data.begin()
         self._things = []
 
     def distrust(self) -> None:
@@ -159,10 +162,6 @@ class ReplicaContents:
     @property
     def _others(self) -> list[int]:
         return [replica for replica in range(self.count) if replica != self.first]
-
-    def data_is_read(self, parameter: torch.Tensor) -> None:
-        """See ``data_reads.Reader``."""
-        self._rows.data_is_read(parameter, None if self.active is None else self._places.get(id(parameter), -1))
 
     # ---- what is content --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Who asks a parameter for its ``.data``, or sets it: what is written there leaves no mark on the parameter."""
+"""Who asks a tensor for its ``.data``, or sets it: what is written there leaves no mark on the tensor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tfstyle_dist.core.process_hooks import DataPatch
 class Reader(Protocol):
     """Who wants to know."""
 
-    def data_is_read(self, parameter: torch.Tensor) -> None:
-        """Somebody has a parameter's ``data`` now, and may write there."""
+    def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
+        """Somebody has a tensor's ``data`` now, and may write there; ``None``: has set it."""
 
 
 readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-"""The contents of the strategies; each gets the parameters that may have been written to."""
+"""The contents of the strategies; each gets the tensors that may have been written to."""
 
 
-def _notice(parameter: torch.Tensor) -> None:
+def _notice(tensor: torch.Tensor, data: torch.Tensor | None) -> None:
     for reader in readers:
-        reader.data_is_read(parameter)
+        reader.data_is_read(tensor, data)
 
 
 data_reads = DataPatch(_notice)

@@ -18,6 +18,18 @@ def address_of(parameter: torch.Tensor) -> Any:
     return parameter.data_ptr() if parameter.layout is torch.strided else None
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Where the whole memory begins of which a tensor has a part; 0 if it cannot be viewed in another way."""
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter | torch.nn.Buffer):
+        return 0
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # inside of a function of torch.func
+        return 0
+
+
 def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What ``is_same`` compares."""
     grad = parameter.grad

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm import mesh
+from tfstyle_dist.core.untraced import untraced
 
 
 class LocalPart:
@@ -28,6 +29,7 @@ class LocalPart:
         return getattr(self.part, name)
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -14,6 +14,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.core.errors import WrongContextError
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.variables.alias import aliased
 from tfstyle_dist.variables.record import Placement, Record, raw
 from tfstyle_dist.variables.torch_functions import METADATA, written_by
@@ -113,6 +114,7 @@ class Replicated:
         return self._tfstyle_stored()
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from tfstyle_dist.variables.copies import copied
+from tfstyle_dist.variables.parameter_marks import memory_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # the first keeps its memory, so that no other tensor gets the address
 Pairs = Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
@@ -38,18 +39,18 @@ class Twins:
 
     def note(self, replica: int, value: torch.Tensor, own: torch.Tensor) -> None:
         """What a replica has in the place of a tensor; of use if it has all of the tensor's memory."""
-        if (address := _address(value)) and _is_whole(value, own):
+        if (address := memory_of(value)) and _is_whole(value, own):
             self._noted[replica, address] = (value.detach(), own)
 
     def copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """What a replica gets in the place of a tensor: a view where it has the memory, else a copy."""
-        address = _address(value)
+        address = memory_of(value)
         if address and self._found(replica, address) is None and address in self._moved:  # a parameter has got a part
             return self.copy_part(replica, value, device)
         return self._copy(replica, value, device)
 
     def _copy(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        pair = self._found(replica, _address(value))
+        pair = self._found(replica, memory_of(value))
         own = copied(value, device) if pair is None or pair[1].device != device else _view(pair[1], value)
         self.note(replica, value, own)
         return own
@@ -62,8 +63,8 @@ class Twins:
             found: dict[int, tuple[_Pair, int]] = {}
             for parameter, own in self._pairs(replica):
                 if own is None:
-                    self._moved.add(_address(parameter))
-                elif (its := _address(parameter)) and _is_whole(parameter, own):
+                    self._moved.add(memory_of(parameter))
+                elif (its := memory_of(parameter)) and _is_whole(parameter, own):
                     found[its] = (parameter.detach(), own), id(parameter)
             self._parameters[replica] = found
         if (of_parameter := self._parameters[replica].get(address)) is None:
@@ -73,7 +74,7 @@ class Twins:
 
     def copy_part(self, replica: int, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         """As ``copy``, where all other parts of the tensor's memory may be a parameter's or a gradient's too."""
-        address = _address(value)
+        address = memory_of(value)
         if address and value.untyped_storage().nbytes() > value.nbytes and self._found(replica, address) is None:
             count = value.untyped_storage().nbytes() // value.element_size()
             whole = value.detach().as_strided((count,), (1,), 0)
@@ -87,17 +88,8 @@ class Twins:
 
     def noted(self, replica: int, value: torch.Tensor) -> torch.Tensor | None:
         """A view of what another tensor, no parameter, has in a replica in the place of this tensor's memory."""
-        pair = self._noted.get((replica, _address(value))) if self._noted else None
+        pair = self._noted.get((replica, memory_of(value))) if self._noted else None
         return None if pair is None else _view(pair[1], value)
-
-
-def _address(value: torch.Tensor) -> int:
-    """Where the whole memory begins of which a tensor has a part; 0 if it cannot be viewed in another way."""
-    if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter | torch.nn.Buffer):
-        return 0
-    if value.layout is not torch.strided or value.is_meta or value.is_conj() or value.is_neg():
-        return 0
-    return value.untyped_storage().data_ptr()
 
 
 def _is_whole(value: torch.Tensor, own: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ class OutdatedParameter(torch.nn.Parameter):
     """
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -47,7 +48,6 @@ class OutdatedParameter(torch.nn.Parameter):
         return func(*args, **(kwargs or {}))
 
 
-@untraced
 def _pull_all() -> None:
     for servers in list(_with_outdated):
         servers.pull_outdated()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.table_rows import lookup, row_numbers
 from tfstyle_dist.parameter_server.protocol.operations import Op
@@ -41,6 +42,7 @@ class _OnServers(RowMethods, Replicated):
         return self._tfstyle_record.components[0]
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -140,6 +142,7 @@ class ServerParameter(_OnServers, torch.nn.Parameter):  # type: ignore[misc]
     """A parameter of a module built in the scope, as the coordinator sees it: reading it pulls."""
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
