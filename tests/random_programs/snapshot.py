@@ -12,6 +12,8 @@ from torch import nn
 
 TOLERANCE = 1e-6
 """Relative to the largest value of a tensor: the package adds in another order than the oracle."""
+SMALLEST = 0.1
+"""What smaller values count as: the replicas' gradients, of which they are the mean, may have been so large."""
 
 SHARING = "flat", "flat_gradient", "aliases", "kept_gradient", "kept_state", "buffer_part"
 """What the operations in ``shared_memory`` keep."""
@@ -88,14 +90,14 @@ def _tensors_differ(expected: torch.Tensor, found: torch.Tensor) -> str | None:
     apart = (one - other).abs().masked_fill(same, 0.0).max().item()
     finite = one[one.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    return None if apart <= TOLERANCE * max(largest, 1e-3) else f"differs by {apart:.3g} of {largest:.3g}"
+    return None if apart <= TOLERANCE * max(largest, SMALLEST) else f"differs by {apart:.3g} of {largest:.3g}"
 
 
 def _values_differ(expected: Any, found: Any) -> str | None:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         return _tensors_differ(expected, found)
     if isinstance(expected, float) and isinstance(found, float):
-        bound = TOLERANCE * max(abs(expected), 1e-3)
+        bound = TOLERANCE * max(abs(expected), SMALLEST)
         same = expected == found or abs(expected - found) <= bound or (math.isnan(expected) and math.isnan(found))
     else:
         same = type(expected) is type(found) and expected == found
