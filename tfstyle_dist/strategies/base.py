@@ -32,7 +32,6 @@ from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
 from tfstyle_dist.variables import ParameterStore, Variable
 from tfstyle_dist.variables.adoption import registrations
 from tfstyle_dist.variables.creation import VariableSpec
-from tfstyle_dist.variables.data_reads import data_reads
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.elastic import ElasticSteps
@@ -86,7 +85,7 @@ class Strategy:
             self.update_runner = self.make_update_runner()
             hooks: list[CountedUsers] = [step_hooks, registrations, engine_calls, sync_batch_norms]
             if self.parameter_store.contents is not None:
-                hooks.append(data_reads)
+                hooks.append(self.parameter_store.contents.data_reads)
             self._uninstall_hooks = install_for(self, hooks)
 
     def make_reducer(self) -> GradientReducer:

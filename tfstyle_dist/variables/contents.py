@@ -19,6 +19,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.data_reads import DataReads
 from tfstyle_dist.variables.data_writes import DataWrites
 from tfstyle_dist.variables.generator_states import GeneratorStates
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
@@ -49,6 +50,7 @@ class ReplicaContents:
         random: the random numbers of the replicas.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
+        data_reads: to be installed as long as the strategy is open.
         common: of an elastic job: what a step writes to and all replicas have in common; ``None`` elsewhere.
     """
 
@@ -75,6 +77,7 @@ class ReplicaContents:
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self._rows, lambda: self._objects)
+        self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self._rows.follow)
         self._spreader = Spreader(self.count, self.take, self._rows, self._counterparts, adopt)

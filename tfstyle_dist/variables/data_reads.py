@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from tfstyle_dist.core.process_hooks import DataPatch
+from tfstyle_dist.core.process_hooks import CountedUsers, DataPatch
 
 
 class Reader(Protocol):
@@ -17,14 +17,29 @@ class Reader(Protocol):
         """Somebody has a tensor's ``data`` now, and may write there; ``None``: has set it."""
 
 
-readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-"""The contents of the strategies; each gets the tensors that may have been written to."""
+_readers: list[weakref.ref[Reader]] = []
 
 
 def _notice(tensor: torch.Tensor, data: torch.Tensor | None) -> None:
-    for reader in readers:
-        reader.data_is_read(tensor, data)
+    for reference in _readers[:]:  # one may go meanwhile
+        if (reader := reference()) is not None:
+            reader.data_is_read(tensor, data)
 
 
-data_reads = DataPatch(_notice)
-"""Installed while a strategy with contents lives."""
+_patch = DataPatch(_notice)
+
+
+class DataReads(CountedUsers):
+    """Tells a reader, while it is installed and the reader lives, which tensors may have been written to."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self._reader = weakref.ref(reader)
+
+    def _needed(self, first: bool) -> None:
+        _patch.install()
+        _readers.append(self._reader)
+
+    def _not_needed(self, last: bool) -> None:
+        _readers.remove(self._reader)
+        _patch.uninstall()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables import data_reads
 from tfstyle_dist.variables.copies import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import memory_of
@@ -41,10 +40,10 @@ class DataWrites:
         objects: Callable[[], Sequence[ObjectContent]],
     ) -> None:
         self._active, self._places, self._rows, self._objects = active, places, rows, objects
-        self._given: list[_Given] = []
-        self._held: list[torch.Tensor] = []  # until the next run: mostly the program lets them go at once
+        self._given: dict[int, _Given] = {}  # by id
+        self._held: dict[int, torch.Tensor] = {}  # by memory, the last one: mostly the program lets it go at once
+        self._written: set[int] = set()  # memory, by those that are no longer held
         self._forget()
-        data_reads.readers.add(self)
 
     def _forget(self) -> None:
         """The content may lie in other memory now."""
@@ -73,38 +72,42 @@ class DataWrites:
 
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
         """See ``data_reads.Reader``."""
-        place = self._places.get(id(tensor))
         if self._active() is not None:
-            self._rows.data_is_read(tensor, -1 if place is None else place)
-            return
-        if place is not None:
+            self._rows.data_is_read(tensor, self._places.get(id(tensor), -1))
+        elif id(tensor) in self._places:
             self._rows.data_is_read(tensor, None)
         else:
             self._look()
             if data is None and id(tensor) in self._numbers:  # its memory may be some that it had before
                 _count_write(tensor)
-            elif data is not None and memory_of(data) in self._memory:
-                self._held.append(data)
-            else:
+            if data is None or (where := memory_of(data)) not in self._memory:
                 return
+            if (before := self._held.get(where)) is not None and self._was_written(before):
+                self._written.add(where)
+            self._held[where] = data
         if data is not None:
-            self._given.append((weakref.ref(data), torch_internals.version_of(data)))
+            self._given[id(data)] = weakref.ref(data), torch_internals.version_of(data)
+
+    def _was_written(self, data: torch.Tensor) -> bool:
+        return self._given[id(data)][1] != torch_internals.version_of(data)
+
+    def _living(self) -> list[torch.Tensor]:
+        return [data for reference, _ in self._given.values() if (data := reference()) is not None]
 
     def count(self) -> None:
         """Counts what was written as writes to the tensors themselves; cross-replica context ends."""
         if self._given:
-            given = [(data, version) for ref, version in self._given if (data := ref()) is not None]
-            written = {memory_of(data) for data, version in given if torch_internals.version_of(data) != version}
+            written = self._written | {memory_of(data) for data in self._living() if self._was_written(data)}
             for tensor in self._tensors() if written else ():
                 if memory_of(tensor) in written:
                     _count_write(tensor)
             self._held.clear()
+            self._written.clear()
 
     def begin(self) -> None:
         """Cross-replica context begins, and all objects were marked: only what is written from now on counts."""
         if self._given:
-            living = [data for ref, _ in self._given if (data := ref()) is not None]
-            self._given = [(weakref.ref(data), torch_internals.version_of(data)) for data in living]
+            self._given = {id(data): (weakref.ref(data), torch_internals.version_of(data)) for data in self._living()}
         self._forget()
 
 
