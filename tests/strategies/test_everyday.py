@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import gc
 import threading
 import weakref
@@ -386,3 +387,48 @@ def test_only_variables_of_the_strategy_can_be_updated(make: Any) -> None:
 @pytest.mark.parametrize("make", PLAIN)
 def test_anything_is_updated_where_nothing_is_distributed(make: Any) -> None:
     assert make().extended.update(torch.tensor(1.0), lambda value: value + 1).item() == 2.0
+
+
+class Kind(enum.IntEnum):
+    """Of which no weak reference can be made, as of all numbers."""
+
+    FIRST = 1
+
+
+class Named(enum.Enum):
+    FIRST = "first"
+
+
+class Meters(float):
+    """A number with attributes."""
+
+
+class Slotted:
+    __slots__ = ("__dict__",)
+
+
+@pytest.mark.parametrize("value", [Kind.FIRST, Named.FIRST, Meters(2.0), type("Bytes", (bytes,), {})(b"a"), Slotted()])
+def test_modules_and_optimizers_hold_numbers_and_members_of_enumerations(value: Any) -> None:
+    class Layer(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.kind is value
+            assert optimizer.kind is optimizer.kinds[0] is value
+            return super().forward(x)
+
+    with td.MirroredStrategy(TWO) as strategy:
+        with strategy.scope():
+            layer = Layer(2, 2)
+            layer.kind = value
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        optimizer.kind, optimizer.kinds = value, [value]
+
+        def step() -> torch.Tensor:
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            return layer.weight.detach().clone()
+
+        first, second = strategy.experimental_local_results(strategy.run(step))
+        assert torch.equal(first.cpu(), second.cpu())
+        if not isinstance(value, (Meters, enum.Enum)):
+            with pytest.raises(TypeError, match="referred to weakly, got"):
+                strategy.experimental_adopt(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import threading
 import types
@@ -70,9 +71,9 @@ def _is_unfinished(thing: Any) -> bool:
 def is_plain(thing: Any) -> bool:
     """Whether this is an object of a class of the user's or of a library of training code."""
     kind = type(thing)
-    if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, *HOLDERS)):
+    if isinstance(thing, (type, types.ModuleType, BaseException, threading.Thread, torch.Tensor, enum.Enum, *HOLDERS)):
         return False
-    if type(getattr(thing, "__dict__", None)) is not dict:
+    if not _has_content(thing):
         return False
     if _is_skipped(kind.__module__ or ""):
         return False
@@ -81,6 +82,11 @@ def is_plain(thing: Any) -> bool:
     except (AttributeError, TypeError):
         return False
     return True
+
+
+def _has_content(thing: Any) -> bool:
+    """Whether an object has attributes that can be exchanged; numbers, for one, cannot be referred to weakly."""
+    return type(getattr(thing, "__dict__", None)) is dict and type(thing).__weakrefoffset__ != 0
 
 
 def parts_of(value: Any, most: int) -> list[Any]:
@@ -134,10 +140,10 @@ def check_adoptable(thing: Any) -> None:
     Raises:
         TypeError: it has none.
     """
-    if type(getattr(thing, "__dict__", None)) is not dict or isinstance(thing, type | types.ModuleType):
+    if not _has_content(thing) or isinstance(thing, type | types.ModuleType):
         raise TypeError(
-            f"experimental_adopt takes a module, an optimizer or another object with attributes of its own, got "
-            f"{type(thing).__name__}: {thing!r}."
+            f"experimental_adopt takes a module, an optimizer or another object with attributes of its own that can be "
+            f"referred to weakly, got {type(thing).__name__}: {thing!r}."
         )
 
 
