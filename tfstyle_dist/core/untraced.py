@@ -13,9 +13,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def untraced(function: Function) -> Function:
     """A decorator: neither the function nor what it calls is traced.
 
-    As ``torch.compiler.disable``, but that takes seconds to import what it needs. Each ``__torch_function__`` and each
-    property of a tensor is such a function: where torch 2.13 and 2.15 trace one and leave a part of it to Python, they
-    make wrong numbers of the rest.
+    As ``torch.compiler.disable``, but that takes seconds to import what it needs. Each ``__torch_function__`` must be
+    such a function: where torch 2.13 and 2.15 trace one and leave a part of it to Python, they make wrong numbers of
+    the rest.
 
     Args:
         function: any that is written in Python.
