@@ -72,6 +72,68 @@ def test_several_steps_in_a_function_are_those_of_one_device(cluster: Any, width
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def without_reading(model: nn.Module, optimizer: Any, width: int) -> None:
+    """Steps between which nothing asks for a value: with all gradients twice, with some, and with all again."""
+    parameters = list(model.parameters())
+    model(batch(0, width)).square().mean().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    optimizer.step()
+    optimizer.step()
+    for some in (parameters[:1], parameters[-1:], parameters[1:]):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if any(parameter is one for one in some) else None
+        optimizer.step()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize("width", [3, LARGE])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05, eps=0.1),  # so that rounding stays rounding
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    ],
+    ids=["adam", "sgd with decay", "sgd"],
+)
+def test_steps_between_which_nothing_is_read(cluster: Any, kind: Callable[..., Any], width: int) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = net()
+    optimizer, alone = kind(model.parameters()), net()
+    c.coordinator.schedule(without_reading, args=(model, optimizer, width)).fetch()
+    without_reading(alone, kind(alone.parameters()), width)
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_updates_between_which_nothing_is_read(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        variable, other = tfd.Variable(torch.ones(3)), tfd.Variable(torch.ones(2))
+        optimizer = tfd.train.AdamOptimizer(0.1)
+
+    def updates() -> None:
+        for gradients in ([(torch.ones(3), variable)], [(torch.ones(2), other)], [(torch.ones(3), variable)]):
+            optimizer.apply_gradients(gradients)
+
+    c.coordinator.schedule(updates).fetch()
+    one_device = tfd.OneDeviceStrategy("cpu")
+    with one_device.scope():
+        alone, another = tfd.Variable(torch.ones(3)), tfd.Variable(torch.ones(2))
+        same = tfd.train.AdamOptimizer(0.1)
+    for gradients in ([(torch.ones(3), alone)], [(torch.ones(2), another)], [(torch.ones(3), alone)]):
+        same.apply_gradients(gradients)
+    torch.testing.assert_close(variable.value(), alone.value())
+    torch.testing.assert_close(other.value(), another.value())
+
+
 def test_what_a_function_does_after_a_step_sees_the_new_values(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with c.strategy.scope():

@@ -26,6 +26,7 @@ from tfstyle_dist.parameter_server.protocol.header import (
 )
 from tfstyle_dist.parameter_server.protocol.operations import (
     Operation,
+    has_steps,
     pack_operations,
     padded,
     tensor_bytes,
@@ -120,13 +121,11 @@ class ServerLink(Connection):
         """
         with self._lock:
             total = sum(padded(t.nbytes) for t in tensors)
-            if self._gathered and (
-                work != self._gathered_for
-                or self._gathered_bytes + total > _GATHERED
-                or len(self._gathered) + len(operations) > _MOST_GATHERED
-            ):
-                self.flush()
-            if total >= _GATHERED // 2:
+            large = total >= _GATHERED // 2
+            full = self._gathered_bytes + total > _GATHERED or len(self._gathered) + len(operations) > _MOST_GATHERED
+            if large or full or work != self._gathered_for or (has_steps(operations) and has_steps(self._gathered)):
+                self.flush()  # in order; and the server would make one step of two
+            if large:
                 self.batch(work, operations, tensors, None)
                 return
             if self._room.numel() == 0:

@@ -41,11 +41,14 @@ class Op(enum.IntEnum):
     GRADIENT_ROWS = 8
 
 
-WRITES = frozenset({Op.ASSIGN, Op.ADD, Op.SUB, Op.GRADIENT, Op.ADD_ROWS, Op.GRADIENT_ROWS})
+STEPS = frozenset({Op.GRADIENT, Op.GRADIENT_ROWS})
+"""A server makes one step of each optimizer of all gradients in a batch: those of two steps travel in two."""
+
+WRITES = STEPS | {Op.ASSIGN, Op.ADD, Op.SUB, Op.ADD_ROWS}
 
 ROW_OPERATIONS = frozenset({Op.PULL_ROWS, Op.ADD_ROWS, Op.GRADIENT_ROWS})
 
-NARROWED = frozenset({Op.PULL, Op.PULL_ROWS, Op.GRADIENT, Op.GRADIENT_ROWS})
+NARROWED = STEPS | {Op.PULL, Op.PULL_ROWS}
 
 FLAG_UNCHANGED = 1
 """In the answer to a PULL: the client's copy is the newest, no data follows."""
@@ -71,6 +74,11 @@ def padded(nbytes: int) -> int:
 def travels_as(op: int, dtype: torch.dtype, own: torch.dtype) -> bool:
     """Whether elements of a variable may travel with a dtype: pulls and gradients of float32 also as bfloat16."""
     return dtype is own or (op in NARROWED and dtype is torch.bfloat16 and own is torch.float32)
+
+
+def has_steps(operations: Sequence[Operation]) -> bool:
+    """Whether some of the operations are gradients."""
+    return any(operation.op in STEPS for operation in operations)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     DTYPES,
     MOST_COPIED,
     ROW_OPERATIONS,
+    STEPS,
     Op,
     Operation,
     request_bytes,
@@ -73,7 +74,7 @@ def _check_one(table: Table, operation: Operation) -> None:
         raise InvalidArgumentError(
             f"Variable {stored.name!r} has dtype {parameter.dtype}, but the message carries {dtype}."
         )
-    if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS) and operation.extra not in table.rules:
+    if operation.op in STEPS and operation.extra not in table.rules:
         raise NotFoundError(f"This parameter server has no optimizer {operation.extra}.")
     if operation.op in ROW_OPERATIONS:
         if parameter.dim() == 0:

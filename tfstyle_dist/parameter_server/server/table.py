@@ -22,6 +22,7 @@ from tfstyle_dist.parameter_server.protocol.operations import (
     FLAG_DUPLICATE,
     FLAG_UNCHANGED,
     ROW_OPERATIONS,
+    STEPS,
     WRITES,
     Answer,
     Op,
@@ -146,7 +147,7 @@ class VariableTable:
             if self.writes.is_duplicate(header, operation):
                 answer.operations.append(reply(stored, extra=FLAG_DUPLICATE))
                 continue
-            if operation.op in (Op.GRADIENT, Op.GRADIENT_ROWS):
+            if operation.op in STEPS:
                 grad, rate = value, self.rules[operation.extra].plain_rate(parameter)
                 if rate is not None:
                     self._step(steps)
