@@ -12,8 +12,10 @@ from torch import nn
 
 TOLERANCE = 1e-6
 """Relative to the largest value of a tensor: the package adds in another order than the oracle."""
-SMALLEST = 0.1
-"""What smaller values count as: the replicas' gradients, of which they are the mean, may have been so large."""
+IN_DOUBLE = 1e-12
+"""The same for programs in double precision."""
+SMALLEST = 1e-3
+"""What smaller values count as."""
 
 SHARING = "flat", "flat_gradient", "aliases", "kept_gradient", "kept_state", "buffer_part"
 """What the operations in ``shared_memory`` keep."""
@@ -79,7 +81,7 @@ def snapshot(program: Program) -> Snapshot:
     return found
 
 
-def _tensors_differ(expected: torch.Tensor, found: torch.Tensor) -> str | None:
+def _tensors_differ(expected: torch.Tensor, found: torch.Tensor, tolerance: float) -> str | None:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"{found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
     expected, found = expected.cpu(), found.cpu()  # a replica on another device has what the first one has
@@ -90,31 +92,32 @@ def _tensors_differ(expected: torch.Tensor, found: torch.Tensor) -> str | None:
     apart = (one - other).abs().masked_fill(same, 0.0).max().item()
     finite = one[one.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    return None if apart <= TOLERANCE * max(largest, SMALLEST) else f"differs by {apart:.3g} of {largest:.3g}"
+    return None if apart <= tolerance * max(largest, SMALLEST) else f"differs by {apart:.3g} of {largest:.3g}"
 
 
-def _values_differ(expected: Any, found: Any) -> str | None:
+def _values_differ(expected: Any, found: Any, tolerance: float) -> str | None:
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        return _tensors_differ(expected, found)
+        return _tensors_differ(expected, found, tolerance)
     if isinstance(expected, float) and isinstance(found, float):
-        bound = TOLERANCE * max(abs(expected), SMALLEST)
+        bound = tolerance * max(abs(expected), SMALLEST)
         same = expected == found or abs(expected - found) <= bound or (math.isnan(expected) and math.isnan(found))
     else:
         same = type(expected) is type(found) and expected == found
     return None if same else f"{found!r}, expected {expected!r}"
 
 
-def first_difference(expected: Snapshot, found: Snapshot) -> str | None:
+def first_difference(expected: Snapshot, found: Snapshot, tolerance: float = TOLERANCE) -> str | None:
     """What differs first, or ``None``.
 
     Args:
         expected: the oracle's.
         found: the package's.
+        tolerance: relative to the largest value of a tensor.
     """
     if list(expected) != list(found):
         missing, more = [*(expected.keys() - found.keys())], [*(found.keys() - expected.keys())]
         return f"other values are there: missing {sorted(missing)[:5]}, more {sorted(more)[:5]}"
     for name, value in expected.items():
-        if (text := _values_differ(value, found[name])) is not None:
+        if (text := _values_differ(value, found[name], tolerance)) is not None:
             return f"{name}: {text}"
     return None

@@ -139,8 +139,6 @@ class DataPatch(Patch):
             return accessor(tensor, *value)
 
         def read(tensor: torch.Tensor) -> Any:
-            if torch.compiler.is_dynamo_compiling():  # of a variable: torch takes __get__ for this function again
-                return tensor.detach()
             data = as_of_torch(original.__get__, tensor)
             if self._users and number == self._number:
                 self._wrapper(tensor, data)
