@@ -6,6 +6,7 @@
     python benchmarks/elastic.py --torchft .venv-torchft/bin/python   # torchft 0.2 beside it, from its own environment
 
 Every worker is a process of this machine. Steps are padded with a fixed sleep, because a dead process donates its core.
+It is a part of the step, as in torchft's worker: a worker sleeps once in each attempt, however many replicas it holds.
 Where this user may make a network namespace (root), chaos has partitions too: for 3 s nothing gets through to or from
 the port of worker 0, to which all others connect. Workers that share memory would not notice that, so in chaos with
 partitions each worker pretends to be on a host of its own (TFSTYLE_HOST), and all goes through sockets. Writes a table
@@ -43,15 +44,9 @@ OWN_NETWORK = "TFSTYLE_OWN_NETWORK"
 
 
 def work(
-    log: str,
-    seconds: float,
-    pad: float,
-    kind: str,
-    replicas: int,
-    check_every: int,
-    suspect_after: float,
+    log: str, seconds: float, pad: float, kind: str, replicas: int, check_every: int, suspect_after: float,
     stopped_after: float,
-) -> None:
+) -> None:  # fmt: skip
     """Trains for some time, and writes the time and number of each committed step.
 
     Args:
@@ -91,7 +86,12 @@ def work(
     if kind == "restart" and saved.exists():
         checkpoint.read(str(saved))
 
+    padded = -2
+
     def step() -> torch.Tensor:
+        nonlocal padded
+        before, padded = padded, tfd.get_replica_context().replica_id_in_sync_group
+        time.sleep(0 if padded == before + 1 else pad)  # the first replica here; again, if the step is begun again
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -109,7 +109,7 @@ def work(
     with open(log, "a") as file:
         print("started", time.time(), 0, file=file, flush=True)
         while not int(over):
-            time.sleep(pad)
+            padded = -2
             late = strategy.reduce("SUM", strategy.run(step), axis=None)
             over.assign(late)
             number.assign_add(1)

@@ -324,7 +324,7 @@ def test_a_profiler_is_seen_and_sees_all_threads(tmp_path: Path) -> None:
 
     assert not torch_internals.is_profiling()
     thread = threading.Thread(target=work)
-    config = torch_internals.profile_all_threads()
+    config = torch_internals.profiler_config(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=config, acc_events=True) as profiler:
         thread.start()
         thread.join(20)
@@ -372,6 +372,24 @@ def test_the_processes_of_a_loader() -> None:
     assert not processes[0].is_alive()
     assert torch_internals.reader_processes(iter([1])) == []
     torch_internals.end_reader_processes(iter([1]))
+
+
+def test_a_tensor_lies_alone_unless_another_one_shares_its_memory() -> None:
+    parameter = nn.Linear(2, 2).weight
+    assert torch_internals.lies_alone(parameter)
+    part = parameter.detach()[0]
+    assert not torch_internals.lies_alone(parameter)
+    assert not torch_internals.lies_alone(part)
+    del part
+    parameter.sum().backward()
+    assert torch_internals.lies_alone(parameter)
+    assert torch_internals.lies_alone(parameter.grad)
+    parameter.data = torch.zeros(3)
+    assert torch_internals.lies_alone(parameter)
+    whole = torch.zeros(3, 2)
+    parameter.data = whole[1]
+    assert not torch_internals.lies_alone(parameter)
+    assert torch_internals.lies_alone(torch.frombuffer(bytearray(8), dtype=torch.float32))
 
 
 def test_a_lazy_clone_is_a_copy_as_soon_as_one_writes() -> None:

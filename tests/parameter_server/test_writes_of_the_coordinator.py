@@ -65,6 +65,26 @@ def test_arrays_of_what_is_on_servers_are_read_only(cluster: Any) -> None:
         model.weight.detach().numpy().fill(1.0)
 
 
+def test_two_parameters_do_not_share_memory_on_servers(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def total() -> float:
+        return float(sum(p.detach().sum() for p in model.parameters()))
+
+    first, second = model[0].weight, model[1].weight
+    second.data = first.data.t()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'1\.weight' was given the memory of '0\.weight', but on the servers"):
+            c.coordinator.schedule(total)
+    second.data = first.data.clone()
+    assert c.coordinator.schedule(total).fetch() == pytest.approx(total())
+    kept, first.data = first.data, second.data
+    second.data = kept
+    assert c.coordinator.schedule(total).fetch() == pytest.approx(total())
+
+
 def test_a_transformer_begins_with_its_own_values(cluster: Any) -> None:
     """Its biases are made first and filled last, by ``torch.nn.init.constant_``, when others are on the servers."""
 

@@ -98,18 +98,19 @@ def run_in_process(plan: Plan, central: bool = False, replicas: int = REPLICAS) 
     return found
 
 
-def run_on_rank(plan: Plan, devices: list[str]) -> list[Snapshot]:
+def run_on_rank(plan: Plan, devices: list[str] | None) -> list[Snapshot]:
     """Runs a program on the ranks of a distributed test.
 
     Args:
         plan: of it.
-        devices: of the replicas of each rank.
+        devices: of the replicas of each rank; ``None``: one, and the ranks have one copy of the parameters.
 
     Returns:
         For each operation the values of this rank's first replica.
     """
     found = []
-    with tfd.MirroredStrategy(devices) as strategy:
+    storage = tfd.experimental.CentralStorageStrategy
+    with storage() if devices is None else tfd.MirroredStrategy(devices) as strategy:
         runner = Runner(strategy, plan)
         for operation in plan.operations:
             runner.do(operation)

@@ -110,16 +110,17 @@ def test_a_program_is_made_small() -> None:
 
 
 @pytest.mark.distributed(workers=RANKS, timeout=200, deadline=30)
-@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
-def test_programs_on_ranks(rank: int, devices: list[str]) -> None:
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"], None], ids=["one", "two", "one copy"])
+def test_programs_on_ranks(rank: int, devices: list[str] | None) -> None:
+    each = len(devices or ["cpu:0"])
     for seed in range(FIRST, FIRST + ON_RANKS):
         plan = plan_of(seed)
         try:
-            expected = run_by_hand(plan, always=True, replicas=RANKS * len(devices))
+            expected = run_by_hand(plan, always=True, replicas=RANKS * each)
         except Exception:
             continue  # counted above
         found = run_on_rank(plan, devices)
         for place, (copies, its) in enumerate(zip(expected, found, strict=True)):
             assert copies is not None
-            difference = first_difference(copies[rank * len(devices)], its)
+            difference = first_difference(copies[rank * each], its)
             assert difference is None, f"{plan}\n  rank {rank} after operation {place}: {difference}"

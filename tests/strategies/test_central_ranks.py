@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from central_ranks import assert_same_weights, build, loss_of, on_two_ranks, own_half, train, train_plainly
 from torch import nn
 
 import tfstyle_dist as td
@@ -16,7 +17,6 @@ from tfstyle_dist.gradients import update_shards
 from tfstyle_dist.variables import find_record
 
 pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
-on_two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
 
 class NormScaled(torch.optim.Optimizer):
@@ -55,50 +55,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "not elementwise": lambda p: NormScaled(p, 0.1),
 }
-
-
-def build() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(8, 20, generator=generator, dtype=torch.float64)
-    return x, x.sum(1, keepdim=True).sin()
-
-
-def loss_of(model: nn.Module, part: slice, step: int) -> torch.Tensor:
-    x, y = batch(step)
-    return (model(x[part]) - y[part]).pow(2).mean()
-
-
-def own_half() -> slice:
-    context = td.get_replica_context()
-    assert context is not None
-    return slice(context.replica_id_in_sync_group * 4, context.replica_id_in_sync_group * 4 + 4)
-
-
-def train(strategy: Any, model: nn.Module, optimizer: Any, steps: range) -> None:
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, own_half(), number).backward()
-        optimizer.step()
-
-    for number in steps:
-        strategy.run(step, args=(number,))
-
-
-def train_plainly(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for number in steps:
-        optimizer.zero_grad()
-        loss_of(model, slice(0, 8), number).backward()
-        optimizer.step()
-
-
-def assert_same_weights(model: nn.Module, plain: nn.Module, tolerance: float = 1e-10) -> None:
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=tolerance, atol=tolerance)
 
 
 def assert_same_state(ours: Any, plain: Any) -> None:
@@ -156,7 +112,7 @@ def test_an_optimizer_state_moves_between_plain_and_central(central: Any, name: 
         model = build()
         optimizer = OPTIMIZERS[name](model.parameters())
     model.load_state_dict(plain.state_dict())
-    optimizer.load_state_dict(plain_optimizer.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))  # torch keeps the tensors that it is given
     train(central, model, optimizer, range(3, 6))
     saved, saved_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     train_plainly(plain, plain_optimizer, range(3, 6))

@@ -63,9 +63,8 @@ def _refuse(path: str, what_for: str) -> None:
 # ---- autograd -------------------------------------------------------------------------------------------------
 
 swap_insides = _required("torch._C._swap_tensor_impl", "let the replicas of one process take turns")
-"""Exchanges the insides of two tensors: data, gradient, version counter and the node that accumulates gradients. The
-Python objects stay, and a graph stays tied to the inside it was made with. Refuses a tensor that has a C++ weak
-reference. (``torch.utils.swap_tensors`` uses it, but makes the old graphs unusable.)"""
+"""Exchanges the insides of two tensors: data, gradient, version counter, the node that accumulates gradients, and so
+graphs. Refuses one that has a C++ weak reference. (``torch.utils.swap_tensors`` makes the old graphs unusable.)"""
 
 backward_pass_under_way = _required("torch._C._current_graph_task_id", "tell the backward passes apart")
 """The number of the backward pass that this thread is in; -1 outside of every pass."""
@@ -96,13 +95,20 @@ hooks_of: Callable[[torch.Tensor], tuple[Any, Any]] = attrgetter(*HOOKS)
 DisableTorchFunctionSubclass = _required("torch._C.DisableTorchFunctionSubclass", "read the storage of a variable")
 """A context manager under which ``__torch_function__`` of subclasses is not called."""
 
-has_compatible_shallow_copy_type = _required(
-    "torch._has_compatible_shallow_copy_type", "let module.to(...) move the parameters of a strategy"
-)
+has_compatible_shallow_copy_type = _required("torch._has_compatible_shallow_copy_type", "let module.to move parameters")
 """What ``torch.nn.Module.to`` asks before it puts new data into a parameter instead of replacing it."""
 
 make_subclass = _required("torch.Tensor._make_subclass", "make variables")
 """``(class, data, requires_grad)``: a leaf of a subclass of ``torch.Tensor`` that shares the memory of ``data``."""
+
+_users_of: Callable[[int], int] = _required("torch._C._storage_Use_Count", "see who shares the memory of a parameter")
+
+
+def lies_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of a tensor."""
+    memory = tensor.untyped_storage()
+    return _users_of(memory._cdata) == 2  # the tensor and this object
+
 
 _lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clone", torch.clone)
 
@@ -141,8 +147,7 @@ values_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._val
 
 def local_part(tensor: Any) -> torch.Tensor:
     """This worker's part of a DTensor, as it is stored (``to_local()`` may wrap it anew and knows of gradients)."""
-    part: torch.Tensor = _required("DTensor._local_tensor", "read the parts of divided models", tensor)
-    return part
+    return _required("DTensor._local_tensor", "read the parts of divided models", tensor)  # type: ignore[no-any-return]
 
 
 # ---- modules --------------------------------------------------------------------------------------------------
@@ -230,12 +235,8 @@ def is_profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-_profiler_config = _required("torch.profiler._ExperimentalConfig", "see the threads of all replicas in a trace")
-
-
-def profile_all_threads() -> Any:
-    """The ``experimental_config`` with which ``torch.profiler.profile`` sees the threads of all replicas."""
-    return _profiler_config(profile_all_threads=True)
+profiler_config: Any = _required("torch.profiler._ExperimentalConfig", "see the threads of all replicas in a trace")
+"""The ``experimental_config`` of ``torch.profiler.profile``; with ``profile_all_threads=True`` it sees all threads."""
 
 
 def reader_processes(iterator: Any) -> list[Any]:
@@ -271,9 +272,8 @@ def limit_of_group(process_group: Any) -> timedelta | None:
 def group_among(name: str, ranks: Sequence[int], backend: str, limit: timedelta) -> Any:
     """A new process group of some processes of the default group, which they alone make; they all call this.
 
-    torch names such a group by its ranks and the number of groups that the process knows. Both differ between processes
-    that belong to other groups as well, and come again after a group was destroyed: the processes would then wait at
-    different places of the store, or find the addresses of the group before.
+    torch's own name for it may differ between processes that belong to other groups as well, and comes again after it
+    was destroyed: they would wait at different places of the store, or find the addresses of the group before.
 
     Args:
         name: that no group of these processes has had.

@@ -26,7 +26,7 @@ from tfstyle_dist.variables.shared_home import SharedHome
 # What a worker has to say when all meet before an update.
 _WRITTEN, _MOVED, _LOADED, _NEW_GROUPS = 1, 2, 4, 8
 _SAY = {
-    _WRITTEN: "wrote to its parameters outside an optimizer",
+    _WRITTEN: "wrote to its parameters or their state outside an optimizer",
     _MOVED: "gave its parameters other storage (module.to(), p.data = ...)",
     _LOADED: "loaded a state into the optimizer",
     _NEW_GROUPS: "changed the optimizer's parameter groups",
@@ -54,23 +54,37 @@ class _Held:
             view = place.shared_view() if part.whole else place.flat[part.start : part.stop]
             self.tensor = torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all workers see what is written to ``tensor``."""
+        return self.tensor is not self.parameter
+
     def take_gradient(self) -> bool:
         """Gives the part its gradient; returns whether there is one."""
         grad = self.parameter.grad
         if grad is None:
             return False
-        if self.tensor is not self.parameter:
+        if self.is_shared:
             self.tensor.grad = grad if self.part.whole else part_of(grad, self.parameter, self.part)
         return True
 
 
 class _Book:
-    """What this rank updates for one optimizer."""
+    """What this rank updates for one optimizer.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...], group: WorkerGroup) -> None:
+    Attributes:
+        key: of the parameters and where they are.
+        shared: the parameters in shared memory, whose state is there too.
+        saved: the parameters of each group, while the parts are in their place.
+        known: those that had state before, if some get theirs in the step and others after it.
+    """
+
+    def __init__(self, key: tuple[int, ...], group: WorkerGroup) -> None:
         self.key, self.state = key, SharedState(group)
         self.held: list[list[_Held]] = []
+        self.shared: list[torch.Tensor] = []
         self.saved: list[Any] | None = None
+        self.known: list[torch.Tensor] | None = None
 
 
 class SharedUpdateRunner(UpdateRunner):
@@ -104,6 +118,8 @@ class SharedUpdateRunner(UpdateRunner):
         fresh = self._take_back(optimizer, book)
         if any(self._group.numbers(int(bool(fresh)), f"end of {type(optimizer).__name__}.step")):
             book.state.share(optimizer, _parameters(optimizer), fresh)
+            if book.known is not None:
+                _order(optimizer, book.known)
         book.state.pass_on_values(optimizer)
         for record in records:
             if record.tensor is not None:
@@ -135,13 +151,14 @@ class SharedUpdateRunner(UpdateRunner):
     def _begin(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """Meets the others, so that nobody still reads what is about to change, and puts the parts in place."""
         parameters = _parameters(optimizer)
-        key = tuple(id(p) * 2 + p.requires_grad for p in parameters)
         book = self._books.get(optimizer)
-        new = book is None or book.key != key
+        new = book is None or book.key != self._key(parameters)
         written, moved = self._home.written(), self._home.moved_out(records)
-        loaded = False if book is None else book.state.is_stale(optimizer, parameters)
         if book is None:
             loaded = any(optimizer.state.get(p) for p in parameters)
+        else:
+            written += book.state.written()
+            loaded = book.state.is_stale(optimizer, book.shared)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
         self._check_alike(self._group.numbers(says, f"{name} of {len(parameters)} parameters"), name)
@@ -151,15 +168,17 @@ class SharedUpdateRunner(UpdateRunner):
             if written:
                 self._home.publish(written)
             if book is None:
-                book = self._books[optimizer] = _Book(optimizer, key, self._group)
+                book = self._books[optimizer] = _Book(self._key(parameters), self._group)
             if new or moved:
-                self._divide(book, optimizer, key)
+                self._divide(book, optimizer)
+            elif written:
+                book.state.count_anew()
             if loaded:
                 pending = {
                     h.part: book.state.cut(h.part, h.parameter, optimizer.state[h.parameter])
                     for held in book.held
                     for h in held
-                    if optimizer.state.get(h.parameter)
+                    if h.is_shared and optimizer.state.get(h.parameter)
                 }
                 book.state.share(optimizer, parameters, pending)
             self._group.numbers(0, f"{name} goes on")
@@ -175,16 +194,23 @@ class SharedUpdateRunner(UpdateRunner):
                     "parameters: do the same on every worker."
                 )
 
-    def _divide(self, book: _Book, optimizer: torch.optim.Optimizer, key: tuple[int, ...]) -> None:
+    def _key(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
+        return self._home.moves, *(id(p) * 2 + _is_updated(p) for p in parameters)
+
+    def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
         elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
         shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
-        sizes = [p.numel() if s and p.requires_grad else 0 for p, s in zip(parameters, shared, strict=True)]
+        sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]
         parts: dict[int, list[Part]] = {}
         for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
             parts.setdefault(part.index, []).append(part)
-        book.key, book.held = key, []
+        book.key, book.held = self._key(parameters), []
+        book.shared = [p for p, s in zip(parameters, shared, strict=True) if s]
+        for parameter, is_shared in zip(parameters, shared, strict=True):
+            if not is_shared:
+                book.state.let_go(optimizer, parameter)
         index = 0
         for group in optimizer.param_groups:
             held = []
@@ -200,12 +226,13 @@ class SharedUpdateRunner(UpdateRunner):
 
     def _put_in(self, optimizer: torch.optim.Optimizer, book: _Book) -> None:
         book.saved = [group["params"] for group in optimizer.param_groups]
+        book.known = None if len(book.shared) == sum(map(len, book.saved)) else list(optimizer.state)
         for group, held in zip(optimizer.param_groups, book.held, strict=True):
             active = [h for h in held if h.take_gradient()]
             group["params"] = [h.tensor for h in active]
             for h in active:
                 state = optimizer.state.get(h.parameter)
-                if state and h.tensor is not h.parameter:
+                if state and h.is_shared:
                     optimizer.state[h.tensor] = book.state.cut(h.part, h.parameter, state)
 
     def _take_back(self, optimizer: torch.optim.Optimizer, book: _Book) -> dict[Part, dict[str, Any]]:
@@ -218,14 +245,26 @@ class SharedUpdateRunner(UpdateRunner):
         book.saved = None
         for held in book.held:
             for h in held:
-                if h.tensor is h.parameter:
+                if not h.is_shared:
                     continue
                 h.tensor.grad = None
                 state = optimizer.state.pop(h.tensor, None)
-                if state and not book.state.put_back(h.part, h.parameter, state):
+                if state and not book.state.put_back(h.part, h.parameter, state, optimizer.state.get(h.parameter)):
                     fresh[h.part] = state
         return fresh
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _order(optimizer: torch.optim.Optimizer, known: list[torch.Tensor]) -> None:
+    """Brings the state into the order that it has on one device: first what was there, then by parameter."""
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    optimizer.state.update({p: state[p] for p in (*known, *_parameters(optimizer), *state) if p in state})
+
+
+def _is_updated(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer may update a parameter; torch's update those that are frozen, if they have a gradient."""
+    return parameter.requires_grad or parameter.grad is not None

@@ -23,7 +23,7 @@ def record(path: Path) -> Iterator[Any]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # Otherwise only the calling thread is seen: replicas 1, 2, ... have threads of their own.
-    everything = torch_internals.profile_all_threads()
+    everything = torch_internals.profiler_config(profile_all_threads=True)
     # There is one cycle; without acc_events torch 2.11 and 2.12 warn that earlier ones are cleared.
     with torch.profiler.profile(activities=activities, experimental_config=everything, acc_events=True) as profiler:
         yield profiler

@@ -58,7 +58,12 @@ class Segment:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.shared = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-        self.private = torch.frombuffer(mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        self._own = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+        self.private = torch.frombuffer(self._own, dtype=torch.uint8)
+
+    def private_bytes(self, start: int, stop: int) -> memoryview:
+        """Some bytes of ``private``; whoever looks at a tensor that was made of them keeps this object alive."""
+        return memoryview(self._own)[start:stop]
 
     def written(self) -> list[tuple[int, int]]:
         """The ranges of bytes, in whole pages, that this worker wrote through ``private``."""

@@ -2,16 +2,20 @@
 
 A worker reads its parameters in place. What it writes to them itself, such as ``p.data.clamp_()``, stays its own until
 the next update, as if it had a copy; then the workers, which all made the same write, put it into the shared values.
+
+A parameter that shares its memory with something else, such as another parameter or a vector of all weights, stays
+where it is: each worker has a copy then, which it updates itself.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.shm.segment import Segment, open_segment
 from tfstyle_dist.variables.record import Record, raw
 
@@ -27,19 +31,21 @@ class Place:
         like: a tensor of the record's size and dtype.
 
     Attributes:
+        start: of the bytes in the segment.
+        stop: of the bytes in the segment.
         flat: all elements in the order of the memory; writes are seen by every worker.
         address: of the values as the record's tensor shows them.
     """
 
     def __init__(self, segment: Segment, offset: int, like: torch.Tensor) -> None:
         self.segment, self.size, self.strides, self.dtype = segment, like.shape, dense_strides(like), like.dtype
-        self._bytes = slice(offset, offset + like.numel() * like.element_size())
-        self.flat = segment.shared[self._bytes].view(like.dtype)
+        self.start, self.stop = offset, offset + like.numel() * like.element_size()
+        self.flat = segment.shared[self.start : self.stop].view(like.dtype)
         self.address = segment.private.data_ptr() + offset
 
     def own_view(self) -> torch.Tensor:
         """The values as a worker reads them; writes stay with the worker."""
-        return self.segment.private[self._bytes].view(self.dtype).as_strided(self.size, self.strides)
+        return self.segment.private[self.start : self.stop].view(self.dtype).as_strided(self.size, self.strides)
 
     def shared_view(self) -> torch.Tensor:
         """The values themselves; writes are seen by every worker."""
@@ -51,10 +57,14 @@ class SharedHome:
 
     Args:
         group: the workers of one host.
+
+    Attributes:
+        moves: how often records were given another place.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
+        self.moves = 0
         self._places: weakref.WeakKeyDictionary[Record, Place] = weakref.WeakKeyDictionary()
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
@@ -69,14 +79,17 @@ class SharedHome:
             records: of the same shapes and dtypes, in the same order, on all workers.
 
         Returns:
-            Those that cannot be shared: buffers, which each replica has its own of, empty ones, other devices.
+            Those that are not shared: buffers, which each replica has its own of, empty ones, other devices, and what
+            shares its memory already.
         """
-        shared: list[Record] = []
-        rest: list[Record] = []
+        records = list(records)
+        self.moves += 1
         for record in records:
-            first = record.components[0].detach()
-            fits = record.kind != "buffer" and first.numel() > 0 and first.layout is torch.strided
-            (shared if fits and torch.Tensor.device.__get__(first).type == "cpu" else rest).append(record)
+            self._places.pop(record, None)
+        fits = self._group.gather_objects([_fits(r) for r in records], "parameters that share their memory")
+        shared = [r for r, *fit in zip(records, *fits, strict=True) if all(fit)]
+        rest = [r for r, *fit in zip(records, *fits, strict=True) if not all(fit)]
+        self._move_out(rest)
         if not shared:
             return rest
         offsets, total = offsets_of([r.components[0] for r in shared])
@@ -94,13 +107,41 @@ class SharedHome:
         self._segments.add(segment)
         return rest
 
+    def _move_out(self, guests: Sequence[Record]) -> None:
+        """Those that have got memory of other records share memory of this worker's own with them from now on."""
+        for segment in list(self._segments):
+            spans = {r: span for r in guests if (span := _span(segment, r.components[0])) is not None}
+            hosts = {
+                record: (place.start, place.stop)
+                for record, place in self._places.items()
+                if place.segment is segment
+                and any(start < place.stop and place.start < stop for start, stop in spans.values())
+            }
+            if spans:
+                self._share_own({**hosts, **spans}, segment)
+            for record in hosts:
+                del self._places[record]
+
+    def _share_own(self, spans: Mapping[Record, tuple[int, int]], segment: Segment) -> None:
+        """Gives records that have bytes of a segment the same bytes of a copy."""
+        first, end = min(start for start, _ in spans.values()), max(stop for _, stop in spans.values())
+        with torch.no_grad(), raw():
+            values = segment.private[first:end].clone().untyped_storage()
+            for record, (start, _) in spans.items():
+                if record.tensor is not None:
+                    old = record.components[0].detach()
+                    part = torch.empty(0, dtype=old.dtype)
+                    part.set_(values, (start - first) // old.element_size(), old.size(), old.stride())
+                    record.set_data(part)
+
     def moved_out(self, records: Sequence[Record]) -> list[Record]:
-        """Those that were shared and got other storage, e.g. by ``module.double()``."""
-        return [
-            r
-            for r in records
-            if (place := self._places.get(r)) is not None and r.components[0].data_ptr() != place.address
-        ]
+        """Those that got other memory, e.g. by ``module.double()``, or memory of another one."""
+        return [r for r in records if self._has_moved(r)]
+
+    def _has_moved(self, record: Record) -> bool:
+        if (place := self._places.get(record)) is not None:
+            return record.components[0].data_ptr() != place.address
+        return any(_span(segment, record.components[0]) is not None for segment in self._segments)
 
     def written(self) -> list[tuple[Segment, list[tuple[int, int]]]]:
         """What this worker wrote to its parameters since the last update."""
@@ -120,6 +161,23 @@ class SharedHome:
         for segment, ranges in written:
             for start, stop in ranges:
                 segment.forget(start, stop)
+
+
+def _span(segment: Segment, tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The bytes of a segment in which a tensor lies, as this worker sees it."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    start = tensor.data_ptr() - segment.private.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (start, start + (last + 1) * tensor.element_size()) if 0 <= start < segment.nbytes else None
+
+
+def _fits(record: Record) -> bool:
+    """Whether the values may be moved: to the CPU's memory, and nothing else looks at them where they are."""
+    values = record.components[0]
+    if record.kind == "buffer" or values.layout is not torch.strided or values.numel() == 0:
+        return False
+    return torch.Tensor.device.__get__(values).type == "cpu" and torch_internals.lies_alone(values)
 
 
 def dense_strides(like: torch.Tensor) -> tuple[int, ...]:

@@ -2,73 +2,25 @@
 
 A bucket is copied to shared memory as soon as backward has made it, and its gradients are freed; each worker sums a
 slice of it over all workers. After the pass every worker's ``.grad`` is a view of the one result. A worker that changes
-it in place, as ``clip_grad_norm_`` does, gets copies of the pages it writes.
+it in place, as ``clip_grad_norm_`` does, gets copies of the pages it writes. A worker whose program keeps a gradient
+beyond the next pass has gradients of its own from then on.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
-from tfstyle_dist.gradients.buckets import Bucket, ReductionPlan
+from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span, page_offsets
 from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
-from tfstyle_dist.shm.pages import PAGE
-from tfstyle_dist.shm.segment import Segment, open_segment
-from tfstyle_dist.variables.shared_home import dense_strides
+from tfstyle_dist.shm.segment import open_segment
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _SLICE = 16  # elements: slices of a chunk begin at whole cache lines
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The part of a parameter's gradient that lies in a range of its bucket.
-
-    Attributes:
-        position: the parameter's number in the bucket.
-        start: where the part begins in the bucket.
-        stop: where it ends.
-    """
-
-    position: int
-    start: int
-    stop: int
-
-
-class _FillingBucket:
-    """A bucket, its result, and what has happened to it in this pass."""
-
-    def __init__(self, bucket: Bucket, states: list[GradientState], segment: Segment, offset: int) -> None:
-        self.bucket, self.states, self._segment = bucket, states, segment
-        self._bytes = slice(offset, offset + bucket.numel * bucket.dtype.itemsize)
-        self.result = segment.shared[self._bytes].view(bucket.dtype)
-        self.strides = [dense_strides(r.components[0].detach()) for r in bucket.records]
-        self.ends = [o + r.components[0].numel() for o, r in zip(bucket.offsets, bucket.records, strict=True)]
-        self.missing = len(states)
-        self.used = [True] * len(states)
-
-    def view(self, position: int) -> torch.Tensor:
-        """This worker's view of one result."""
-        flat = self._segment.private[self._bytes].view(self.bucket.dtype)
-        shape = self.bucket.records[position].components[0].shape
-        return flat[self.bucket.offsets[position] : self.ends[position]].as_strided(shape, self.strides[position])
-
-    def refresh(self) -> None:
-        """Drops what this worker wrote to its view of the last results."""
-        self._segment.forget(self._bytes.start, self._bytes.stop)
-
-    def spans(self, start: int, stop: int) -> Iterator[_Span]:
-        """The parts of gradients in a range of the bucket."""
-        for position, (offset, end) in enumerate(zip(self.bucket.offsets, self.ends, strict=True)):
-            if offset < stop and end > start:
-                yield _Span(position, max(offset, start), min(end, stop))
 
 
 class SharedReducer(PassReducer):
@@ -112,12 +64,12 @@ class SharedReducer(PassReducer):
     def _build(self) -> None:
         plan, group = self.plan(), self.worker.group
         self._sparse = [(self.state(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
-        offsets, total = _page_offsets(plan)
+        offsets, total = page_offsets(plan)
         most = max((len(b.records) for b in plan.buckets), default=0)
         group.numbers(0, f"gradients in shared memory: {total} bytes, {most} parameters in a bucket")
         results = open_segment(group, total, "gradients")
         self._filling_buckets = [
-            _FillingBucket(b, [self.state(r, 0) for r in b.records], results, o)
+            FillingBucket(b, [self.state(r, 0) for r in b.records], results, o)
             for b, o in zip(plan.buckets, offsets, strict=True)
         ]
         self._positions = {id(s): filling for filling in self._filling_buckets for s in filling.states}
@@ -132,11 +84,12 @@ class SharedReducer(PassReducer):
             self._send(self._filling_buckets[self._next])
             self._next += 1
 
-    def _send(self, filling: _FillingBucket, aborted: bool = False) -> None:
+    def _send(self, filling: FillingBucket, aborted: bool = False) -> None:
         with self.worker.clocks[0].counting(COMMUNICATION):
             self._send_whole(filling, aborted)
 
-    def _send_whole(self, filling: _FillingBucket, aborted: bool) -> None:
+    def _send_whole(self, filling: FillingBucket, aborted: bool) -> None:
+        filling.keep_views()
         ready = [(s.ready or s.dirty) and s.record.tensor is not None and not aborted for s in filling.states]
         try:
             with torch.no_grad():
@@ -149,18 +102,17 @@ class SharedReducer(PassReducer):
             raise
         if aborted:
             return
-        for state, used in zip(filling.states, filling.used, strict=True):
+        for position, (state, used) in enumerate(zip(filling.states, filling.used, strict=True)):
             if state.record.tensor is None:
                 continue
-            component = state.record.components[0]
             if used:
                 old = self.old_part(state)
                 state.before = old if old is None or old is state.before else old.clone()
-                component.grad = None
-            elif component.grad is not None:  # nobody used it: the gradient stays what it was
-                component.grad = component.grad.clone()
+                filling.drop(position)
+            else:
+                filling.keep_unused(position)
 
-    def _flat(self, filling: _FillingBucket, position: int) -> torch.Tensor | None:
+    def _flat(self, filling: FillingBucket, position: int) -> torch.Tensor | None:
         """What one parameter adds, all elements in the order in which the parameter lies in memory."""
         part = self.contribution(filling.states[position])
         if part is None:
@@ -172,7 +124,7 @@ class SharedReducer(PassReducer):
         return part.as_strided((part.numel(),), (1,))
 
     def _send_chunk(
-        self, filling: _FillingBucket, flats: list[torch.Tensor | None], ready: list[bool], start: int, stop: int
+        self, filling: FillingBucket, flats: list[torch.Tensor | None], ready: list[bool], start: int, stop: int
     ) -> None:
         group, bucket = self.worker.group, filling.bucket
         self._turn = 1 - self._turn
@@ -199,13 +151,13 @@ class SharedReducer(PassReducer):
             parts = [states[r, span.start - start : span.stop - start] for r in range(group.size)]
             aggregate(parts, self.method, out=filling.result[span.start : span.stop], divisor=divisor)
 
-    def _sums(self, filling: _FillingBucket, start: int, stop: int) -> list[tuple[_Span, int | None]]:
+    def _sums(self, filling: FillingBucket, start: int, stop: int) -> list[tuple[Span, int | None]]:
         """The sums to take in a range: one, unless its parameters differ in their divisor or in being used."""
         if stop <= start:
             return []
         divisors = [self.divisor(s.record) for s in filling.states]
         if all(filling.used) and all(d == divisors[0] for d in divisors):
-            return [(_Span(0, start, stop), divisors[0])]
+            return [(Span(0, start, stop), divisors[0])]
         return [(p, divisors[p.position]) for p in filling.spans(start, stop) if filling.used[p.position]]
 
     def _finish_sending(self, aborted: bool = False) -> None:
@@ -230,7 +182,7 @@ class SharedReducer(PassReducer):
                     if filling.used[position] and state.record.tensor is not None:
                         if not (state.ready or state.dirty):
                             elsewhere.append(state.record)
-                        self._store(state, filling.view(position))
+                        self._store(state, filling.gradient(position))
                         self.settle(state)
             for state, empty in self._sparse:
                 self.reduce_sparse(state, empty)
@@ -240,17 +192,11 @@ class SharedReducer(PassReducer):
         parameter = state.record.components[0]
         if state.before is not None and self.divisor(state.record) is None:
             total.add_(state.before)
-        parameter.grad = total if total.dtype == parameter.dtype else total.to(parameter.dtype)
-
-
-def _page_offsets(plan: ReductionPlan) -> tuple[list[int], int]:
-    """Where each bucket's result begins: on a page of its own, so that it can be dropped alone."""
-    offsets, total = [], 0
-    for bucket in plan.buckets:
-        offsets.append(total)
-        total += bucket.numel * bucket.dtype.itemsize
-        total += -total % PAGE
-    return offsets, total
+        grad = parameter.grad
+        if grad is None or grad.is_sparse:
+            parameter.grad = total.to(parameter.dtype)
+        elif grad is not total:
+            grad.copy_(total)
 
 
 def _cut(count: int, size: int, rank: int) -> int:

@@ -123,6 +123,7 @@ class RemoteRecord(Record):
                 f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
                 "adopts it."
             )
+        self.store.note_memory_of(self, data)  # type: ignore[attr-defined]
         with raw(), torch.no_grad():
             local.data = data.detach().contiguous()
         self.fan_out()

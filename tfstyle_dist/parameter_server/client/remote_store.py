@@ -28,6 +28,7 @@ from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
 Partition = Callable[..., Sequence[int]]
@@ -56,6 +57,7 @@ class RemoteStore(ParameterStore):
         self._uncreated: list[RemoteRecord] = []
         self.retold = 0  # how often something changed that a worker learns when a function comes to it
         self._known: dict[int, torch.Tensor] = {}
+        self._shares: weakref.WeakKeyDictionary[Record, Record] = weakref.WeakKeyDictionary()
 
     # ---- placing ----------------------------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class RemoteStore(ParameterStore):
     def description(self, tensor: Any) -> dict[str, Any]:
         """What another process needs in order to use a tensor of this store."""
         record: RemoteRecord = tensor._tfstyle_record
+        self._check_memory(record)
         self.ensure_equal()
         kind = record.kind if record.kind != "variable" or len(record.shards) == 1 else "sharded"
         local = record.components[0]
@@ -131,6 +134,24 @@ class RemoteStore(ParameterStore):
             described["trainable"] = tensor.trainable
             described["synchronization"] = tensor.synchronization
         return described
+
+    def note_memory_of(self, record: RemoteRecord, data: torch.Tensor) -> None:
+        """A tensor is about to get this memory, which may be another one's; two may exchange theirs."""
+        kept = {one: other for one, other in self._shares.items() if record not in (one, other)}
+        self._shares = weakref.WeakKeyDictionary(kept)
+        memory = data.untyped_storage().data_ptr()
+        for other in self.records():
+            if other is not record and other.components[0].untyped_storage().data_ptr() == memory:
+                self._shares[record] = other
+                self.retold += 1
+
+    def _check_memory(self, record: RemoteRecord) -> None:
+        if (other := self._shares.get(record)) is not None:
+            raise ValueError(
+                f"{record.describe()!r} was given the memory of {other.describe()!r}, but on the servers each has its "
+                "own. To use one parameter in both places, assign the parameter (decoder.weight = encoder.weight); "
+                "to copy its values, use copy_ or clone."
+            )
 
     def adopt_description(self, description: dict[str, Any]) -> torch.Tensor:
         """The tensor of this process for a description; always the same one.

@@ -1,0 +1,295 @@
+"""Central storage on ranks: what programs do with the memory of parameters, gradients and optimizer state.
+
+Each case is run by two ranks, each with half of the batches, and by one device with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from central_ranks import loss_of, on_two_ranks, own_half, train
+from torch import nn
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.variables import find_record
+
+pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
+Values = list[Any]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+
+
+def nothing(model: nn.Module) -> None: ...
+
+
+class Job:
+    """A model and an optimizer, and how a step is run.
+
+    Args:
+        strategy: of the ranks; ``None``: one device.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.make()
+
+    def make(self, change: Callable[[Any], None] = nothing) -> None:
+        """Anew; ``change`` is called before the scope ends."""
+        if self._strategy is None:
+            self.model: Any = build()
+            change(self.model)
+        else:
+            with self._strategy.scope():
+                self.model = build()
+                change(self.model)
+        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=0.01, eps=1e-3)
+
+    def run(self, step: Callable[[], None]) -> None:
+        """One step."""
+        if self._strategy is None:
+            step()
+        else:
+            self._strategy.run(step)
+
+    def backward(self, number: int, model: Any = None) -> None:
+        """Called in a step."""
+        part = slice(0, 8) if self._strategy is None else own_half()
+        loss_of(model or self.model, part, number).backward()
+
+    def train(self, *numbers: int, zero: bool = True) -> None:
+        """Some steps."""
+        for number in numbers:
+
+            def step(number: int = number) -> None:
+                if zero:
+                    self.optimizer.zero_grad()
+                self.backward(number)
+                self.optimizer.step()
+
+            self.run(step)
+
+
+def tied_in_the_scope(job: Job) -> Values:
+    def tie(model: Any) -> None:
+        model[2].weight.data = model[0].weight.data.t()
+
+    job.make(tie)
+    job.train(0, 1)
+    return []
+
+
+def tied_between_steps(job: Job) -> Values:
+    job.train(0, 1)
+    job.model[2].weight.data = job.model[0].weight.data
+    job.train(2, 3)
+    job.model[0].weight.data.mul_(0.5)
+    job.train(4)
+    return []
+
+
+def three_are_tied(job: Job) -> Values:
+    job.make(lambda model: model.append(nn.Linear(1, 1).double()))
+    job.train(0)
+    rows = job.model[0].weight.data
+    job.model[4].weight.data, job.model[2].bias.data = rows[:1], rows[0]
+    job.train(1, 2)
+    return [job.model[0].weight]
+
+
+def exchanged(job: Job) -> Values:
+    job.train(0)
+    first, second = job.model[0].weight, job.model[2].weight
+    first.data, second.data = second.data, first.data
+    job.train(1, 2)
+    return []
+
+
+def weights_in_one_vector(job: Job) -> Values:
+    job.train(0)
+    flat = torch.cat([p.data.flatten() for p in job.model.parameters()])
+    torch.nn.utils.vector_to_parameters(flat, job.model.parameters())
+    job.train(1, 2)
+    flat.mul_(0.9)
+    job.train(3)
+    return [flat]
+
+
+def alias_of_converted(job: Job) -> Values:
+    job.train(0)
+    job.model.float().double()
+    alias = job.model[0].weight.data
+    job.train(1, 2)
+    return [alias]
+
+
+def two_optimizers_of_converted(job: Job) -> Values:
+    other = torch.optim.SGD(job.model.parameters(), lr=0.1, momentum=0.9)
+    first = job.optimizer
+    for optimizer in (first, other, first, other):
+        job.optimizer = optimizer
+        job.train(0)
+    job.model.float().double()
+    for optimizer in (first, other, first, other):
+        job.optimizer = optimizer
+        job.train(1)
+    return []
+
+
+def kept_gradients(job: Job) -> Values:
+    job.train(0)
+    kept = [p.grad for p in job.model.parameters()]
+    parts = [p.grad.view(-1)[:5] for p in job.model.parameters()]
+    job.train(1, 2)
+    kept += [p.grad for p in job.model.parameters()]
+    job.train(3)
+    return kept + parts
+
+
+def gradient_that_grows(job: Job) -> Values:
+    job.train(0)
+    kept = job.model[0].weight.grad
+    job.train(1, 2, zero=False)
+    assert job.model[0].weight.grad is kept
+    return [kept]
+
+
+def gradient_that_nobody_adds_to(job: Job) -> Values:
+    job.train(0)
+    kept = job.model[4].weight.grad
+    kept.mul_(0.5)
+
+    def step() -> None:
+        (job.model[0].weight * 2).sum().backward()
+        job.optimizer.step()
+
+    job.run(step)
+    job.train(1)
+    return [kept]
+
+
+def gradients_in_one_vector(job: Job) -> Values:
+    flat = torch.zeros(sum(p.numel() for p in job.model.parameters()), dtype=torch.float64)
+    parts = flat.split([p.numel() for p in job.model.parameters()])
+    for parameter, part in zip(job.model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    job.train(0, 1, zero=False)
+    flat.zero_()
+    job.train(2, zero=False)
+    return [flat]
+
+
+def own_gradients(job: Job) -> Values:
+    own = [torch.zeros_like(p) for p in job.model.parameters()]
+    for number in range(2):
+        for parameter, gradient in zip(job.model.parameters(), own, strict=True):
+            parameter.grad = gradient
+        job.train(number, zero=False)
+        job.optimizer.zero_grad()
+    return own
+
+
+def state_written(job: Job) -> Values:
+    job.train(0, 1)
+    state = job.optimizer.state[job.model[0].weight]
+    kept = state["exp_avg"]
+    kept.mul_(0.5)
+    state["step"].zero_()
+    job.train(2, 3)
+    return [kept, state["step"]]
+
+
+def state_replaced(job: Job) -> Values:
+    job.train(0, 1)
+    for state in job.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+        state["step"] = torch.tensor(7.0)
+    job.train(2, 3)
+    return []
+
+
+def state_kept(job: Job) -> Values:
+    job.train(0)
+    state = job.optimizer.state[job.model[0].weight]
+    first = state["exp_avg"]
+    state["exp_avg_sq"] = second = state["exp_avg_sq"] * 2
+    job.train(1)
+    job.model[2].weight.data = job.model[0].weight.data
+    job.train(2)
+    return [first, second, state["exp_avg"], state["step"]]
+
+
+def state_cleared(job: Job) -> Values:
+    job.train(0, 1)
+    job.optimizer.state.clear()
+    job.train(2, 3)
+    del job.optimizer.state[job.model[2].weight]
+    job.train(4, 5)
+    return []
+
+
+def frozen_with_a_gradient(job: Job) -> Values:
+    job.train(0)
+    job.model[0].weight.requires_grad_(False)
+    job.train(1, 2, zero=False)
+    return []
+
+
+def exchanged_again(job: Job) -> Values:
+    exchanged(job)
+    job.model[2].bias.data = job.model[0].bias.data
+    job.train(3)
+    model = job.model
+    model[2].bias.data, model[4].weight.data = model[4].weight.data[0], model[2].bias.data.view(1, 20)
+    job.train(4, 5)
+    return []
+
+
+CASES = [
+    tied_in_the_scope, tied_between_steps, three_are_tied, exchanged, weights_in_one_vector, alias_of_converted,
+    two_optimizers_of_converted, kept_gradients, gradient_that_grows, gradient_that_nobody_adds_to,
+    gradients_in_one_vector, own_gradients, state_written, state_replaced, state_kept, state_cleared,
+    frozen_with_a_gradient, exchanged_again,
+]  # fmt: skip
+
+
+def values_of(job: Job, more: Values) -> Values:
+    state = [v for s in job.optimizer.state_dict()["state"].values() for v in s.values()]
+    return [v.detach().clone() for v in [*job.model.parameters(), *state, *more]]
+
+
+@on_two_ranks
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_as_on_one_device(central: Any, case: Callable[[Job], Values]) -> None:
+    alone, together = Job(None), Job(central)
+    expected, found = values_of(alone, case(alone)), values_of(together, case(together))
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-10)
+
+
+@on_two_ranks
+def test_what_is_kept_costs_only_itself_its_memory(central: Any) -> None:
+    """The others stay in the one copy."""
+    job = Job(central)
+    job.train(0)
+    job.model[2].bias.data = job.model[0].bias.data
+    job.train(1)
+    places = [central.parameter_store.shared_home.place_of(find_record(p)) for p in job.model.parameters()]
+    assert [place is None for place in places] == [False, True, False, True, False, False]
+
+
+@on_two_ranks
+def test_state_that_one_rank_writes_is_an_error_on_all(central: Any, rank: int) -> None:
+    job = Job(central)
+    job.train(0)
+    if rank == 1:
+        job.optimizer.state[job.model[0].weight]["exp_avg"].zero_()
+    with pytest.raises(CollectiveMismatchError, match=r"worker\(s\) \[1\] wrote to its parameters or their state"):
+        train(central, job.model, job.optimizer, range(1))
+    assert td.get_strategy() is not central
