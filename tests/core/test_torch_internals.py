@@ -374,22 +374,22 @@ def test_the_processes_of_a_loader() -> None:
     torch_internals.end_reader_processes(iter([1]))
 
 
-def test_a_tensor_lies_alone_unless_another_one_shares_its_memory() -> None:
+def test_tensors_lie_alone_unless_another_one_shares_their_memory() -> None:
     parameter = nn.Linear(2, 2).weight
-    assert torch_internals.lies_alone(parameter)
-    part = parameter.detach()[0]
-    assert not torch_internals.lies_alone(parameter)
-    assert not torch_internals.lies_alone(part)
-    del part
+    assert torch_internals.lie_alone(parameter)
+    same = parameter.detach()
+    assert not torch_internals.lie_alone(same)
+    assert torch_internals.lie_alone(parameter, same)
+    del same
     parameter.sum().backward()
-    assert torch_internals.lies_alone(parameter)
-    assert torch_internals.lies_alone(parameter.grad)
+    assert torch_internals.lie_alone(parameter)
+    assert torch_internals.lie_alone(parameter.grad)
     parameter.data = torch.zeros(3)
-    assert torch_internals.lies_alone(parameter)
+    assert torch_internals.lie_alone(parameter)
     whole = torch.zeros(3, 2)
     parameter.data = whole[1]
-    assert not torch_internals.lies_alone(parameter)
-    assert torch_internals.lies_alone(torch.frombuffer(bytearray(8), dtype=torch.float32))
+    assert not torch_internals.lie_alone(parameter)
+    assert torch_internals.lie_alone(torch.frombuffer(bytearray(8), dtype=torch.float32))
 
 
 def test_a_lazy_clone_is_a_copy_as_soon_as_one_writes() -> None:

@@ -104,10 +104,10 @@ make_subclass = _required("torch.Tensor._make_subclass", "make variables")
 _users_of: Callable[[int], int] = _required("torch._C._storage_Use_Count", "see who shares the memory of a parameter")
 
 
-def lies_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor shares the memory of a tensor."""
-    memory = tensor.untyped_storage()
-    return _users_of(memory._cdata) == 2  # the tensor and this object
+def lie_alone(*tensors: torch.Tensor) -> bool:
+    """Whether no other tensors share the memory of some, which share it."""
+    memory = tensors[0].untyped_storage()
+    return _users_of(memory._cdata) == len(tensors) + 1  # and this object
 
 
 _lazy_clone: Callable[[torch.Tensor], torch.Tensor] = getattr(torch, "_lazy_clone", torch.clone)

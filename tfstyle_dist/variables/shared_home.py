@@ -177,7 +177,11 @@ def _fits(record: Record) -> bool:
     values = record.components[0]
     if record.kind == "buffer" or values.layout is not torch.strided or values.numel() == 0:
         return False
-    return torch.Tensor.device.__get__(values).type == "cpu" and torch_internals.lies_alone(values)
+    if torch.Tensor.device.__get__(values).type != "cpu":
+        return False
+    with raw():  # a variable is a tensor of its own beside the one with its values
+        own = {id(t): t for t in (values, record.tensor) if t is not None and t.data_ptr() == values.data_ptr()}
+        return torch_internals.lie_alone(*own.values())
 
 
 def dense_strides(like: torch.Tensor) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class FillingBucket:
         gradient = parameter.grad
         if self.copies or gradient is None or self.seen(position) is not None:
             return
-        if gradient.is_sparse or torch_internals.lies_alone(gradient):
+        if gradient.is_sparse or torch_internals.lie_alone(gradient):
             held = weakref.ref(gradient)
             gradient = parameter.grad = None
             parameter.grad = held()
