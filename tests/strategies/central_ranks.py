@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tfstyle_dist as td
+from tfstyle_dist.shm import pages
 
 on_two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=15)
 
@@ -50,6 +51,12 @@ def train_plainly(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
         loss_of(model, slice(0, 8), number).backward()
         optimizer.step()
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Whether this process has a copy of pages in which a tensor lies."""
+    inside = tensor.data_ptr() % pages.PAGE
+    return pages.has_copied_pages(tensor.data_ptr() - inside, inside + tensor.nbytes)
 
 
 def assert_same_weights(model: nn.Module, plain: nn.Module, tolerance: float = 1e-10) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from central_ranks import loss_of, on_two_ranks, own_half, train
+from central_ranks import is_own, loss_of, on_two_ranks, own_half, train
 from torch import nn
 
 import tfstyle_dist as td
@@ -271,6 +271,14 @@ def test_as_on_one_device(central: Any, case: Callable[[Job], Values]) -> None:
     expected, found = values_of(alone, case(alone)), values_of(together, case(together))
     for ours, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-10)
+
+
+@on_two_ranks
+def test_all_is_there_once(central: Any) -> None:
+    job = Job(central)
+    job.train(0, 1)
+    state = [t for s in job.optimizer.state.values() for t in s.values()]
+    assert not any(map(is_own, [*job.model.parameters(), *(p.grad for p in job.model.parameters()), *state]))
 
 
 @on_two_ranks

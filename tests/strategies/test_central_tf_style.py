@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from central_ranks import is_own
 
 import tfstyle_dist as td
 from tfstyle_dist.gradients import update_shards
-from tfstyle_dist.shm import pages
 from tfstyle_dist.variables import find_record
 
 pytestmark = pytest.mark.cpu_only("central storage between processes computes on the CPU")
@@ -65,12 +65,6 @@ def train_plainly(weights: list[Any], optimizer: Any, steps: range) -> None:
 def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-9, atol=1e-10)
-
-
-def is_own(tensor: torch.Tensor) -> bool:
-    """Whether this process has a copy of pages in which a tensor lies."""
-    inside = tensor.data_ptr() % pages.PAGE
-    return pages.has_copied_pages(tensor.data_ptr() - inside, inside + tensor.nbytes)
 
 
 @pytest.mark.distributed(workers=2, timeout=60, deadline=15)

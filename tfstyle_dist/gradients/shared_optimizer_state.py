@@ -16,10 +16,12 @@ import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.gradients.update_shards import Part
-from tfstyle_dist.shm.segment import Segment, open_segment
+from tfstyle_dist.shm import pages
+from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
 from tfstyle_dist.variables.shared_home import dense_strides, offsets_of
 
 State = dict[str, Any]
+_TRIM_EVERY = 32  # parts
 
 
 @dataclass
@@ -112,10 +114,9 @@ class SharedState:
         place = self._places[key]
         return state.keys() == place.names and all(state[name] is tensor for name, tensor in place.seen.items())
 
-    def written(self) -> list[tuple[Segment, list[tuple[int, int]]]]:
+    def written(self) -> Written:
         """What this worker wrote to state since the last update."""
-        found = [(s, s.written()) for s in list(self._segments)]
-        return [(segment, ranges) for segment, ranges in found if ranges]
+        return written_in(self._segments)
 
     def cut(self, part: Part, parameter: torch.Tensor, state: State) -> State:
         """The state of one part."""
@@ -192,10 +193,12 @@ class SharedState:
             place.shared[name] = _view_of(segment.shared, offset, like)
             place.seen[name] = state[name] = _view_of(segment.private, offset, like)
         with torch.no_grad():
-            for part in reversed(list(pending)):  # the allocator gives back what is at the end of its heap
+            for number, part in enumerate(list(pending)):
                 state = pending.pop(part)
                 if part.index in fresh:
                     self._fill(parameters[part.index], part, state, fresh[part.index], places[part.index])
+                if number % _TRIM_EVERY == 0:
+                    pages.trim_heap()
         self._segments.add(segment)
         self._group.numbers(0, "optimizer state is in shared memory")
         for index, state in fresh.items():
@@ -245,8 +248,7 @@ def _keep_objects(current: State, state: State, seen: dict[str, torch.Tensor]) -
 
 
 def _view_of(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    flat = memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)
-    return flat.as_strided(like.shape, like.stride())
+    return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def part_of(tensor: torch.Tensor, parameter: torch.Tensor, part: Part) -> torch.Tensor:

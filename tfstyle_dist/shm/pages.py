@@ -62,6 +62,13 @@ def populate(address: int, nbytes: int) -> None:
     _advise(address, nbytes, _POPULATE_READ)
 
 
+def trim_heap() -> None:
+    """Gives the system back what was freed between things that are still there; without glibc it stays the process'."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def ranges_of(numbers: Sequence[int], unit: int) -> list[tuple[int, int]]:
     """Ranges of ``unit`` times consecutive numbers."""
     found: list[tuple[int, int]] = []

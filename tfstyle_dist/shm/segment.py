@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Protocol
@@ -92,6 +92,15 @@ class Segment:
             )
         ]
         return [(lo, min(hi, self.nbytes)) for lo, hi in pages.ranges_of(differ, _COMPARED_BYTES)]
+
+
+Written = list[tuple[Segment, list[tuple[int, int]]]]
+"""Segments, and the ranges of bytes that this worker wrote through ``private``."""
+
+
+def written_in(segments: Iterable[Segment]) -> Written:
+    """What this worker wrote, in those segments where it wrote something."""
+    return [(segment, ranges) for segment in list(segments) if (ranges := segment.written())]
 
 
 def open_segment(group: Workers, nbytes: int, name: str) -> Segment:

@@ -16,7 +16,7 @@ import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.shm.segment import Segment, open_segment
+from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
 from tfstyle_dist.variables.record import Record, raw
 
 _ALIGNMENT = 64
@@ -143,12 +143,11 @@ class SharedHome:
             return record.components[0].data_ptr() != place.address
         return any(_span(segment, record.components[0]) is not None for segment in self._segments)
 
-    def written(self) -> list[tuple[Segment, list[tuple[int, int]]]]:
+    def written(self) -> Written:
         """What this worker wrote to its parameters since the last update."""
-        found = [(s, s.written()) for s in list(self._segments)]
-        return [(segment, ranges) for segment, ranges in found if ranges]
+        return written_in(self._segments)
 
-    def publish(self, written: Sequence[tuple[Segment, list[tuple[int, int]]]]) -> None:
+    def publish(self, written: Written) -> None:
         """Puts what all workers wrote alike into the shared values, each worker a part of it; collective."""
         rank, size = self._group.rank, self._group.size
         for segment, ranges in written:

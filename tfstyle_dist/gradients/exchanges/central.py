@@ -17,6 +17,7 @@ from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span,
 from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
+from tfstyle_dist.shm import pages
 from tfstyle_dist.shm.segment import open_segment
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -102,6 +103,7 @@ class SharedReducer(PassReducer):
             raise
         if aborted:
             return
+        flats.clear()  # they share the memory of the gradients
         for position, (state, used) in enumerate(zip(filling.states, filling.used, strict=True)):
             if state.record.tensor is None:
                 continue
@@ -169,7 +171,10 @@ class SharedReducer(PassReducer):
         self.meets_in_backward, self._first, self._active = any(met), False, False
 
     def _finish(self) -> None:
+        first = self._first
         self._finish_sending()
+        if first:  # nothing was freed during the pass
+            pages.trim_heap()
         with self.worker.clocks[0].counting(COMMUNICATION):
             self._take_results()
 
