@@ -1,5 +1,9 @@
 """Ranks of one host over central storage: each rank updates its part of the one copy, and of the optimizer's state.
 
+So it is for optimizers that are known to treat every element, or every parameter, for itself. With another one, which
+may take a norm over all parameters or draw random numbers, each rank makes the whole update in pages of its own, and
+then they put it into the one copy.
+
 While ``optimizer.step()`` runs, the parameter groups hold this rank's parts instead of the parameters. Afterwards they
 hold the parameters again, and ``optimizer.state`` the whole state, which lies in shared memory: every rank can save it.
 """
@@ -14,22 +18,24 @@ import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
-from tfstyle_dist.gradients.update_shards import ELEMENTWISE, Part, share_out
+from tfstyle_dist.gradients.update_shards import BY_PARAMETER, Part, is_elementwise, share_out
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
 # What a worker has to say when all meet before an update.
-_WRITTEN, _MOVED, _LOADED, _NEW_GROUPS = 1, 2, 4, 8
+_WRITTEN, _MOVED, _LOADED, _NEW_GROUPS, _UPDATED = 1, 2, 4, 8, 16
 _SAY = {
     _WRITTEN: "wrote to its parameters or their state outside an optimizer",
     _MOVED: "gave its parameters other storage (module.to(), p.data = ...)",
     _LOADED: "loaded a state into the optimizer",
     _NEW_GROUPS: "changed the optimizer's parameter groups",
+    _UPDATED: "changed parameters in the update",
 }
 
 
@@ -73,13 +79,15 @@ class _Book:
     """What this rank updates for one optimizer.
 
     Attributes:
+        divides: whether each rank updates a part.
         key: of the parameters and where they are.
         shared: the parameters in shared memory, whose state is there too.
         saved: the parameters of each group, while the parts are in their place.
         known: those that had state before, if some get theirs in the step and others after it.
     """
 
-    def __init__(self, key: tuple[int, ...], group: WorkerGroup) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...], group: WorkerGroup) -> None:
+        self.divides = is_elementwise(optimizer) or type(optimizer) in BY_PARAMETER
         self.key, self.state = key, SharedState(group)
         self.held: list[list[_Held]] = []
         self.shared: list[torch.Tensor] = []
@@ -101,6 +109,7 @@ class SharedUpdateRunner(UpdateRunner):
         self._home = home
         self._books: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Book] = weakref.WeakKeyDictionary()
 
+    @untraced
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
         self._restore(optimizer)
@@ -113,14 +122,20 @@ class SharedUpdateRunner(UpdateRunner):
             return args, {**kwargs, "closure": inside}
         return (args[0], inside, *args[2:]), kwargs
 
+    @untraced
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
-        book = self._books[optimizer]
-        fresh = self._take_back(optimizer, book)
-        if any(self._group.numbers(int(bool(fresh)), f"end of {type(optimizer).__name__}.step")):
-            book.state.share(optimizer, _parameters(optimizer), fresh)
-            if book.known is not None:
-                _order(optimizer, book.known)
-        book.state.pass_on_values(optimizer)
+        book, name = self._books[optimizer], f"{type(optimizer).__name__}.step"
+        if book.divides:
+            fresh = self._take_back(optimizer, book)
+            if any(self._group.numbers(int(bool(fresh)), f"end of {name}")):
+                book.state.share(optimizer, _parameters(optimizer), fresh)
+                if book.known is not None:
+                    _order(optimizer, book.known)
+            book.state.pass_on_values(optimizer)
+        else:
+            written = self._home.written()
+            self._check_alike(self._group.numbers(_UPDATED * bool(written), f"end of {name}"), name)
+            self._home.publish(written)
         for record in records:
             if record.tensor is not None:
                 torch.autograd.graph.increment_version(record.tensor)
@@ -168,7 +183,7 @@ class SharedUpdateRunner(UpdateRunner):
             if written:
                 self._home.publish(written)
             if book is None:
-                book = self._books[optimizer] = _Book(self._key(parameters), self._group)
+                book = self._books[optimizer] = _Book(optimizer, self._key(parameters), self._group)
             if new or moved:
                 self._divide(book, optimizer)
             elif written:
@@ -199,10 +214,11 @@ class SharedUpdateRunner(UpdateRunner):
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
-        elementwise = type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
-        shared = [(r := find_record(p)) is not None and self._home.place_of(r) is not None for p in parameters]
+        elementwise = is_elementwise(optimizer)
+        records = [find_record(p) if book.divides else None for p in parameters]
+        shared = [r is not None and self._home.place_of(r) is not None for r in records]
         sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
-        rows = [(r := find_record(p)) is not None and wants_sparse_gradient(r) for p in parameters]
+        rows = [r is not None and wants_sparse_gradient(r) for r in records]
         parts: dict[int, list[Part]] = {}
         for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
             parts.setdefault(part.index, []).append(part)
@@ -225,6 +241,8 @@ class SharedUpdateRunner(UpdateRunner):
     # ---- the parts take the place of the parameters -----------------------------------------------------------
 
     def _put_in(self, optimizer: torch.optim.Optimizer, book: _Book) -> None:
+        if not book.divides:
+            return
         book.saved = [group["params"] for group in optimizer.param_groups]
         book.known = None if len(book.shared) == sum(map(len, book.saved)) else list(optimizer.state)
         for group, held in zip(optimizer.param_groups, book.held, strict=True):

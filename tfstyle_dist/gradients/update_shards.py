@@ -22,6 +22,9 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
+_NAMES = "Adafactor", "Muon", "SparseAdam"  # Muon is newer than the oldest torch
+BY_PARAMETER = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
+"""Their rules treat every parameter for itself."""
 _GRAIN = 16  # elements
 MOST = 1 << 18  # elements of a part: what an optimizer makes on the way then stays small, and in the cache
 
@@ -41,6 +44,11 @@ class Part:
     start: int
     stop: int
     whole: bool
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the rule of an optimizer is known to treat every element for itself; a class may say so."""
+    return type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:

@@ -32,6 +32,7 @@ class SharedReducer(PassReducer):
 
     _turn = 0
     _first = True
+    _hooked = False
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient; sends what is complete."""
@@ -46,7 +47,7 @@ class SharedReducer(PassReducer):
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
         state.ready = True
-        if filling is not None and filling.missing == 0 and not (self._first or self.meets_in_backward):
+        if filling is not None and filling.missing == 0 and not (self._first or self.meets_in_backward or self._hooked):
             self._send_complete()
 
     # ---- one pass ---------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ class SharedReducer(PassReducer):
         self._finish_sending(aborted=True)
 
     def _reset(self) -> None:
+        # Hooks of the program come after ours, and look at gradients that are freed when they are sent.
+        self._hooked = any(filling.has_hooks() for filling in self._filling_buckets)
         for filling in self._filling_buckets:
             filling.missing = len(filling.states)
             for state in filling.states:

@@ -110,6 +110,11 @@ class FillingBucket:
             gradient, values = self._unused.pop()
             gradient.copy_(values)
 
+    def has_hooks(self) -> bool:
+        """Whether a parameter has hooks for its gradient beside the strategy's own."""
+        parameters = [s.record.components[0] for s in self.states if s.record.tensor is not None]
+        return any(len(torch_internals.hooks_of(p)[1] or ()) > 1 for p in parameters)
+
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """The parts of gradients in a range of the bucket."""
         for position, (offset, end) in enumerate(zip(self.bucket.offsets, self.ends, strict=True)):
