@@ -248,7 +248,7 @@ def _keep_objects(current: State, state: State, seen: dict[str, torch.Tensor]) -
 
 
 def _view_of(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+    return memory[offset : offset + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride()).detach()
 
 
 def part_of(tensor: torch.Tensor, parameter: torch.Tensor, part: Part) -> torch.Tensor:

@@ -62,7 +62,8 @@ class FillingBucket:
             given = self._given.get(position)
             view = (given and given()) or self._segment.private_bytes(*self._place(position))
             flat, self._given[position] = torch.frombuffer(view, dtype=self.bucket.dtype), weakref.ref(view)
-        return flat.as_strided(self.bucket.records[position].components[0].shape, self.strides[position])
+        shaped = flat.as_strided(self.bucket.records[position].components[0].shape, self.strides[position])
+        return shaped.detach()  # a view that was made here could not be written with something that needs a gradient
 
     def seen(self, position: int) -> torch.Tensor | None:
         """The gradient that a parameter has, if it is this worker's view of the result."""
