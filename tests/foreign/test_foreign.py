@@ -29,6 +29,7 @@ STEPS += (
 )
 TORCH = ("Adafactor-maximize", "NAdam-capturable", "scaler-outside-unscale-inf", "average-ema-foreach-outside-in-step")
 TORCH += ("LBFGS", "torch-OneCycleLR-in-scope-in-step", "transformers-cosine-in-scope-in-step")
+FORMS = "replicas", "ranks", "shared"
 MODELS = ("transformers/mixtral", "transformers/t5", "transformers/vit-with-dropout")
 
 
@@ -47,10 +48,10 @@ def measured(folder: Path, arguments: Sequence[str]) -> tuple[int, list[dict[str
 def test_a_part_of_the_cases_agrees(tmp_path: Path, group: str, parts: Sequence[str]) -> None:
     if importlib.util.find_spec("transformers") is None and any(part.startswith("transformers") for part in parts):
         pytest.skip("transformers is not installed")
-    code, verdicts, _ = measured(tmp_path, ["--group", group, "--case", *parts, "--forms", "replicas", "ranks"])
+    code, verdicts, _ = measured(tmp_path, ["--group", group, "--case", *parts, "--forms", *FORMS])
     assert code == 0, [v for v in verdicts if v["verdict"] not in ("agrees", "refused", "differs as documented")]
     assert all(any(part in v["case"] for v in verdicts) for part in parts), "a case was not run"
-    assert {v["form"] for v in verdicts} == {"replicas", "ranks"}
+    assert {v["form"] for v in verdicts} == {*FORMS}
 
 
 def test_every_file_of_steps_is_in_the_table() -> None:
@@ -73,7 +74,8 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
         "raises": "raises", "refused": "refused", "refused-in-other-words": "raises", "does-not-refuse": "raises",
         "raises-as-one-device": "agrees", "raises-by-mistake": "is no case", "raises-on-one-device-alone": "differs",
     }  # fmt: skip
-    by_form = {"replicas": expected, "ranks": expected | {"differs-between-ranks": "differs"}}
+    differs = expected | {"differs-between-ranks": "differs"}
+    by_form = {"replicas": expected, "ranks": differs, "shared": differs}
     for form, words in by_form.items():
         assert {v["case"].removeprefix("broken/"): v["verdict"] for v in verdicts if v["form"] == form} == words
     hung = next(v for v in verdicts if v["verdict"] == "hangs")

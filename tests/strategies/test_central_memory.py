@@ -251,11 +251,96 @@ def exchanged_again(job: Job) -> Values:
     return []
 
 
+class OverAll(torch.optim.Optimizer):
+    """A rule that looks at all parameters together, keeps a number of its own, and draws random numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "seen": 0.0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        self.steps += 1
+        norm = sum(p.grad.square().sum() for group in self.param_groups for p in group["params"]).sqrt()
+        for group in self.param_groups:
+            group["seen"] += float(norm)
+            for p in group["params"] if group["lr"] else ():
+                p.add_(p.grad / norm + 0.01 * torch.randn_like(p), alpha=-group["lr"] / self.steps)
+                self.state[p]["sum"] = self.state[p].get("sum", 0) + p.grad
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Goes up, looks again, and lets another optimizer go down."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.Adam(self.param_groups, lr=0.01, eps=1e-3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        ups = [0.01 * p.grad for p in parameters]
+        for p, up in zip(parameters, ups, strict=True):
+            p.add_(up)
+        with torch.enable_grad():
+            closure()
+        for p, up in zip(parameters, ups, strict=True):
+            p.sub_(up)
+        self.inner.step()
+
+
+def looks_at_all(job: Job) -> Values:
+    job.optimizer = OverAll(job.model.parameters())
+    torch.manual_seed(3)
+    job.train(0, 1, 2)
+    return [torch.tensor(job.optimizer.param_groups[0]["seen"]), torch.rand(3)]
+
+
+def wraps_another(job: Job) -> Values:
+    job.optimizer = Sharpness(job.model.parameters())
+
+    def step(number: int) -> None:
+        def closure() -> None:
+            job.optimizer.zero_grad()
+            job.backward(number)
+
+        closure()
+        job.optimizer.step(closure)
+
+    for number in range(3):
+        job.run(lambda number=number: step(number))
+    return [v for state in job.optimizer.inner.state.values() for v in state.values()]
+
+
+def hooks_of_gradients(job: Job) -> Values:
+    job.train(0)
+    norms: Values = []
+    for parameter in job.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: norms.append(torch.tensor(p.grad.shape)))
+    job.train(1, 2)
+    return norms
+
+
+def gradients_written_with_a_graph(job: Job) -> Values:
+    def step() -> None:
+        job.backward(0)
+        for parameter in job.model.parameters():
+            parameter.grad.sub_(parameter * 0.1)
+            parameter.grad = parameter.grad.detach()
+        job.optimizer.step()
+
+    job.run(step)
+    return []
+
+
 CASES = [
     tied_in_the_scope, tied_between_steps, three_are_tied, exchanged, weights_in_one_vector, alias_of_converted,
     two_optimizers_of_converted, kept_gradients, gradient_that_grows, gradient_that_nobody_adds_to,
     gradients_in_one_vector, own_gradients, state_written, state_replaced, state_kept, state_cleared,
-    frozen_with_a_gradient, exchanged_again,
+    frozen_with_a_gradient, exchanged_again, looks_at_all, wraps_another, hooks_of_gradients,
+    gradients_written_with_a_graph,
 ]  # fmt: skip
 
 
@@ -279,6 +364,22 @@ def test_all_is_there_once(central: Any) -> None:
     job.train(0, 1)
     state = [t for s in job.optimizer.state.values() for t in s.values()]
     assert not any(map(is_own, [*job.model.parameters(), *(p.grad for p in job.model.parameters()), *state]))
+
+
+@on_two_ranks
+def test_parameters_are_there_once_after_a_whole_update(central: Any) -> None:
+    job = Job(central)
+    job.optimizer = OverAll(job.model.parameters())
+    job.train(0, 1)
+    assert not any(map(is_own, job.model.parameters()))
+
+
+@on_two_ranks
+def test_an_optimizer_that_one_rank_alone_updates_with_is_an_error_on_all(central: Any, rank: int) -> None:
+    job = Job(central)
+    job.optimizer = OverAll(job.model.parameters(), lr=0.0 if rank else 0.1)
+    with pytest.raises(CollectiveMismatchError, match=r"worker\(s\) \[.\] changed parameters in the update"):
+        job.train(0)
 
 
 @on_two_ranks

@@ -22,7 +22,7 @@ import tfstyle_dist as tfd
 from tfstyle_dist.core import network
 
 TWO = ("cpu:0", "cpu:1")
-PROCESSES = {"one": 1, "replicas": 1, "central": 1, "ranks": 2, "grouped": 2, "elastic": 2}
+PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
 Answer = tuple[str, Any]
 """("values", a dict of names and tensors), or ("raised" or "hang", what was said)."""
@@ -34,6 +34,8 @@ def strategy_of(form: str) -> Any:
         return tfd.MirroredStrategy(TWO)
     if form == "central":
         return tfd.experimental.CentralStorageStrategy(TWO)
+    if form == "shared":
+        return tfd.experimental.CentralStorageStrategy()
     if form == "grouped":
         return tfd.MultiWorkerMirroredStrategy(devices=TWO)
     if form == "elastic":

@@ -19,11 +19,11 @@ import tfstyle_dist as tfd
 BATCH = 8
 STEPS = 6
 SEED = 7
-ALL_FORMS = ("replicas", "ranks", "central", "grouped", "elastic", "servers")
+ALL_FORMS = ("replicas", "ranks", "central", "shared", "grouped", "elastic", "servers")
 USUAL = ("replicas", "ranks")
 BROAD = ("replicas", "ranks", "central", "grouped", "elastic")
 DRAWS = "random numbers are a function of the seed before the first step, the number of the step, and the replica"
-REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "grouped": 4, "elastic": 4, "servers": 1}
+REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "shared": 2, "grouped": 4, "elastic": 4, "servers": 1}
 
 Program = Callable[["Run"], Any]
 
@@ -74,7 +74,8 @@ CASES: dict[str, Case] = {}
 def add(group: str, name: str, program: Program, **options: Any) -> None:
     """Puts a case into the table.
 
-    What one device shows is compared with more replicas too: without ``forms`` these are all but servers.
+    What one device shows is compared with more replicas too: without ``forms`` these are all but servers. Ranks run it
+    with a copy each, and with one copy.
 
     Raises:
         ValueError: the name is taken.
@@ -83,10 +84,15 @@ def add(group: str, name: str, program: Program, **options: Any) -> None:
         table = options.get(key, {})
         if isinstance(table, str):
             options[key] = {"*": table}
-        elif "replicas" in table:  # of one process: so in each of several
+            continue
+        if "ranks" in table:
+            options[key] = table = {"shared": table["ranks"], **table}
+        if "replicas" in table:  # of one process: so in each of several
             options[key] = {"grouped": table["replicas"], "elastic": table["replicas"], **table}
     if options.get("reference", "one") == "one" and options.get("forms", USUAL) == USUAL:
         options["forms"] = BROAD
+    forms = options.get("forms", USUAL)
+    options["forms"] = (*forms, "shared") if "ranks" in forms else forms
     made = Case(name, group, program, **options)
     if made.title in CASES:
         raise ValueError(f"two cases are named {made.title}")
