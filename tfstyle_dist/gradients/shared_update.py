@@ -22,7 +22,7 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
-from tfstyle_dist.gradients.update_shards import BY_PARAMETER, Part, is_elementwise, share_out
+from tfstyle_dist.gradients.update_shards import Part, is_divided, is_elementwise, share_out
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
@@ -87,7 +87,7 @@ class _Book:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...], group: WorkerGroup) -> None:
-        self.divides = is_elementwise(optimizer) or type(optimizer) in BY_PARAMETER
+        self.divides = is_divided(optimizer)
         self.key, self.state = key, SharedState(group)
         self.held: list[list[_Held]] = []
         self.shared: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ class SharedUpdateRunner(UpdateRunner):
         super().before_step(optimizer, records, args, kwargs)
         self._restore(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if closure is None or not is_divided(optimizer):
             self._begin(optimizer, records)
             return None
         inside = self._around(optimizer, records, closure)
@@ -151,13 +151,13 @@ class SharedUpdateRunner(UpdateRunner):
     # ---- before -----------------------------------------------------------------------------------------------
 
     def _around(
-        self, optimizer: torch.optim.Optimizer, records: list[Record], closure: Callable[[], Any]
-    ) -> Callable[[], Any]:
+        self, optimizer: torch.optim.Optimizer, records: list[Record], closure: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """The closure sees the parameters; the step that follows it sees the parts."""
 
-        def inside() -> Any:
+        def inside(*args: Any, **kwargs: Any) -> Any:
             self._restore(optimizer)
-            loss = closure()
+            loss = closure(*args, **kwargs)
             self._begin(optimizer, records)
             return loss
 

@@ -23,7 +23,7 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 _NAMES = "Adafactor", "Muon", "SparseAdam"  # Muon is newer than the oldest torch
-BY_PARAMETER = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
+_BY_PARAMETER = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
 """Their rules treat every parameter for itself."""
 _GRAIN = 16  # elements
 MOST = 1 << 18  # elements of a part: what an optimizer makes on the way then stays small, and in the cache
@@ -49,6 +49,11 @@ class Part:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the rule of an optimizer is known to treat every element for itself; a class may say so."""
     return type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
+
+
+def is_divided(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each worker may make a part of an optimizer's update."""
+    return is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:
