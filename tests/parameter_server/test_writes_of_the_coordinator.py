@@ -82,6 +82,9 @@ def test_two_parameters_do_not_share_memory_on_servers(cluster: Any) -> None:
     assert c.coordinator.schedule(total).fetch() == pytest.approx(total())
     kept, first.data = first.data, second.data
     second.data = kept
+    vector = torch.arange(12.0)
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    assert total() == 66.0
     assert c.coordinator.schedule(total).fetch() == pytest.approx(total())
 
 

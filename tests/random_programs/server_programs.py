@@ -28,7 +28,7 @@ OF_ONE_PROCESS = {
     "multiply_state_in_step", "save_in_step", "new_teacher_in_step", "add_teacher_to_list", "flatten", "multiply_flat",
     "update_flat", "flatten_gradients", "multiply_flat_gradient", "keep_gradient", "write_to_kept_gradient",
     "keep_state", "write_to_kept_state", "write_to_kept_state_in_step", "write_through_data", "set_data",
-    "share_memory_of_two",
+    "share_memory_of_two", "draw_factor",
 }  # fmt: skip
 """What a program does where gradients, optimizers' state or other objects are: on a worker, on a server or in the
 coordinator's program, but not in all of them."""

@@ -30,6 +30,20 @@ def memory_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of a tensor lie; nothing for one without elements, or a sparse one."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether elements of two tensors may have the same memory."""
+    (start, stop), (first, end) = extent_of(one), extent_of(other)
+    return first < stop and start < end
+
+
 def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What ``is_same`` compares."""
     grad = parameter.grad

@@ -17,6 +17,7 @@ import torch
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
+from tfstyle_dist.variables.parameter_marks import extent_of
 from tfstyle_dist.variables.record import Record, raw
 
 _ALIGNMENT = 64
@@ -164,11 +165,9 @@ class SharedHome:
 
 def _span(segment: Segment, tensor: torch.Tensor) -> tuple[int, int] | None:
     """The bytes of a segment in which a tensor lies, as this worker sees it."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return None
-    start = tensor.data_ptr() - segment.private.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (start, start + (last + 1) * tensor.element_size()) if 0 <= start < segment.nbytes else None
+    first = segment.private.data_ptr()
+    start, stop = extent_of(tensor)
+    return (start - first, stop - first) if first <= start < first + segment.nbytes else None
 
 
 def _fits(record: Record) -> bool:

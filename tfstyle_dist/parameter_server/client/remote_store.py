@@ -28,6 +28,7 @@ from tfstyle_dist.variables.component import VariableComponent
 from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.parameter_marks import overlap
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -139,9 +140,8 @@ class RemoteStore(ParameterStore):
         """A tensor is about to get this memory, which may be another one's; two may exchange theirs."""
         kept = {one: other for one, other in self._shares.items() if record not in (one, other)}
         self._shares = weakref.WeakKeyDictionary(kept)
-        memory = data.untyped_storage().data_ptr()
         for other in self.records():
-            if other is not record and other.components[0].untyped_storage().data_ptr() == memory:
+            if other is not record and overlap(data, other.components[0]):
                 self._shares[record] = other
                 self.retold += 1
 
