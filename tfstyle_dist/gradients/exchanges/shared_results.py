@@ -80,12 +80,13 @@ class FillingBucket:
 
     def keep_views(self) -> None:
         """The results are about to change: a view that only the program keeps goes on showing the last ones."""
-        for position, given in self._given.items():
+        for position, given in list(self._given.items()):
             view = given()
             if view is not None and self.seen(position) is None:
                 values = torch.frombuffer(view, dtype=torch.uint8)
                 values.copy_(values.clone())  # written, the pages are this worker's
                 self.copies = True
+                del self._given[position]
 
     def keep_unused(self, position: int) -> None:
         """Nobody used a parameter: its gradient stays what it was."""
