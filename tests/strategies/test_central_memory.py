@@ -367,6 +367,29 @@ def test_all_is_there_once(central: Any) -> None:
 
 
 @on_two_ranks
+def test_parameters_of_one_memory_are_there_once_if_nothing_else_has_it(central: Any) -> None:
+    """As ``load_state_dict(assign=True)`` leaves those that were read from one file."""
+
+    def take_parts(model: nn.Module) -> torch.Tensor:
+        whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+        parts = whole.split([p.numel() for p in model.parameters()])
+        views = [part.view_as(p) for part, p in zip(parts, model.parameters(), strict=True)]
+        state = dict(zip([name for name, _ in model.named_parameters()], views, strict=True))
+        model.load_state_dict(state, assign=True)
+        return whole
+
+    for keep in (False, True):
+        with central.scope():
+            model = build()
+            whole = take_parts(model)
+            if not keep:
+                del whole
+            central.experimental_adopt(model)
+        places = [central.parameter_store.shared_home.place_of(find_record(p)) for p in model.parameters()]
+        assert [place is None for place in places] == [keep] * len(places)
+
+
+@on_two_ranks
 def test_parameters_are_there_once_after_a_whole_update(central: Any) -> None:
     job = Job(central)
     job.optimizer = OverAll(job.model.parameters())

@@ -9,6 +9,7 @@ where it is: each worker has a copy then, which it updates itself.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -87,7 +88,7 @@ class SharedHome:
         self.moves += 1
         for record in records:
             self._places.pop(record, None)
-        fits = self._group.gather_objects([_fits(r) for r in records], "parameters that share their memory")
+        fits = self._group.gather_objects(_fit(records), "parameters that share their memory")
         shared = [r for r, *fit in zip(records, *fits, strict=True) if all(fit)]
         rest = [r for r, *fit in zip(records, *fits, strict=True) if not all(fit)]
         self._move_out(rest)
@@ -170,16 +171,36 @@ def _span(segment: Segment, tensor: torch.Tensor) -> tuple[int, int] | None:
     return (start - first, stop - first) if first <= start < first + segment.nbytes else None
 
 
-def _fits(record: Record) -> bool:
-    """Whether the values may be moved: to the CPU's memory, and nothing else looks at them where they are."""
+def _fit(records: Sequence[Record]) -> list[bool]:
+    """Which may be moved: to the CPU's memory, and nothing but them looks at it where it is."""
+    memory: dict[int, list[Record]] = {}
+    with raw():
+        for record in filter(_is_strided_parameter, records):
+            memory.setdefault(_memory_of(record.components[0]), []).append(record)
+        alone = {record for together in memory.values() if _lie_alone(together) for record in together}
+    return [record in alone for record in records]
+
+
+def _is_strided_parameter(record: Record) -> bool:
     values = record.components[0]
     if record.kind == "buffer" or values.layout is not torch.strided or values.numel() == 0:
         return False
-    if torch.Tensor.device.__get__(values).type != "cpu":
+    return torch.Tensor.device.__get__(values).type == "cpu"
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _lie_alone(records: Sequence[Record]) -> bool:
+    """Whether no two have elements in common, as those of one file have not, and nothing else has their memory."""
+    values = [r.components[0] for r in records]
+    extents = sorted(map(extent_of, values))
+    if any(start < stop for (_, stop), (start, _) in itertools.pairwise(extents)):
         return False
-    with raw():  # a variable is a tensor of its own beside the one with its values
-        own = {id(t): t for t in (values, record.tensor) if t is not None and t.data_ptr() == values.data_ptr()}
-        return torch_internals.lie_alone(*own.values())
+    # A variable is a tensor of its own beside the one with its values.
+    shown = [r.tensor for r in records if r.tensor is not None and r.tensor is not r.components[0]]
+    return torch_internals.lie_alone(*values, *(t for t in shown if _memory_of(t) == _memory_of(values[0])))
 
 
 def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
