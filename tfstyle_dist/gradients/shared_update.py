@@ -79,15 +79,13 @@ class _Book:
     """What this rank updates for one optimizer.
 
     Attributes:
-        divides: whether each rank updates a part.
         key: of the parameters and where they are.
         shared: the parameters in shared memory, whose state is there too.
         saved: the parameters of each group, while the parts are in their place.
         known: those that had state before, if some get theirs in the step and others after it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, key: tuple[int, ...], group: WorkerGroup) -> None:
-        self.divides = is_divided(optimizer)
+    def __init__(self, key: tuple[int, ...], group: WorkerGroup) -> None:
         self.key, self.state = key, SharedState(group)
         self.held: list[list[_Held]] = []
         self.shared: list[torch.Tensor] = []
@@ -125,7 +123,7 @@ class SharedUpdateRunner(UpdateRunner):
     @untraced
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         book, name = self._books[optimizer], f"{type(optimizer).__name__}.step"
-        if book.divides:
+        if is_divided(optimizer):
             fresh = self._take_back(optimizer, book)
             if any(self._group.numbers(int(bool(fresh)), f"end of {name}")):
                 book.state.share(optimizer, _parameters(optimizer), fresh)
@@ -135,7 +133,8 @@ class SharedUpdateRunner(UpdateRunner):
         else:
             written = self._home.written()
             self._check_alike(self._group.numbers(_UPDATED * bool(written), f"end of {name}"), name)
-            self._home.publish(written)
+            if written:
+                self._home.publish(written)
         for record in records:
             if record.tensor is not None:
                 torch.autograd.graph.increment_version(record.tensor)
@@ -183,7 +182,7 @@ class SharedUpdateRunner(UpdateRunner):
             if written:
                 self._home.publish(written)
             if book is None:
-                book = self._books[optimizer] = _Book(optimizer, self._key(parameters), self._group)
+                book = self._books[optimizer] = _Book(self._key(parameters), self._group)
             if new or moved:
                 self._divide(book, optimizer)
             elif written:
@@ -215,7 +214,7 @@ class SharedUpdateRunner(UpdateRunner):
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
         elementwise = is_elementwise(optimizer)
-        records = [find_record(p) if book.divides else None for p in parameters]
+        records = [find_record(p) if is_divided(optimizer) else None for p in parameters]
         shared = [r is not None and self._home.place_of(r) is not None for r in records]
         sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [r is not None and wants_sparse_gradient(r) for r in records]
@@ -241,7 +240,7 @@ class SharedUpdateRunner(UpdateRunner):
     # ---- the parts take the place of the parameters -----------------------------------------------------------
 
     def _put_in(self, optimizer: torch.optim.Optimizer, book: _Book) -> None:
-        if not book.divides:
+        if not is_divided(optimizer):
             return
         book.saved = [group["params"] for group in optimizer.param_groups]
         book.known = None if len(book.shared) == sum(map(len, book.saved)) else list(optimizer.state)

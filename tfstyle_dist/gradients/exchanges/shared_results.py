@@ -97,7 +97,7 @@ class FillingBucket:
         """Frees a gradient that was sent; if the program holds it, or a part of its memory, it gets the result."""
         parameter = self.states[position].record.components[0]
         gradient = parameter.grad
-        if self.copies or gradient is None or self.seen(position) is not None:
+        if gradient is None or self.seen(position) is not None:
             return
         if gradient.is_sparse or torch_internals.lie_alone(gradient):
             held = weakref.ref(gradient)
