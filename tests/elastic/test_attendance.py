@@ -20,6 +20,7 @@ from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import PeerLostError
 from tfstyle_dist.elastic import forks, greeting, lookup, troubles
 from tfstyle_dist.elastic.entrance import Entrance
+from tfstyle_dist.elastic.links import Links
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.messages import Epoch
 from tfstyle_dist.elastic.options import Elastic
@@ -172,6 +173,33 @@ def test_too_few_workers_do_not_wait_for_a_lost_one(addresses: list[Any]) -> Non
             _look_for_ever(zero)
     finally:
         zero.close()
+
+
+@pytest.mark.parametrize("alone", [0, 2])
+def test_a_worker_that_was_cut_off_is_told_that_the_others_go_on(alone: int) -> None:
+    """The network between it and the others is there again; it dials them, or they dial it."""
+    members = _started([("127.0.0.1", port) for port in network.free_ports(3)], 0, 1, 2)
+    others = [member for member in members if member.me != alone]
+    silent = threading.Barrier(3)
+    try:
+        for member in members:
+            far = [alone] if member.me != alone else [other.me for other in others]
+            member._links._order(lambda links=member._links, far=far: _cut_off(links, far, silent))
+        for member in others:
+            wait_until(lambda member=member: member.view().epoch.members == tuple(other.me for other in others))
+        with pytest.raises(PeerLostError, match=rf"Worker {alone} was given up by worker .*went on without it"):
+            _look_for_ever(members[alone])
+    finally:
+        for member in members:
+            member.close()
+
+
+def _cut_off(links: Links, far: list[int], silent: threading.Barrier) -> None:
+    """Gives connections up, without that the other ends could hear of it."""
+    silent.wait(60)
+    for rank in far:
+        links._gone(links._open.get(rank))
+    silent.wait(60)  # now all are gone, and they are dialled again
 
 
 def _voted(membership: Membership) -> int:

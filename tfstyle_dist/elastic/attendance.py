@@ -19,7 +19,7 @@ from tfstyle_dist.elastic.lookup import Address
 from tfstyle_dist.elastic.messages import Epoch, Sends
 from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet, of_message, to_message
-from tfstyle_dist.elastic.protocol import JOINING, WORKING, Member
+from tfstyle_dist.elastic.protocol import JOINING, VOTED, WORKING, Member
 
 _LOOK = 0.2  # seconds between two looks at the clock
 
@@ -241,6 +241,7 @@ class Attendance:
         member = self._running()
         for other, message in sends:
             self._links.send(other, of_message(message))
+        self._links.goes_on = member.phase in (WORKING, VOTED) and not member.blank
         self._fresh -= {m for m in member.epoch.members if m not in member.lost}
         if member.phase == WORKING:
             # Not who has a connection by now: a process that came just now is not known to be another one yet.

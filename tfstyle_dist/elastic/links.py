@@ -50,6 +50,9 @@ class Links:
 
     Attributes:
         life: tells this process from others that have had its number.
+        goes_on: whether this worker is one of those that go on; told to those that it has lost, should they be there.
+        known: gives the workers there is a connection to.
+        left_behind: whether a worker that this one has lost has said that it goes on without it.
     """
 
     def __init__(
@@ -65,11 +68,12 @@ class Links:
     ) -> None:
         self._me, self._job, self._options, self._doorbell = me, job, options, doorbell
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
-        self.life = secrets.token_hex(8)
+        self.life, self.goes_on, self.left_behind = secrets.token_hex(8), False, False
         self._hello = introduction(me, job, self.life, doorbell)
         self._signs = Signs(me, options, str(self._hello["place"]))
         self._lock = threading.Lock()
         self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
+        self.known = self._open.ranks
         self._unsure: dict[int, Connection] = {}  # gone, and nobody knows yet whether the process is
         self._lookups = [Lookup(address) for address in addresses]
         self._dialler = Dialler(self._lookups, options.suspect_after)
@@ -109,10 +113,6 @@ class Links:
         """Closes the connection that there is now; the other end is told that it is meant so."""
         connection = self._open.get(other)
         self._order(lambda: self._drop(connection))
-
-    def known(self) -> list[int]:
-        """The workers there is a connection to."""
-        return self._open.ranks()
 
     def close(self) -> None:
         """Sends what is left, says goodbye and ends the thread."""
@@ -170,17 +170,15 @@ class Links:
         if thing is self._listener:
             with contextlib.suppress(OSError):
                 accepted, _ = self._listener.accept()
-                self._register(Connection(accepted, None))
-            return
+                self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted, None))
         if thing is self._bell:
             with contextlib.suppress(OSError):
                 self._bell.recv(4096)
-            return
         if connection is None or connection.closed:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                if connection.connecting and not connection.finish_connecting(self._hello):
+                if connection.connecting and not connection.finish_connecting({**self._hello, "on": self.goes_on}):
                     self._forget(connection)
                     return
                 connection.flush()
@@ -206,6 +204,7 @@ class Links:
             connection.meant = connection.left = True
         elif kind == "drop":
             connection.meant = connection.dropped = True
+            self._hear_of_the_others(connection.rank, packet.header)
         elif kind != "beat" and connection.rank is not None and self._open.get(connection.rank) is connection:
             self._on_packet(connection.rank, packet)
 
@@ -216,11 +215,10 @@ class Links:
             self._forget(connection)
             return
         before = self._open.get(rank)
-        if before is not None and before.peer.get("life") == hello.get("life"):
-            self._forget(connection)  # the same process once more
-            return
-        if before is None and self._past.get(rank) == hello.get("life"):
-            connection.send(Packet({"is": "drop"}))  # it was lost for good
+        if self._past.get(rank) == hello.get("life"):
+            if before is None:  # it was lost for good; else it is the same process once more
+                connection.send(Packet({"is": "drop", "on": self.goes_on}))
+                self._hear_of_the_others(rank, hello)
             self._forget(connection)
             return
         self._past[rank] = str(hello.get("life"))
@@ -234,6 +232,12 @@ class Links:
             self._on_down(rank, True, False)
         self._open.add(rank, connection)
         self._on_up(rank)
+
+    def _hear_of_the_others(self, rank: int | None, head: dict[str, Any]) -> None:
+        """A worker that was lost, as when the network was cut in two, is there again; it may go on without this one."""
+        if rank is not None and head.get("on") and self._open.get(rank) is None:
+            self.left_behind = True
+            self._on_down(rank, False, True)
 
     # ---- beats, dialling, loss --------------------------------------------------------------------------------
 
@@ -254,17 +258,13 @@ class Links:
             if (late := self._dialler.overdue(rank, now)) is not None:
                 self._forget(late)
             if (dialled := self._dialler.dial(rank, now)) is not None:
-                self._register(dialled)
+                self._selector.register(dialled.socket, selectors.EVENT_WRITE, dialled)
         for rank, connection in list(self._unsure.items()):
             near = connection.peer.get("place") == self._hello["place"]  # elsewhere it takes time to find out
             asks = near or now - connection.heard < 10 * self._options.suspect_after
             if asks and self._is_dead(rank, connection):
                 del self._unsure[rank]
                 self._on_down(rank, True, False)
-
-    def _register(self, connection: Connection) -> None:
-        events = selectors.EVENT_WRITE if connection.connecting else selectors.EVENT_READ
-        self._selector.register(connection.socket, events, connection)
 
     def _watch(self, connection: Connection) -> None:
         writes = connection.lines is None and connection.has_more()

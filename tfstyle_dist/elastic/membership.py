@@ -200,6 +200,5 @@ class Membership(Attendance):
         alone = all(m == self.me or m in member.lost for m in member.epoch.members)
         unsure = [m for m in member.lost if m in member.epoch.members and m not in member.dead]
         left = len(set(member.epoch.members) - member.lost | member.left)
-        return bool(member.waiting) and (
-            left < self._options.min_workers or (alone and self._dropped_by.issuperset(unsure))
-        )
+        too_few = left < self._options.min_workers or (alone and self._dropped_by.issuperset(unsure))
+        return self._links.left_behind or (bool(member.waiting) and too_few)

@@ -12,7 +12,6 @@ from tfstyle_dist.comm.rendezvous.adoption import adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.core.enums import VariableSynchronization
 from tfstyle_dist.gradients.exchanges.central import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.leading_update import LeadingUpdateRunner
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
@@ -23,7 +22,7 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable, create_jointly
+from tfstyle_dist.variables.creation import VariableSpec, build_single, create_jointly
 from tfstyle_dist.variables.shared_home import SharedHome
 
 
@@ -102,15 +101,11 @@ class CentralStorageStrategy(Strategy):
     def create_variable(self, spec: VariableSpec) -> Variable:
         """A variable with one copy on the parameter device."""
         if not self.parameter_store.adopts:
-            return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
+            return build_single(Variable, spec, self.parameter_store)
         return create_jointly(self, spec, self._build)
 
     def _build(self, spec: VariableSpec) -> Variable:
-        shown = spec.synchronization
-        # There is one copy: it is never read by combining several, whatever was asked for.
-        trainable, spec.synchronization = spec.is_trainable(), VariableSynchronization.ON_WRITE
-        spec.trainable = trainable
-        return build_variable(DistributedVariable, spec, self.parameter_store, spec.initial_tensor(), shown)
+        return build_single(DistributedVariable, spec, self.parameter_store)
 
 
 def _compute_devices(

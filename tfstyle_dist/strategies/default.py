@@ -13,7 +13,7 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.running import check_arguments
 from tfstyle_dist.variables import Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable, set_default_creator
+from tfstyle_dist.variables.creation import VariableSpec, build_single, set_default_creator
 
 
 class _Scope:
@@ -61,7 +61,7 @@ class DefaultStrategy(Strategy):
 
     def create_variable(self, spec: VariableSpec) -> Variable:
         """An ordinary variable."""
-        return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
+        return build_single(Variable, spec, self.parameter_store)
 
     def __repr__(self) -> str:
         return "<default strategy>"

@@ -10,7 +10,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.variables import Variable
-from tfstyle_dist.variables.creation import VariableSpec, build_variable
+from tfstyle_dist.variables.creation import VariableSpec, build_single
 
 
 class OneDeviceStrategy(Strategy):
@@ -39,4 +39,4 @@ class OneDeviceStrategy(Strategy):
 
     def create_variable(self, spec: VariableSpec) -> Variable:
         """An ordinary variable on the device."""
-        return build_variable(Variable, spec, self.parameter_store, spec.initial_tensor(), spec.synchronization)
+        return build_single(Variable, spec, self.parameter_store)

@@ -18,7 +18,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     widened,
 )
 from tfstyle_dist.runtime.clocks import COMMUNICATION
-from tfstyle_dist.values import PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
+from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.replicated import Replicated
 
@@ -81,7 +81,7 @@ def reduce_columns(
         sum_values = ops.own_sum or ops.sum_values
         sums = [sum_values(widened(worker, column)) for column in columns]
         if worker.group.size == 1:
-            return [s / worker.num_replicas if op is ReduceOp.MEAN else s for s in sums]
+            return [over_replicas(op, s, worker.num_replicas) for s in sums]
         method = ops.aggregation_method
         told = [(tuple(s.shape), str(s.dtype), worker.group.backend_of(s.device)) for s in sums]
         worker.group.agree(f"{op.name} of {told}, method {method!r}", name)
@@ -90,7 +90,7 @@ def reduce_columns(
         for place, total in enumerate(sums):
             if total.is_sparse:
                 total = sparse_sum_over_workers(worker, total, name)
-                results[place] = total / worker.num_replicas if op is ReduceOp.MEAN else total
+                results[place] = over_replicas(op, total, worker.num_replicas)
             else:
                 dense.setdefault((total.dtype, worker.group.backend_of(total.device)), []).append(place)
         for places in dense.values():
@@ -218,18 +218,22 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None)
 def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     """Reduces one value over the replicas; one replica's value comes back untouched."""
     if strategy.num_replicas_in_sync == 1:
-        entries = value.values if isinstance(value, PerReplica) else (value,)
-        return entries[0]
+        if isinstance(value, Variable) and value._tfstyle_record.synchronization.name == "ON_READ":
+            return value._tfstyle_record.components[0].detach().clone()
+        return value.values[0] if isinstance(value, PerReplica) else value
     if isinstance(value, Variable):
         record = value._tfstyle_record
         if record.synchronization.name == "ON_READ" and record.store is strategy.parameter_store:
             return reduce_columns(strategy, op, [[c.detach() for c in record.components]], "reduce")[0]
         if op is ReduceOp.MEAN:
             return value
-        raise AssertionError(
-            f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not meant. "
-            "Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
-        )
+        if not has_one_copy(strategy, value):
+            raise AssertionError(
+                f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not "
+                "meant. Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
+            )
+    if isinstance(value, PerReplica) and all(isinstance(v, IndexedSlices) for v in value.values):
+        return _reduce_rows(strategy, op, value.values)
     if isinstance(value, PerReplica):
         return _reduce_results(strategy, op, [as_reducible(v, "reduce") for v in value.values])
     if isinstance(value, torch.Tensor) and strategy.worker.num_local_replicas == 1:
@@ -241,6 +245,19 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
         f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
         "that; use MEAN for a value that is equal everywhere."
     )
+
+
+def over_replicas(op: ReduceOp, total: torch.Tensor, count: int) -> torch.Tensor:
+    """A sum over so many replicas as it is, or divided by their number."""
+    return total / count if op is ReduceOp.MEAN else total
+
+
+def _reduce_rows(strategy: Strategy, op: ReduceOp, rows: Sequence[IndexedSlices]) -> IndexedSlices:
+    """The rows of all replicas one after the other."""
+    with torch.no_grad():
+        values = gather_over_workers(strategy.worker, [r.values.detach() for r in rows], 0, "reduce (rows)")
+        numbers = gather_over_workers(strategy.worker, [r.indices for r in rows], 0, "reduce (their numbers)")
+        return IndexedSlices(over_replicas(op, values, strategy.num_replicas_in_sync), numbers, rows[0].dense_shape)
 
 
 def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
@@ -257,9 +274,14 @@ def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:
     """One tensor for each local replica; a plain tensor counts as identical on all."""
     if isinstance(value, PerReplica):
         return [as_reducible(v, "reduce") for v in value.values]
-    if isinstance(value, Variable):
+    if isinstance(value, Variable) and len(value._tfstyle_record.components) == count:
         return [c.detach() for c in value._tfstyle_record.components]
     return [as_reducible(value, "reduce")] * count
+
+
+def has_one_copy(strategy: Strategy, value: Any) -> bool:
+    """Whether a variable has one copy for several local replicas, as under central storage and outside of scopes."""
+    return strategy.worker.num_local_replicas > 1 and len(value._tfstyle_record.copies()) == 1
 
 
 def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
@@ -267,7 +289,8 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
     if strategy.num_replicas_in_sync == 1:
         return value.values[0] if isinstance(value, PerReplica) else value
     local = strategy.worker.num_local_replicas
-    if not isinstance(value, PerReplica | Variable) and (local > 1 or not isinstance(value, torch.Tensor)):
+    has_parts = isinstance(value, PerReplica) or (isinstance(value, Variable) and not has_one_copy(strategy, value))
+    if not has_parts and (local > 1 or not isinstance(value, torch.Tensor)):
         return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
     tensors = per_replica_tensors(value, strategy.worker.num_local_replicas)
     for tensor in tensors:

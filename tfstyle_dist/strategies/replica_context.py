@@ -17,7 +17,7 @@ from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
 from tfstyle_dist.strategies.reductions import as_reducible
 from tfstyle_dist.strategies.share_runs import note_what_it_gives
-from tfstyle_dist.values import Share, regroup, select_replica
+from tfstyle_dist.values import IndexedSlices, Share, regroup, select_replica
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -147,11 +147,12 @@ class ReplicaContext:
 
         Args:
             reduce_op: SUM or MEAN, or the name in any case.
-            value: a nest of tensors, of equal shapes on all replicas.
+            value: a nest of tensors, of equal shapes on all replicas, and of ``IndexedSlices``.
             options: accepted for TF's signature.
 
         Returns:
-            The same nest of new tensors on this replica's device.
+            The same nest of new tensors on this replica's device. ``IndexedSlices`` have the rows of all replicas one
+            after the other, so that a row may be named several times.
 
         Raises:
             ValueError: an unknown ``reduce_op``, or a leaf that is no tensor (n > 1).
@@ -172,9 +173,14 @@ class ReplicaContext:
             if any(leaf is None for leaf in leaves):
                 raise ValueError("all_reduce of None: None values have no type; pass a tensor.")
             return value
-        tensors = [as_reducible(leaf, "all_reduce") for leaf in leaves]
+        tensors = [as_reducible(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
         with self._communicating(), region("all_reduce in replica context"):
-            return nest.unflatten(replica_reductions.all_reduce(self, op, tensors), spec)
+            reduced = iter(replica_reductions.all_reduce(self, op, tensors))
+            parts = [
+                replica_reductions.reduce_rows(self, op, leaf) if isinstance(leaf, IndexedSlices) else next(reduced)
+                for leaf in leaves
+            ]
+            return nest.unflatten(parts, spec)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates ``value`` of all replicas along ``axis`` in replica order; every replica gets the result.

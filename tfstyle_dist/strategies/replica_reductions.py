@@ -10,8 +10,8 @@ import torch
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import gather_over_workers
-from tfstyle_dist.strategies.reductions import check_axis, reduce_columns
-from tfstyle_dist.values import may_be_nan, without_nothing
+from tfstyle_dist.strategies.reductions import check_axis, over_replicas, reduce_columns
+from tfstyle_dist.values import IndexedSlices, may_be_nan, without_nothing
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.replica_context import ReplicaContext
@@ -27,6 +27,12 @@ def all_reduce(context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Te
 def all_gather(context: ReplicaContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """The concatenation over the replicas, differentiable where the input is."""
     return _AllGather.apply(context, axis, tensor)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def reduce_rows(context: ReplicaContext, op: ReduceOp, rows: IndexedSlices) -> IndexedSlices:
+    """The rows of all replicas one after the other; of a mean each is divided by the number of replicas."""
+    values, numbers = all_gather(context, rows.values, 0), all_gather(context, rows.indices, 0)
+    return IndexedSlices(over_replicas(op, values, context.num_replicas_in_sync), numbers, rows.dense_shape)
 
 
 class _AllReduce(torch.autograd.Function):

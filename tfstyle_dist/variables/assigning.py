@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.runtime.context import Replica, current_frame, mixing_error
+from tfstyle_dist.runtime.context import Frame, Replica, current_frame, entered, mixing_error
 from tfstyle_dist.values import Share
 from tfstyle_dist.variables.component import (
+    apart,
     checked,
     combine,
     per_component,
@@ -18,7 +19,8 @@ from tfstyle_dist.variables.component import (
     write_all,
     write_component,
 )
-from tfstyle_dist.variables.record import Placement
+from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.replicated import Replicated
 
 if TYPE_CHECKING:
     from tfstyle_dist.variables.variable import Variable
@@ -83,6 +85,11 @@ def _together(variable: Variable, op: str, value: Any, replica: Replica) -> None
             f"e.g. variable.{op}(torch.tensor({value!r}))."
         )
     value = checked(value, record.components[replica.local_replica_id], variable.name)
+    if aggregation is VariableAggregation.MEAN and _is_whole(value) and worker.num_replicas > 1:
+        raise ValueError(
+            f"{op} of variable {variable.name!r}: the mean of {worker.num_replicas} replicas' values is no "
+            f"{value.dtype}. Create it with aggregation SUM or ONLY_FIRST_REPLICA, or with a float dtype."
+        )
 
     def write(given: list[tuple[torch.Tensor, Share | None]]) -> list[None]:
         values, shares = zip(*given, strict=True)
@@ -96,7 +103,7 @@ def _in_cross_replica_context(variable: Variable, op: str, value: Any) -> Any:
     record = variable._tfstyle_record
     first, on_read = record.components[0], record.synchronization is VariableSynchronization.ON_READ
     count = len(record.copies())
-    values = [checked(v, first, variable.name) for v in per_component(value, count)[:count]]
+    values = [apart(checked(v, first, variable.name), record) for v in _per_copy(value, record)[:count]]
     if not on_read:
         if len({id(v) for v in values}) > 1:
             for component, part in zip(record.components, values, strict=True):
@@ -111,7 +118,22 @@ def _in_cross_replica_context(variable: Variable, op: str, value: Any) -> Any:
                 "context: each replica holds a part of the sum. Call it inside strategy.run, or use assign."
             )
         count = record.store.worker.num_replicas
-        values = [v / count if v.is_floating_point() or v.is_complex() else v // count for v in values]
+        values = [torch.div(v, count, rounding_mode="trunc" if _is_whole(v) else None) for v in values]
     for component, part in zip(record.components, values, strict=True):
         write_component(component, op, part)
     return read_across_replicas(record, variable.name)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _per_copy(value: Any, record: Record) -> list[Any]:
+    """What each copy is given: of a variable with copies its own one, of a ``PerReplica`` its own entry."""
+    if not isinstance(value, Replicated) or record.synchronization is VariableSynchronization.ON_READ:
+        return per_component(value, len(record.copies()))
+    given = []
+    for component in range(len(record.copies())):
+        with entered(Frame(record.store.strategy, component=component)):
+            given.append(value._tfstyle_value())
+    return given

@@ -117,6 +117,14 @@ def per_component(value: Any, count: int) -> list[Any]:
     return list(value.values) if isinstance(value, PerReplica) else [value] * count
 
 
+def apart(value: torch.Tensor, record: Record) -> torch.Tensor:
+    """The value, outside of the memory of a variable's copies: the first one is written to before the others are."""
+    if len(record.components) == 1 or not value.numel():
+        return value
+    lies_in = value.untyped_storage().data_ptr()
+    return value.clone() if any(c.untyped_storage().data_ptr() == lies_in for c in record.components) else value
+
+
 def write_component(component: torch.Tensor, op: str, value: torch.Tensor) -> None:
     """Applies one write to one copy, wherever the value is; replica threads that write the same copy take turns."""
     with write_lock, torch.no_grad():

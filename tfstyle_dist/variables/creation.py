@@ -120,6 +120,19 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     return variable
 
 
+def build_single(cls: type[Variable], spec: VariableSpec, store: Any) -> Variable:
+    """A variable with one copy: it is never read by combining several, whatever was asked for.
+
+    Args:
+        cls: as for ``build_variable``.
+        spec: what was asked for; the user sees that.
+        store: as for ``build_variable``.
+    """
+    shown, spec.trainable = spec.synchronization, spec.is_trainable()
+    spec.synchronization = VariableSynchronization.ON_WRITE
+    return build_variable(cls, spec, store, spec.initial_tensor(), shown)
+
+
 _default_creator: list[Callable[[VariableSpec], Variable]] = []
 _DEFAULT_STRATEGY = "tfstyle_dist.strategies.default"
 """Loaded by name when it is first needed: it is in a layer above."""

@@ -90,6 +90,12 @@ def _average(group: Sequence[tuple[Record, LogicalTensor]]) -> None:
             found.value = mean.view(found.value.shape)
 
 
+def _has_no_value(record: Record) -> bool:
+    """Whether copies of a variable cannot be read as one value: a checkpoint has one only if other policies made it."""
+    none, on_read = VariableAggregation.NONE, VariableSynchronization.ON_READ
+    return (record.synchronization, record.aggregation) == (on_read, none) and record.placement is not Placement.REMOTE
+
+
 def write_logical(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Puts a value back on all replicas: an ``ON_READ`` SUM variable is divided by their number.
 
@@ -101,7 +107,13 @@ def write_logical(tensor: torch.Tensor, value: torch.Tensor) -> None:
         InvalidArgumentError: a value of another shape or dtype for a variable.
     """
     if isinstance(tensor, Variable):
-        tensor.assign(value)
+        record = tensor._tfstyle_record
+        if _has_no_value(record):  # ``assign`` would read it
+            for component in record.components:
+                component.assign(value)  # type: ignore[attr-defined]
+            record.changes += 1
+        else:
+            tensor.assign(value)
         return
     if mesh.is_divided(tensor):
         mesh.write_whole(tensor, value)

@@ -1,0 +1,129 @@
+"""Variables that are assigned variables, and variables of one copy; the numbers are what TensorFlow 2.21 gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as tfd
+from tfstyle_dist import IndexedSlices, VariableAggregation, VariableSynchronization
+
+ON_READ = VariableSynchronization.ON_READ
+SUM, MEAN, NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
+
+
+def copies(strategy: tfd.Strategy, variable: Any) -> list[Any]:
+    return [part.tolist() for part in strategy.experimental_local_results(variable)]
+
+
+@pytest.fixture
+def three() -> Any:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        yield strategy
+
+
+def replica() -> int:
+    context = tfd.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+def test_a_variable_that_is_added_to_itself_stays_the_same_everywhere(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable([2.0, -0.5], aggregation=SUM)
+    v.assign_add(v)
+    assert copies(three, v) == [[4.0, -1.0]] * 3
+    v.assign_sub(three.experimental_local_results(v)[0])
+    assert copies(three, v) == [[0.0, 0.0]] * 3
+    v.assign([1.0, 2.0])
+    three.extended.update(v, lambda copy, x: copy.assign_add(x), args=(v,))
+    assert copies(three, v) == [[2.0, 4.0]] * 3
+
+
+def test_rows_of_itself_are_added_alike(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable([[1.0, 2.0], [3.0, 4.0]])
+    v.scatter_add(IndexedSlices(v, [1, 0]))
+    assert copies(three, v) == [[[4.0, 6.0], [4.0, 6.0]]] * 3
+
+
+def test_each_copy_is_given_what_its_replica_reads(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(1.0, aggregation=MEAN)
+        parts = tfd.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def step() -> None:
+        parts.assign_add(torch.tensor(float(replica())))
+
+    three.run(step)
+    assert float(parts) == 3.0
+    v.assign_add(parts)
+    assert copies(three, v) == [1.0, 2.0, 3.0]
+
+
+def test_shares_of_whole_numbers_are_rounded_towards_zero(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable([0, 0, 0], synchronization=ON_READ, aggregation=SUM)
+    v.assign([7, -7, -2])
+    assert copies(three, v) == [[2, -2, 0]] * 3
+
+
+@pytest.mark.parametrize("kind", [tfd.OneDeviceStrategy, tfd.distribute.get_strategy])
+def test_a_variable_with_one_copy_is_read_whatever_its_policies(kind: Any) -> None:
+    strategy = kind("cpu:0") if kind is tfd.OneDeviceStrategy else kind()
+    with strategy.scope():
+        v = tfd.Variable(2.0, synchronization=ON_READ, aggregation=NONE)
+    assert float(v * 1) == 2.0
+    assert v.synchronization is ON_READ
+    assert not v.trainable
+
+
+def test_one_central_copy_is_no_value_of_each_replica() -> None:
+    with tfd.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as strategy:
+        with strategy.scope():
+            v = tfd.Variable([1.0, 2.0], aggregation=SUM)
+            whole = tfd.Variable([1, 2], aggregation=MEAN)
+        assert strategy.gather(v, axis=0).tolist() == [1.0, 2.0]
+        with pytest.raises(ValueError, match="cannot be reduced with SUM"):
+            strategy.reduce("SUM", v, axis=None)
+        assert strategy.reduce("SUM", v, axis=0) == 6.0
+        with pytest.raises(ValueError, match="the mean of 2 replicas' values is no"):
+            strategy.run(lambda: whole.assign_add(torch.tensor([1, 1])))
+        assert copies(strategy, whole) == [[1, 2]]
+
+
+def test_one_replica_s_sum_of_a_variable_is_its_value() -> None:
+    with tfd.MirroredStrategy(["cpu:0"]) as strategy:
+        with strategy.scope():
+            v = tfd.Variable(2.0, synchronization=ON_READ, aggregation=NONE)
+        assert strategy.reduce("SUM", v, axis=None) == 2.0
+
+
+@pytest.mark.parametrize(("op", "share"), [("SUM", 1.0), ("MEAN", 3.0)])
+def test_rows_are_reduced_to_the_rows_of_all(three: tfd.Strategy, op: str, share: float) -> None:
+    def step() -> tuple[IndexedSlices, IndexedSlices]:
+        context = tfd.get_replica_context()
+        assert context is not None
+        mine = IndexedSlices(torch.full([replica() + 1, 2], 3.0), torch.arange(replica() + 1), [4, 2])
+        return mine, context.all_reduce(op, {"rows": mine, "dense": torch.ones(2)})["rows"]
+
+    given, everywhere = three.run(step)
+    for found in (three.reduce(op, given, axis=None), *three.experimental_local_results(everywhere)):
+        assert found.indices.tolist() == [0, 0, 1, 0, 1, 2]
+        assert found.values.tolist() == [[3.0 / share] * 2] * 6
+        assert found.dense_shape == (4, 2)
+
+
+def test_a_gradient_comes_back_through_reduced_rows(three: tfd.Strategy) -> None:
+    def step() -> torch.Tensor:
+        context = tfd.get_replica_context()
+        assert context is not None
+        leaf = torch.ones(1, 2, requires_grad=True)
+        rows = context.all_reduce("SUM", IndexedSlices(leaf, [0]))
+        (rows.values * torch.tensor([[1.0], [10.0], [100.0]])).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert copies(three, three.run(step)) == [[[3.0, 3.0]], [[30.0, 30.0]], [[300.0, 300.0]]]
