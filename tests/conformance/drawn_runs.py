@@ -28,6 +28,9 @@ class _TensorFlow:
     def minimize(self, optimizer: Any, loss: Any, variables: list[Any]) -> None:
         optimizer.minimize(loss, var_list=variables)
 
+    def close(self, strategy: Any) -> None:
+        """There is nothing to close."""
+
 
 class _Ours:
     """The same of this package."""
@@ -48,6 +51,9 @@ class _Ours:
 
     def minimize(self, optimizer: Any, loss: Any, variables: list[Any]) -> None:
         optimizer.minimize(loss(), var_list=variables)
+
+    def close(self, strategy: Any) -> None:
+        strategy.close()
 
 
 class Run:
@@ -184,7 +190,9 @@ class Run:
                 value = np.zeros(shape, int).tolist()
                 made[name] = self.xp.Variable(value, None, sync_of(self.xp, sync), agg_of(self.xp, agg), dtype, name)
             self.xp.checkpoint_restore(self.path, **made)
-        return {name: self._contents(strategy, variable) for name, variable in made.items()}
+        found = {name: self._contents(strategy, variable) for name, variable in made.items()}
+        self.others.close(strategy)
+        return found
 
     def _optimizer(self, name: str, kind: str, options: dict[str, Any]) -> Any:
         with self.strategy.scope():

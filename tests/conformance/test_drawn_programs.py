@@ -47,7 +47,9 @@ def differences(seed: str, program: Mapping[str, Any], expected: list[Any], foun
 @pytest.mark.parametrize("seed", recorded()["programs"])
 def test_a_drawn_program_agrees_with_tensorflow(seed: str) -> None:
     program = drawn(int(seed))
-    found = harness.jsonable(Run(Facade(), program).results())
+    xp = Facade()
+    with xp.strategy(program["kind"], program["n"]) as strategy:
+        found = harness.jsonable(Run(xp, program, strategy).results())
     wrong = differences(seed, program, recorded()["programs"][seed], found)
     assert not wrong, "\n".join(wrong)
 

@@ -19,7 +19,7 @@ from tfstyle_dist.cross_device_ops.collective import (
 )
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
-from tfstyle_dist.variables import Variable
+from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.replicated import Replicated
 
 if TYPE_CHECKING:
@@ -218,8 +218,8 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None)
 def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     """Reduces one value over the replicas; one replica's value comes back untouched."""
     if strategy.num_replicas_in_sync == 1:
-        if isinstance(value, Variable) and value._tfstyle_record.synchronization.name == "ON_READ":
-            return value._tfstyle_record.components[0].detach().clone()
+        if isinstance(value, DistributedVariable) and value.synchronization.name == "ON_READ":
+            return value.values[0].detach().clone()
         return value.values[0] if isinstance(value, PerReplica) else value
     if isinstance(value, Variable):
         record = value._tfstyle_record
