@@ -1,4 +1,7 @@
-"""Draws programs over ``tf.distribute``: what each does is a list of operations, the same for TensorFlow and for us."""
+"""Draws programs over ``tf.distribute``: what each does is a list of operations, the same for TensorFlow and for us.
+
+A change of what is drawn changes all programs: record anew then (``record_drawn.py``).
+"""
 
 from __future__ import annotations
 

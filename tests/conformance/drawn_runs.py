@@ -265,14 +265,14 @@ class Run:
 
     def _replica_made(
         self,
-        locals_: dict[str, Any],
+        locals_: Locals,
         replica: int,
         name: str,
         dtype: str,
         values: Any,
         sync: str,
         agg: str,
-        trainable: Any,
+        trainable: bool | None,
     ) -> None:
         made = self.xp.Variable(values[replica], trainable, sync_of(self.xp, sync), agg_of(self.xp, agg), dtype, name)
         self.variables[name] = made
@@ -311,7 +311,7 @@ class Run:
 
     def _replica_grad(
         self, locals_: Locals, replica: int, name: str, over: str, scales: list[float], dtype: str, op: str | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         variable = self.variables[over]
 
         def loss() -> Any:
