@@ -63,6 +63,14 @@ def test_each_copy_is_given_what_its_replica_reads(three: tfd.Strategy) -> None:
     assert copies(three, v) == [1.0, 2.0, 3.0]
 
 
+def test_a_variable_that_is_read_together_is_read_once_when_it_is_added_to_itself(three: tfd.Strategy) -> None:
+    with three.scope():
+        v = tfd.Variable(0.0, synchronization=ON_READ, aggregation=MEAN)
+    three.run(lambda: v.assign(torch.tensor(replica() + 1.0)).value())
+    v.assign_add(v)
+    assert copies(three, v) == [3.0, 4.0, 5.0]
+
+
 def test_shares_of_whole_numbers_are_rounded_towards_zero(three: tfd.Strategy) -> None:
     with three.scope():
         v = tfd.Variable([0, 0, 0], synchronization=ON_READ, aggregation=SUM)

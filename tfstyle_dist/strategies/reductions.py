@@ -247,7 +247,7 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     )
 
 
-def over_replicas(op: ReduceOp, total: torch.Tensor, count: int) -> torch.Tensor:
+def over_replicas(op: ReduceOp, total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """A sum over so many replicas as it is, or divided by their number."""
     return total / count if op is ReduceOp.MEAN else total
 
@@ -267,7 +267,7 @@ def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]
         return reduce_columns(strategy, op, [values], "reduce")[0]
     with torch.no_grad():
         total, count = reduce_columns(strategy, ReduceOp.SUM, [*without_nothing(values, shares)], "reduce")
-        return total / count if op is ReduceOp.MEAN else total
+        return over_replicas(op, total, count)
 
 
 def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from tfstyle_dist.variables.component import (
     apart,
     checked,
     combine,
+    divided,
     per_component,
     read_across_replicas,
     without_nan,
@@ -85,7 +86,8 @@ def _together(variable: Variable, op: str, value: Any, replica: Replica) -> None
             f"e.g. variable.{op}(torch.tensor({value!r}))."
         )
     value = checked(value, record.components[replica.local_replica_id], variable.name)
-    if aggregation is VariableAggregation.MEAN and _is_whole(value) and worker.num_replicas > 1:
+    is_whole = not (value.is_floating_point() or value.is_complex())
+    if aggregation is VariableAggregation.MEAN and is_whole and worker.num_replicas > 1:
         raise ValueError(
             f"{op} of variable {variable.name!r}: the mean of {worker.num_replicas} replicas' values is no "
             f"{value.dtype}. Create it with aggregation SUM or ONLY_FIRST_REPLICA, or with a float dtype."
@@ -118,20 +120,18 @@ def _in_cross_replica_context(variable: Variable, op: str, value: Any) -> Any:
                 "context: each replica holds a part of the sum. Call it inside strategy.run, or use assign."
             )
         count = record.store.worker.num_replicas
-        values = [torch.div(v, count, rounding_mode="trunc" if _is_whole(v) else None) for v in values]
+        values = [divided(v, count) for v in values]
     for component, part in zip(record.components, values, strict=True):
         write_component(component, op, part)
     return read_across_replicas(record, variable.name)
 
 
-def _is_whole(value: torch.Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
-
-
 def _per_copy(value: Any, record: Record) -> list[Any]:
     """What each copy is given: of a variable with copies its own one, of a ``PerReplica`` its own entry."""
-    if not isinstance(value, Replicated) or record.synchronization is VariableSynchronization.ON_READ:
+    if not isinstance(value, Replicated):
         return per_component(value, len(record.copies()))
+    if record.synchronization is VariableSynchronization.ON_READ:  # read once: that may be a call of all workers
+        return per_component(value._tfstyle_value(), len(record.copies()))
     given = []
     for component in range(len(record.copies())):
         with entered(Frame(record.store.strategy, component=component)):

@@ -117,6 +117,11 @@ def per_component(value: Any, count: int) -> list[Any]:
     return list(value.values) if isinstance(value, PerReplica) else [value] * count
 
 
+def divided(value: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:
+    """A quotient of the value's dtype: of whole numbers it is cut towards zero, as TensorFlow does."""
+    return torch.div(value, by, rounding_mode=None if value.is_floating_point() or value.is_complex() else "trunc")
+
+
 def apart(value: torch.Tensor, record: Record) -> torch.Tensor:
     """The value, outside of the memory of a variable's copies: the first one is written to before the others are."""
     if len(record.components) == 1 or not value.numel():

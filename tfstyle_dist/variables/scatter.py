@@ -12,7 +12,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_device
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.values.indexed_slices import as_slices
-from tfstyle_dist.variables.component import apart, write_lock
+from tfstyle_dist.variables.component import apart, divided, write_lock
 from tfstyle_dist.variables.record import Placement, Record
 
 if TYPE_CHECKING:
@@ -22,15 +22,11 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Values, and the numbers of their rows."""
 
 
-def _divided(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return old / value if old.is_floating_point() or old.is_complex() else torch.div(old, value, rounding_mode="trunc")
-
-
 _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scatter_add": torch.add,
     "scatter_sub": torch.sub,
     "scatter_mul": torch.mul,
-    "scatter_div": _divided,
+    "scatter_div": divided,
     "scatter_min": torch.minimum,
     "scatter_max": torch.maximum,
     "scatter_update": lambda old, value: value,
