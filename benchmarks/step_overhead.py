@@ -6,6 +6,7 @@ alternate step by step in one process; everything is repeated for several rounds
 
     python benchmarks/step_overhead.py --out benchmarks/results/step_overhead.json      # tiny and big, 5 rounds
     python benchmarks/step_overhead.py --model mid --rounds 3
+    python benchmarks/step_overhead.py --device cuda      # one rank for each GPU; both local replicas on the first
 
 Forms: bare (one device, whole batch), ddp and ours (torchrun, 2 ranks), replicas (ours, 2 local replicas, 1 process).
 """
@@ -41,25 +42,26 @@ def build(model: str) -> nn.Module:
     return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c), nn.ReLU(), nn.Linear(c, 1000))
 
 
-def batches(model: str, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(model: str, count: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The global batch in ``count`` equal parts."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH, WIDTHS[model][0], generator=generator)
-    y = torch.randint(0, 1000, (BATCH,), generator=generator)
+    x = torch.randn(BATCH, WIDTHS[model][0], generator=generator).to(device)
+    y = torch.randint(0, 1000, (BATCH,), generator=generator).to(device)
     return list(zip(x.chunk(count), y.chunk(count), strict=True))
 
 
-def make_step(form: str, model_name: str) -> Callable[[], object]:
-    """A function that makes one training step in the given form."""
+def make_step(form: str, model_name: str, kind: str) -> Callable[[], object]:
+    """A function that makes one training step in the given form, on a kind of device."""
     loss_fn = nn.CrossEntropyLoss()
-    rank = int(os.environ.get("RANK", "0"))
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    own = f"{kind}:0" if kind == "cpu" else f"{kind}:{rank}"
     if form in ("bare", "ddp"):
-        model: nn.Module = build(model_name)
+        model: nn.Module = build(model_name).to(own)
         if form == "ddp":
-            torch.distributed.init_process_group("gloo")
+            torch.distributed.init_process_group("gloo" if kind == "cpu" else None)
             model = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        x, y = batches(model_name, 2)[rank] if form == "ddp" else batches(model_name, 1)[0]
+        x, y = batches(model_name, ranks, own)[rank]
 
         def plain() -> None:
             optimizer.zero_grad()
@@ -70,13 +72,14 @@ def make_step(form: str, model_name: str) -> Callable[[], object]:
     import tfstyle_dist as td
 
     if form == "one":
-        strategy: td.Strategy = td.OneDeviceStrategy("cpu:0")
+        strategy: td.Strategy = td.OneDeviceStrategy(own)
     else:
-        strategy = td.MirroredStrategy(["cpu:0", "cpu:1"] if form == "replicas" else None)
+        both = ["cpu:0", "cpu:1"] if kind == "cpu" else [f"{kind}:0#0", f"{kind}:0#1"]
+        strategy = td.MirroredStrategy(both if form == "replicas" else None)
     with strategy.scope():
         model = build(model_name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    parts = batches(model_name, strategy.num_replicas_in_sync)
+    parts = batches(model_name, strategy.num_replicas_in_sync, own)
     data = strategy.experimental_distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -87,59 +90,64 @@ def make_step(form: str, model_name: str) -> Callable[[], object]:
     return lambda: strategy.run(step, args=data)
 
 
-def timed(steps: int, step: Callable[[], object]) -> float:
-    """Mean seconds of some steps."""
+def timed(steps: int, step: Callable[[], object], kind: str) -> float:
+    """Mean seconds of some steps, until the device has done them."""
     begin = time.perf_counter()
     for _ in range(steps):
         step()
+    if kind != "cpu":
+        torch.get_device_module(kind).synchronize()
     return (time.perf_counter() - begin) / steps
 
 
-def measure(forms: list[str], model_name: str, threads: int) -> list[list[float]]:
+def measure(forms: list[str], model_name: str, threads: int, kind: str) -> list[list[float]]:
     """Seconds per step of each form in each block, the forms taking turns in this process."""
     torch.set_num_threads(threads)
-    steps = [make_step(form, model_name) for form in forms]
+    steps = [make_step(form, model_name, kind) for form in forms]
     times: list[list[float]] = [[] for _ in forms]
-    block = 1 if "one" in forms else BLOCK[model_name]
+    block = BLOCK[model_name if kind == "cpu" else "tiny"]
+    if "one" in forms and kind == "cpu":
+        block = 1
     for step in steps:
-        timed(5, step)
-    for _ in range(max(STEPS[model_name] // block, 4)):
+        timed(5, step, kind)
+    for _ in range(max(STEPS[model_name if kind == "cpu" else "tiny"] // block, 4)):
         for step, record in zip(steps, times, strict=True):
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()
-            record.append(timed(block, step))
+            record.append(timed(block, step, kind))
     return times
 
 
-def launch(forms: list[str], model_name: str, cores: int) -> list[list[float]]:
+def launch(forms: list[str], model_name: str, cores: int, kind: str) -> list[list[float]]:
     """Runs forms together in fresh processes; returns what ``measure`` gave on rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "seconds"
         two = "ddp" in forms
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if two else []
+        ranks = 2 if kind == "cpu" else torch.get_device_module(kind).device_count()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if two else []
         threads = str(max(cores // 2 if two else cores, 1))
         command = [sys.executable, *launcher, __file__, "--forms", *forms, "--model", model_name]
-        command += ["--threads", threads, "--write", str(out)]
+        command += ["--threads", threads, "--write", str(out), "--device", kind]
         environment = {**os.environ, "OMP_NUM_THREADS": threads}
         subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def report(model_name: str, rounds: int, cores: int) -> dict[str, object]:
+def report(model_name: str, rounds: int, cores: int, kind: str) -> dict[str, object]:
     """Measures all forms ``rounds`` times, taking turns, and prints their table."""
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     over_ddp: list[float] = []
     extra: list[float] = []
     for _ in range(rounds):
-        bare, one = launch(["bare", "one"], model_name, cores)
+        bare, one = launch(["bare", "one"], model_name, cores, kind)
         extra.append(statistics.median(b - a for a, b in zip(bare, one, strict=True)))
-        ddp, ours = launch(["ddp", "ours"], model_name, cores)
+        ddp, ours = launch(["ddp", "ours"], model_name, cores, kind)
         over_ddp += [a / b for a, b in zip(ddp, ours, strict=True)]
-        (replicas,) = launch(["replicas"], model_name, cores)
+        (replicas,) = launch(["replicas"], model_name, cores, kind)
         for form, values in zip(FORMS, (bare, ddp, ours, replicas), strict=True):
             seconds[form].append(statistics.median(values))
     parameters = sum(p.numel() for p in build(model_name).parameters())
-    print(f"\n{model_name}: {parameters:,} parameters, global batch {BATCH}, {rounds} rounds, {cores} cores")
+    print(f"\n{model_name} ({kind}): {parameters:,} parameters, global batch {BATCH}, {rounds} rounds, {cores} cores")
     print("| form | steps/s (median) | x bare | x DDP |\n|---|---|---|---|")
     typical = {form: statistics.median(values) for form, values in seconds.items()}
     for form in FORMS:
@@ -165,19 +173,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WIDTHS, help="default: tiny and big")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", metavar="KIND", help="such as cuda; default: cpu")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("--forms", nargs="+", choices=(*FORMS, "one"), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.forms:
-        seconds = measure(options.forms, options.model, options.threads)
+        seconds = measure(options.forms, options.model, options.threads, options.device)
         if int(os.environ.get("RANK", "0")) == 0:
             options.write.write_text(json.dumps(seconds))
         return
     cores = os.cpu_count() or 1
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}")
-    results = [report(name, options.rounds, cores) for name in ([options.model] if options.model else ["tiny", "big"])]
+    names = [options.model] if options.model else ["tiny", "big"]
+    results = [report(name, options.rounds, cores, options.device) for name in names]
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -230,7 +230,8 @@ def _build_table(key: PlanKey) -> Tensor:
     numbers = array("q", key.addresses)
     addresses = torch.frombuffer(numbers, dtype=torch.int64).view(-1, len(key.numels))
     flags = (addresses % ALIGNMENT == 0).all(dim=0).to(torch.int64)
-    divisor = torch.tensor([1.0 if key.divisor is None else key.divisor], dtype=torch.float64).view(torch.int64)
+    number = 1.0 if key.divisor is None else key.divisor
+    divisor = torch.tensor([number], dtype=torch.float64, device="cpu").view(torch.int64)
     return _upload(torch.cat([addresses.view(-1), flags, divisor]), key.device)
 
 
@@ -249,14 +250,14 @@ def build_chunks(numels: Sequence[int], block: int) -> Tensor:
     Returns:
         int64 [C, 3]: tensor, first element, one past the last element. Every element is in one chunk.
     """
-    sizes = torch.tensor(numels, dtype=torch.int64)
+    sizes = torch.tensor(numels, dtype=torch.int64, device="cpu")
     size = block
     while size < MAX_BLOCKS_PER_CHUNK * block and int(sizes.sum()) // (2 * size) >= ENOUGH_CHUNKS:
         size *= 2
     counts = (sizes + size - 1) // size
-    tensors = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    tensors = torch.repeat_interleave(torch.arange(len(numels), device="cpu"), counts)
     first_chunks = torch.cumsum(counts, 0) - counts
-    starts = (torch.arange(len(tensors)) - first_chunks[tensors]) * size
+    starts = (torch.arange(len(tensors), device="cpu") - first_chunks[tensors]) * size
     return torch.stack([tensors, starts, torch.minimum(starts + size, sizes[tensors])], dim=1)
 
 

@@ -16,6 +16,7 @@ OTHERS = {"accelerate", "builtins", "keras", "logging", "os", "signal", "sys", "
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## What is changed in other packages")[2].partition("\n## ")[0]
 NAMES = {"torch_internals.RUN_BACKWARD": torch_internals.RUN_BACKWARD}
+TABLES = {"LIST_WRITES": torch_internals.LIST_WRITES}  # of names that a comprehension wraps
 
 
 def wrapped(file: SourceFile) -> Iterator[str]:
@@ -30,7 +31,11 @@ def wrapped(file: SourceFile) -> Iterator[str]:
             if isinstance(name, ast.Constant):
                 yield str(name.value)
             else:
-                yield from keys(file, node, ast.unparse(name)) or [NAMES.get(ast.unparse(name), ast.unparse(name))]
+                yield from (
+                    keys(file, node, ast.unparse(name))
+                    or named(file, node)
+                    or [NAMES.get(ast.unparse(name), ast.unparse(name))]
+                )
 
 
 def keys(file: SourceFile, call: ast.Call, variable: str) -> list[str]:
@@ -44,6 +49,12 @@ def keys(file: SourceFile, call: ast.Call, variable: str) -> list[str]:
         for key in (node.value.keys if isinstance(node.value, ast.Dict) else ())
         if key is not None
     ]
+
+
+def named(file: SourceFile, call: ast.Call) -> list[str]:
+    """What the names in a table of ``torch_internals`` begin with, where a comprehension over it makes the call."""
+    made = [node for node in ast.walk(file.tree) if isinstance(node, ast.ListComp) and node.elt is call]
+    return [TABLES[ast.unparse(node.generators[0].iter)][0] for node in made]
 
 
 def rows(table: str) -> Iterator[tuple[set[str], set[str]]]:

@@ -18,6 +18,7 @@ from on_replicas import (
     CLOSE,
     CPU,
     assert_as_on_the_cpu,
+    built,
     inputs,
     on_all,
     on_devices,
@@ -88,9 +89,7 @@ def test_g1_g2_g3_backward_is_the_replicas_own(devices: list[str], loss: Any) ->
 def test_g3_batch_norm_in_a_checkpoint(devices: list[str]) -> None:
     def statistics(devices: Sequence[str]) -> list[torch.Tensor]:
         with td.MirroredStrategy(devices) as strategy:
-            torch.manual_seed(0)
-            with strategy.scope():
-                model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            model: Any = built(strategy, lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
             def step(x: torch.Tensor) -> torch.Tensor:
                 (checkpoint(model, x, use_reentrant=False) ** 2).sum().backward()
@@ -160,10 +159,8 @@ def test_g4_one_replica() -> None:
 def test_g4_the_loop_of_the_readme(devices: list[str]) -> None:
     def losses(devices: Sequence[str]) -> list[float]:
         with td.MirroredStrategy(devices) as strategy:
-            torch.manual_seed(0)
-            with strategy.scope():
-                model = nn.Linear(3, 1)
-                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model = built(strategy, lambda: nn.Linear(3, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
             data = [(inputs(n, 6), inputs(n + 9, 6, 1)) for n in range(4)]
 
             def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
     python tests/gpu/check.py --out FILE.md         # writes the table too
 
 Nothing is downloaded and nothing installed, the package neither: torch, triton and pytest with pytest-timeout and
-pytest-xdist are enough. The exit code is 1 if anything failed.
+pytest-xdist are enough. Sections that check run side by side, a process for every four cores; those that measure run
+alone, afterwards. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -41,6 +44,7 @@ class Section:
         command: after the interpreter.
         limit: seconds.
         pytest: whether its cases can be counted.
+        measures: whether nothing else may run.
         environment: on top of the present one.
     """
 
@@ -48,6 +52,7 @@ class Section:
     command: list[str]
     limit: float
     pytest: bool = True
+    measures: bool = False
     environment: dict[str, str] | None = None
 
 
@@ -57,10 +62,10 @@ def cases(name: str, *files: str, limit: float, marker: str = "", environment: d
     return Section(name, [*command, *(["-m", marker] if marker else []), *files], limit, environment=environment)
 
 
-def ranks(name: str, count: int, *arguments: str) -> Section:
-    """A section of some ranks on this machine's devices."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    return Section(name, [*launch, "tests/gpu/rank_program.py", *arguments], 90.0, pytest=False)
+def suites(name: str, *arguments: str) -> Section:
+    """A section of tests that were written for the CPU, with two replicas on the first device."""
+    devices = {"TFSTYLE_TEST_DEVICES": f"{KIND}:0#0,{KIND}:0#1"}
+    return cases(name, *arguments, limit=200, marker="not distributed and not gpu and not xla", environment=devices)
 
 
 def sections() -> list[Section]:
@@ -68,27 +73,47 @@ def sections() -> list[Section]:
     interpreted = {"TRITON_INTERPRET": "1"}
     made = [cases("replicas of one process (G1 to G15)", "tests/gpu/cases_replicas.py", limit=120)]
     made.append(cases("steps of such replicas, saving, central storage", "tests/gpu/cases_steps.py", limit=120))
-    made.append(ranks("2 ranks over RING: plain, checkpointed, reentrant", 2, "train", "RING"))
-    made.append(ranks("2 ranks over RING: reductions of device and CPU values", 2, "values", "RING"))
-    made.append(ranks("2 ranks over RING: loops of users", 2, "everyday", "RING"))
-    made.append(ranks("a library's group of one rank: every collective", 1, "library", "-"))
-    if not REAL or torch.cuda.device_count() > 1:
-        made.append(ranks("2 ranks over the library: plain, checkpointed, reentrant", 2, "train", "AUTO"))
-        made.append(ranks("2 ranks over the library: reductions", 2, "values", "AUTO"))
-        made.append(ranks("2 ranks over the library: loops of users", 2, "everyday", "AUTO"))
+    for name, chosen in (("RING", "RING"), ("the library of the devices", "AUTO or library"), ("a lost one", "absent")):
+        made.append(cases(f"ranks: {name}", "tests/gpu/cases_ranks.py", "-k", chosen, limit=200))
     if REAL:
         made.append(cases("kernels: bits, 2^31 elements", "tests/gpu/test_triton_on_cuda.py", limit=150, marker="gpu"))
         made.append(cases("prefetched batches", "tests/gpu/test_input_on_cuda.py", limit=60, marker="gpu"))
         made.append(cases("CUDA graphs, torch.compile", "tests/gpu/cases_compiled.py", limit=120))
-        made.append(Section("quickstart", ["examples/quickstart.py", "--epochs", "3"], 90.0, pytest=False))
-        made.append(Section("sums: speed", ["benchmarks/aggregation_gpu.py", "--budget", "60"], 100.0, pytest=False))
+        made.append(cases("training as users of GPUs do", "tests/gpu/cases_cuda.py", limit=120))
+        made.append(suites("suites: variables", "tests/variables"))
+        made.append(suites("suites: gradients, train", "tests/gradients", "tests/train"))
+        made.append(suites("suites: strategies", "tests/strategies"))
+        made.append(suites("suites: input, checkpoint", "tests/input", "tests/checkpoint"))
+        made.append(suites("suites: parity", "tests/parity", "-k", "adam and fp64 and not sum"))
+        made.append(Section("quickstart", ["examples/quickstart.py"], 90.0, pytest=False))
+        made.append(measured("steps: speed", "step_overhead.py", "--device", KIND, "--rounds", "2"))
+        made.append(measured("sums: speed", "aggregation_gpu.py", "--budget", "60"))
     else:
         made.append(cases("the pretend accelerator itself", "tests/pretend_accelerator/cases_device.py", limit=60))
         kernels = "tests/kernels/test_triton_plan.py"
         made.append(cases("kernels in Triton's interpreter", kernels, limit=120, environment=interpreted))
-        smoke = ["benchmarks/aggregation_gpu.py", "--smoke"]
-        made.append(Section("sums: the script", smoke, 100.0, pytest=False, environment=interpreted))
+        made.append(measured("sums: the script", "aggregation_gpu.py", "--smoke", environment=interpreted))
     return made
+
+
+def measured(name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Section:
+    """A section of a benchmark."""
+    command = [f"benchmarks/{script}", *arguments]
+    return Section(name, command, 110.0, pytest=False, measures=True, environment=environment)
+
+
+def run_all(chosen: list[Section], begin: float) -> Iterator[tuple[Section, tuple[bool, str, float, str]]]:
+    """Each section with what ``run`` gave, in their order."""
+
+    def left() -> float:
+        return BUDGET - (time.perf_counter() - begin)
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
+        checks = [section for section in chosen if not section.measures]
+        yield from zip(checks, pool.map(lambda section: run(section, left()), checks), strict=True)
+    for section in chosen:
+        if section.measures:
+            yield section, run(section, left())
 
 
 def run(section: Section, left: float) -> tuple[bool, str, float, str]:
@@ -135,16 +160,18 @@ def machine() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the table")
+    parser.add_argument("--logs", type=Path, help="a folder for all that each section prints")
     parser.add_argument("--only", default="", help="a regular expression: sections to run")
     options = parser.parse_args()
     begin, failed = time.perf_counter(), []
     table = [f"On {machine()}:", "", "| | result | seconds |", "| --- | --- | --- |"]
-    for section in sections():
-        if not re.search(options.only, section.name):
-            continue
-        passed, result, seconds, output = run(section, BUDGET - (time.perf_counter() - begin))
+    chosen = [section for section in sections() if re.search(options.only, section.name)]
+    for section, (passed, result, seconds, output) in run_all(chosen, begin):
         table.append(f"| {section.name} | {'' if passed else '**FAILED** '}{result} | {seconds:.0f} |")
         print(table[-1], flush=True)
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / (re.sub(r"\W+", "_", section.name) + ".txt")).write_text(output)
         if not passed:
             failed.append(section.name)
             print(output[-6000:], flush=True)

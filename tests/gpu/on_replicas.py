@@ -38,6 +38,16 @@ def inputs(number: int, rows: int = 4, width: int = 3) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number)) + number
 
 
+def built(strategy: td.Strategy, build: Callable[[], nn.Module]) -> nn.Module:
+    """A module that is built in the scope, with the values that the CPU draws: a real device draws others."""
+    torch.manual_seed(0)
+    drawn = build()
+    with strategy.scope():
+        model = build()
+    model.load_state_dict(drawn.state_dict())
+    return model
+
+
 def train(
     devices: Sequence[str],
     build: Callable[[], nn.Module],
@@ -48,9 +58,7 @@ def train(
 ) -> list[torch.Tensor]:
     """What replicas have after some steps, which must be the same on all of them: parameters, buffers."""
     with td.MirroredStrategy(devices) as strategy:
-        torch.manual_seed(0)
-        with strategy.scope():
-            model = build()
+        model = built(strategy, build)
         update = optimizer(model.parameters())
 
         def step(x: torch.Tensor) -> list[torch.Tensor]:

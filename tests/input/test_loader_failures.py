@@ -50,7 +50,9 @@ def test_one_process(how: str, error: type[Exception], words: str) -> None:
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_the_other_ranks_hear_of_it(how: str) -> None:
     """In fresh processes: loader processes are forked, and a long-lived pool of ranks has threads and locks by now."""
-    done = run_script([__file__, how], nproc=2, timeout=100, env={"TFSTYLE_TIMEOUT_SECONDS": "8"})
+    done = run_script(
+        [__file__, how], nproc=2, timeout=100, env={"TFSTYLE_TIMEOUT_SECONDS": "8", "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -92,8 +92,10 @@ def test_batch_norm_statistics_are_the_mean_of_the_replicas() -> None:
     expected = torch.stack([net[1].running_var for net in copies]).mean(0)
 
     with td.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        drawn = model(norm=True).state_dict()
         with strategy.scope():
             net = model(norm=True)
+        net.load_state_dict(drawn)  # a GPU would draw others
         for x, _ in strategy.experimental_distribute_dataset(
             TensorDataset(*(t[:12] for t in rows.tensors)), global_batch_size=6
         ):

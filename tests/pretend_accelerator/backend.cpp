@@ -404,7 +404,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!tensor.defined()) return;
     if (tensor.device().type() != kType) {
       TORCH_CHECK(
-          tensor.dim() == 0 || indexes || name == "aten::copy_" || name.find("lengths") != std::string::npos ||
+          tensor.dim() == 0 || indexes || name == "aten::copy_" || name == "aten::_foreach_copy_" || name.find("lengths") != std::string::npos ||
               name == "aten::_pack_padded_sequence",
           "Expected all tensors to be on the same device, but found at least two devices, ",
           device.has_value() ? device->str() : "pretend", " and ", tensor.device().str(), " (", name, ")");
@@ -595,6 +595,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
   m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+  // As on a GPU, one kernel writes to all tensors of a list, and leaves their version counters as they are.
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const std::string name = op.name.substr(op.name.find("::") + 2);
+    if (op.name.rfind("aten::_foreach_", 0) != 0 || name.back() != '_') continue;
+    const std::string full = op.overload_name.empty() ? name : name + "." + op.overload_name;
+    m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

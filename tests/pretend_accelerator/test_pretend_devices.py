@@ -5,19 +5,15 @@ torch takes one backend of this kind for the rest of a process, and other tests 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import on_devices
 import pytest
 import torch
-
-from tfstyle_dist.testing.runner import run_script
 
 HERE = Path(__file__).parent
 ON_DEVICES = HERE.parent / "gpu"  # what runs on real ones too
@@ -42,7 +38,12 @@ def run_pytest(arguments: list[str], environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [HERE / "cases_device.py", ON_DEVICES / "cases_replicas.py", ON_DEVICES / "cases_steps.py"],
+    [
+        HERE / "cases_device.py",
+        ON_DEVICES / "cases_replicas.py",
+        ON_DEVICES / "cases_steps.py",
+        pytest.param(ON_DEVICES / "cases_ranks.py", marks=pytest.mark.slow),
+    ],
     ids=lambda path: path.stem,
 )
 def test_cases(cases: Path) -> None:
@@ -127,82 +128,3 @@ def test_models_in_parts_and_keras_on_ranks() -> None:
         ["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)],
         {on_devices.VARIABLE: LAYOUTS["two devices"]},
     )
-
-
-def ranks(*arguments: str) -> list[dict[str, Any]]:
-    result = run_script([str(ON_DEVICES / "rank_program.py"), *arguments], nproc=2, timeout=250, env=PRETEND)
-    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    assert result.returncode == 0, result.stderr
-    assert said
-    return said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_ranks_stay_equal(implementation: str) -> None:
-    said = ranks("train", implementation)
-    for kind in ("plain", "checkpoint", "reentrant"):
-        first, second = sorted((s for s in said if s.get("kind") == kind), key=lambda s: s["rank"])
-        assert first["weights"] == second["weights"]
-        assert (first["device"], second["device"]) == ("pretend:0", "pretend:1")
-    for facts in (s for s in said if "current" in s):
-        assert facts["current"] == f"pretend:{facts['rank']}"
-        assert facts["library"] is (implementation == "AUTO")
-
-
-@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_values_of_the_cpu_and_of_devices_are_reduced(implementation: str) -> None:
-    said = ranks("values", implementation)
-    expected = {
-        "reduce": [3.0] * 4,
-        "reduce of a CPU value": [6.0],
-        "reduce rows": [6.0] * 2,
-        "mean of rows": [1.5] * 2,
-        "mean of halves": [1.5] * 2,
-        "all_reduce": [3.0] * 4,
-        "all_reduce of a CPU value": [2.0] * 2,
-        "all_reduce of both": [3.0] * 4 + [2.0] * 2 + [3.0] * 4,
-        "all_gather": [1.0] * 4 + [2.0] * 4,
-        "all_gather of uneven CPU values": [1.0] * 3,
-        "gather": [1.0] * 4 + [2.0] * 4,
-        "places of several values": [1.0] * 3,
-        "calls of the library for what the host must know": [0.0],
-        "a tree over 4 elements": [3.0] * 2,
-        "a tree over 2000000 elements": [3.0] * 2,
-        "reduce of values in different places": ["refused"] if implementation == "AUTO" else [3.0] * 2,
-        "gather of values in different places": ["refused"] if implementation == "AUTO" else [1.0, 1.0, 2.0, 2.0],
-    }
-    for rank in (0, 1):
-        assert {s["name"]: s["value"] for s in said if s["rank"] == rank} == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_loops_of_users_train_as_one_device(implementation: str) -> None:
-    """Shares that differ weigh by their examples, SyncBatchNorm sees all of them, a checkpoint goes on bit for bit."""
-    said = ranks("everyday", implementation)
-    for name, rows in (("SyncBatchNorm", 11), ("an empty share", 9)):
-        first, second = sorted((s for s in said if s["name"] == name), key=lambda s: s["rank"])
-        assert first["weights"] == second["weights"]
-        for one in (first, second):
-            assert one["off"] < 1e-10
-            assert one["restored"]
-            assert one["seen"] == [2.0 * rows] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["dead", "stuck"])
-def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) -> None:
-    (said,) = ranks("lost", how)
-    assert said["error"] in ("PeerLostError", "DeadlineExceededError")
-    assert said["says"]
-    assert said["waits"], "the library had something under way"
-    assert said["ended"], "closing the strategy ends it: its watchdog would end the process"
-
-
-def test_a_library_of_one_rank() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    result = run_script([str(ON_DEVICES / "rank_program.py"), "library", "-"], timeout=200, env={**PRETEND, **alone})
-    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    assert [s["value"] for s in said] == [[0.0, 1.0, 2.0, 3.0]] * 8
-    assert all(s["kept"] for s in said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -208,7 +209,13 @@ class TorchGroup(WorkerGroup):
             self._leave_memory()
             idle = self._transport.idle
             self.abort()
-            self._on_close()
+            if self._transport.accelerator and not idle:
+                # A library may look for minutes for why its transfers failed, and end the process when it is through.
+                leaving = threading.Thread(target=self._on_close, name="tfstyle-leave", daemon=True)
+                leaving.start()
+                leaving.join(_TO_LEAVE)
+            else:
+                self._on_close()
             if idle:
                 # The last reference: Gloo's threads end here. One that still frees a tensor when the interpreter goes
                 # would abort the process. Unfinished transfers would make this wait for the peers, so not then.
@@ -226,6 +233,7 @@ class TorchGroup(WorkerGroup):
             self._memory.leave()
 
 
+_TO_LEAVE = 5.0  # seconds
 _group_number = 0
 
 

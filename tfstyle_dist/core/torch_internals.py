@@ -7,40 +7,25 @@ used. A torch without it raises ``ImportError`` that names its version. All name
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter, itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core import torch_releases
 from tfstyle_dist.core.process_hooks import Patch
 
-OLDEST = (2, 9)
-"""The oldest torch that the tests are run with."""
-
-NEWEST = (2, 15)
-"""The newest one; ``docs/status.md`` says what was run with which."""
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The two first numbers of a version: ``(2, 16)`` for ``"2.16.0a0+git1234"``."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def warn_if_untested(version: str) -> None:
-    """Says, once, that nobody has run the tests with a torch as new as this one."""
-    if release(version) > NEWEST:
-        warn_once(
-            "untested torch",
-            f"torch {version} is newer than the newest that tfstyle_dist was tested with ("
-            f"{'.'.join(map(str, NEWEST))}). All that it needs of torch is there. To see that it still means the same, "
-            "run `make canary` in a clone of tfstyle_dist.",
-        )
+torch_releases.warn_if_untested(torch.__version__)
 
 
 def _required(path: str, what_for: str, owner: Any = torch) -> Any:
@@ -125,6 +110,12 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     except RuntimeError:
         return tensor.clone()
 
+
+LIST_WRITES = (
+    *(name for name in dir(torch) if re.fullmatch(r"_foreach_[a-z0-9_]+_", name)),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+"""The functions that write to a list of tensors, their first argument; on a GPU the tensors' ``_version`` stays."""
 
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 """``(targets, sources)``: as ``target.copy_(source)`` for each pair."""
@@ -226,6 +217,18 @@ run_as: Callable[[Any, Any], None] = _required("frames.set_code_exec_strategy", 
 IN_PYTHON = _required("frames._FrameExecStrategy", "be compiled", _frames)(*[_frames._FrameAction.SKIP] * 2)
 """``run_as(code, IN_PYTHON)``: ``torch.compile`` leaves a code object alone, and what is called there."""
 
+
+def share_graph_trees() -> None:
+    """Lets all threads record the CUDA graphs of compiled functions, if this program compiles any.
+
+    Before torch 2.13 only the thread that loads this module of torch, and autograd's own, can.
+    """
+    trees: Any = importlib.import_module("torch._inductor.cudagraph_trees") if "torch._dynamo" in sys.modules else None
+    if trees is not None and not hasattr(trees, "_initialize_tls") and isinstance(trees.local, threading.local):
+        made: dict[str, Any] = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
+        trees.local = SimpleNamespace(**(made | vars(trees.local)))
+
+
 compiling: Callable[[], Any] = _required("torch._guards.TracingContext.try_get", "be compiled")
 """What ``torch.compile`` knows of the function that it looks at, if its own code runs in this thread; or ``None``."""
 
@@ -290,9 +293,6 @@ def group_among(name: str, ranks: Sequence[int], backend: str, limit: timedelta)
         return c10d.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     finally:
         naming.uninstall()
-
-
-warn_if_untested(torch.__version__)
 
 
 def sparse_of(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], coalesced: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from tfstyle_dist.comm.host_memory.shared_sums import create_segment, segment_bytes
 from tfstyle_dist.comm.rendezvous.bootstrap import available_backends
-from tfstyle_dist.core import env, launch_env, network, torch_internals
+from tfstyle_dist.core import env, launch_env, network, torch_releases
 from tfstyle_dist.doctor.finding import Finding, ok, problem, warning
 
 _FEW_FILES = 1024
@@ -32,10 +32,10 @@ def package_version() -> str:
 def versions() -> Iterator[Finding]:
     """Python, torch, this package."""
     text = f"Python {platform.python_version()}, torch {torch.__version__}, tfstyle_dist {package_version()}"
-    release = torch_internals.release(torch.__version__)
-    if release < torch_internals.OLDEST:
+    release = torch_releases.release(torch.__version__)
+    if release < torch_releases.OLDEST:
         yield problem("versions", text, "install torch 2.9 or later")
-    elif release > torch_internals.NEWEST:
+    elif release > torch_releases.NEWEST:
         yield warning("versions", text, "this torch is untested: run `make canary` in a clone of tfstyle_dist")
     elif sys.platform != "linux":
         yield warning("versions", f"{text} on {sys.platform}", "only Linux is tested")

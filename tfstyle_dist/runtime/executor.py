@@ -34,14 +34,18 @@ _TO_END = 1.0  # seconds that an idle thread has to end; one that still works en
 class _Team:
     """The threads of replicas 1 to L-1; replica 0 uses its caller's thread."""
 
-    def __init__(self, count: int, label: str) -> None:
+    def __init__(self, devices: Sequence[ReplicaDevice], label: str) -> None:
+        count = len(devices)
         self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
         self.cores: list[Core | None] = [None] * count
         self.busy = False
         _keep_freed_memory()
         self._threads = [
             threading.Thread(
-                target=_serve, args=(inbox, self.cores, i), name=f"tfstyle-{label}-replica-{i}", daemon=True
+                target=_serve,
+                args=(inbox, self.cores, i, devices[i]),
+                name=f"tfstyle-{label}-replica-{i}",
+                daemon=True,
             )
             for i, inbox in enumerate(self.queues, start=1)
         ]
@@ -70,8 +74,12 @@ def _keep_freed_memory() -> None:
     torch.empty(_LARGEST_HELD - 8192, dtype=torch.uint8, device=_CPU)
 
 
-def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int) -> None:
+def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int, device: ReplicaDevice) -> None:
     core = cores[index] = Core()
+    if is_accelerator(device.type):
+        # CUDA makes its context the thread's own with the thread's first call; cuBLAS, coming first, would warn.
+        with made_current(device):
+            accelerator(device.type).current_stream().query()
     while (job := inbox.get()) is not None:
         core.release()
         try:
@@ -168,6 +176,8 @@ class ReplicaExecutor:
         """
         if self._closed:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
+        if self._places:
+            torch_internals.share_graph_trees()
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
             self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
         signals, this = interrupts.of_this_thread(), object()
@@ -182,7 +192,7 @@ class ReplicaExecutor:
         outcomes: list[Any] = [None] * len(functions)
         ambient, context = _Ambient(self._kinds, self._places), contextvars.copy_context()
         self.content.enter(begins=True)
-        team = self._acquire_team(len(functions))
+        team = self._acquire_team()
 
         def start(replica: int) -> None:
             job = self._job(run, replica, functions[replica], outcomes, ambient)
@@ -272,12 +282,12 @@ class ReplicaExecutor:
             error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
         run.raised(replica, error)
 
-    def _acquire_team(self, count: int) -> _Team:
+    def _acquire_team(self) -> _Team:
         for team in self._teams:
             if not team.busy:
                 team.busy = True
                 return team
-        team = _Team(count, str(len(self._teams)))
+        team = _Team(self._devices, str(len(self._teams)))
         team.busy = True
         self._teams.append(team)
         return team

@@ -21,7 +21,8 @@ from programs import REPLICAS, Case, Each, Run, flat
 import tfstyle_dist as tfd
 from tfstyle_dist.core import network
 
-TWO = ("cpu:0", "cpu:1")
+DEVICE = os.environ.get("TFSTYLE_FOREIGN_DEVICE", "cpu")
+TWO = ("cpu:0", "cpu:1") if DEVICE == "cpu" else (f"{DEVICE}:0#0", f"{DEVICE}:0#1")
 PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
 Answer = tuple[str, Any]
@@ -40,6 +41,9 @@ def strategy_of(form: str) -> Any:
         return tfd.MultiWorkerMirroredStrategy(devices=TWO)
     if form == "elastic":
         return tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=REPLICAS[form]))
+    if DEVICE != "cpu":  # the library between devices needs one for each rank
+        ring = tfd.experimental.CommunicationOptions(implementation="RING")
+        return tfd.MirroredStrategy([f"{DEVICE}:0"], communication_options=ring)
     return tfd.MirroredStrategy()
 
 
@@ -51,6 +55,8 @@ def execute(case: Case, form: str, dtype: str, shares: int = 1) -> dict[str, Any
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if dtype == "fp64" else torch.float32)
+    if DEVICE != "cpu":
+        torch.set_default_device(f"{DEVICE}:0")
     torch.manual_seed(0)
     with contextlib.ExitStack() as stack:
         strategy = None if form == "one" else stack.enter_context(strategy_of(form))

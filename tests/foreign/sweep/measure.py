@@ -3,6 +3,7 @@
     make foreign                                                # all, in an environment of its own
     python tests/foreign/sweep/measure.py --group steps --case hook   # a part
     python tests/foreign/sweep/measure.py --installed                 # without the groups whose packages are missing
+    TFSTYLE_FOREIGN_DEVICE=cuda python tests/foreign/sweep/measure.py --forms replicas ranks   # on the first GPU
 
 The exit code is 1 if a case neither agrees nor is refused or explained in docs/status.md.
 """

@@ -111,12 +111,14 @@ def case(group: str, name: str, **options: Any) -> Callable[[Program], Program]:
 
 def random(seed: int, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Normal numbers that depend on the seed alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def integers(seed: int, high: int, *shape: int) -> torch.Tensor:
     """Numbers below ``high`` that depend on the seed alone."""
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+    made = torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 class Net(nn.Module):
@@ -227,9 +229,9 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
 
 
 def flat(value: Any) -> torch.Tensor:
-    """All numbers in a value, one after the other."""
-    found = list(_leaves(value))
-    return torch.cat(found).clone() if found else torch.zeros(0, dtype=torch.float64)
+    """All numbers in a value, one after the other, on the CPU."""
+    found = [leaf.cpu() for leaf in _leaves(value)]
+    return torch.cat(found).clone() if found else torch.zeros(0, dtype=torch.float64, device="cpu")
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

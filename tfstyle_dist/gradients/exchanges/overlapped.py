@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from tfstyle_dist.comm.group import Pending
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
@@ -24,6 +25,7 @@ class FillingBucket:
     def __init__(self, bucket: Bucket, states: list[GradientState]) -> None:
         self.bucket, self.states = bucket, states
         self.missing = len(states)
+        self.late: set[int] = set()  # positions that are copied when the pass is over
         self.pending: Pending | None = None
 
     @cached_property
@@ -69,6 +71,9 @@ class StreamingReducer(PassReducer):
                 f"The gradient of {state.record.describe()!r} came twice in one backward pass, the second time after "
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
+        if len(torch_internals.hooks_of(parameter)[1] or ()) > 1:  # a later one may write to it
+            filling.late.add(position)
+            return
         self._look()
         with self.worker.clocks[0].counting(COMMUNICATION):
             with torch.no_grad():
@@ -91,6 +96,7 @@ class StreamingReducer(PassReducer):
         for filling in self._filling_buckets:
             filling.missing = len(filling.states)
             filling.pending = None
+            filling.late.clear()
             filling.flags.fill_(1.0)
             for state in filling.states:
                 state.ready = False
@@ -146,10 +152,10 @@ class StreamingReducer(PassReducer):
         with torch.no_grad():
             for filling in self._filling_buckets[self._next :]:
                 for position, state in enumerate(filling.states):
-                    if not state.ready:
+                    if not state.ready or position in filling.late:
                         self._fill(filling, position, state)
-                        if not state.dirty or state.record.tensor is None:
-                            filling.flags[position] = 0.0
+                    if not state.ready and (not state.dirty or state.record.tensor is None):
+                        filling.flags[position] = 0.0
                 self._send(filling)
         self._next = len(self._filling_buckets)
         if self._on_device:
