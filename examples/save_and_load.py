@@ -101,7 +101,8 @@ def with_torch(strategy: tfd.Strategy, folder: Path) -> list[np.ndarray]:
     tfd.train.Checkpoint(model=again).restore(str(folder / "checkpoint")).expect_partial()
     strategy.print(f"torch: trained on {strategy.num_replicas_in_sync}, loaded on 1 and {other.num_replicas_in_sync}")
     with torch.no_grad():
-        return [torch.sigmoid(m(x[:NUM_TEST])).numpy() for m in (model, plain, again)]
+        tests = [(m, x[:NUM_TEST].to(m[0].weight.device)) for m in (model, plain, again)]
+        return [torch.sigmoid(m(inputs)).numpy(force=True) for m, inputs in tests]
 
 
 def main() -> int:

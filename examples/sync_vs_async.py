@@ -43,8 +43,8 @@ def make_model() -> nn.Module:
 class Batches:
     """Endless random batches; each worker draws its own."""
 
-    def __init__(self, worker: int, slow: float) -> None:
-        images, labels = load_data()
+    def __init__(self, worker: int, slow: float, device: torch.device | str = "cpu") -> None:
+        images, labels = (t.to(device) for t in load_data())
         self._images, self._labels, self._slow = images[NUM_TEST:], labels[NUM_TEST:], slow
         self._generator = torch.Generator().manual_seed(worker)
 
@@ -68,8 +68,8 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def accuracy_of(model: nn.Module) -> float:
-    images, labels = load_data()
+def accuracy_of(model: nn.Sequential) -> float:
+    images, labels = (t.to(model[0].weight.device) for t in load_data())
     with torch.no_grad():
         return (model(images[:NUM_TEST]).argmax(1) == labels[:NUM_TEST]).float().mean().item()
 
@@ -81,7 +81,7 @@ def in_step(batches: int, slow: float) -> dict[str, Any] | None:
         model = make_model()
     step = make_step(model, torch.optim.Adam(model.parameters(), lr=2e-3))
     index = strategy.cluster_resolver.task_id
-    data, count = Batches(index, slow if index == workers - 1 else 0.0), batches // workers
+    data, count = Batches(index, slow if index == workers - 1 else 0.0, model[0].weight.device), batches // workers
     start = time.perf_counter()
     for _ in range(count):
         strategy.run(step, args=next(data))

@@ -32,6 +32,7 @@ NAMES = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
 KIND = NAMES[0].partition(":")[0] if NAMES else "cpu"
 _TORCH, _TESTS = (str(Path(str(file)).parent) + os.sep for file in (torch.__file__, __file__))
 _parse = devices.parse
+_DRAWS = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 
 
 def _device(number: int) -> ReplicaDevice:
@@ -76,7 +77,7 @@ def _brought_together(inner: Callable[..., Any]) -> Callable[..., Any]:
     """What the default device does with a call of torch, and then what is said above."""
 
     def called(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _draws_on_the_cpu(kwargs or {}):
+        if self.device.type == KIND and func in _DRAWS and _draws_on_the_cpu(kwargs or {}):
             return func(*args, **{**kwargs, "device": "cpu"}).to(KIND)
         frame = context.current_frame()
         kinds = (KIND,) if frame is not None and frame.replica is not None else (KIND, "cpu")
@@ -92,9 +93,9 @@ def _brought_together(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _draws_on_the_cpu(kwargs: dict[str, Any]) -> bool:
-    """Whether a generator of the CPU is to make numbers that go to a real device, whose functions would refuse it."""
+    """Whether a generator of the CPU is to make numbers for a device, whose functions would refuse it."""
     generator = kwargs.get("generator")
-    return KIND != "pretend" and generator is not None and generator.device.type == "cpu" and "device" not in kwargs
+    return generator is not None and generator.device.type == "cpu" and kwargs.get("device") is None
 
 
 def _is_of_a_test(frame: Any) -> bool:

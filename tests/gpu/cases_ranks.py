@@ -80,6 +80,20 @@ def test_loops_of_users_train_as_one_device(implementation: str) -> None:
             assert one["seen"] == [2.0 * rows] * 2
 
 
+def test_ranks_that_share_a_device_meet_on_the_cpu() -> None:
+    result = run_script([PROGRAM, "together", "-"], 2, LIMIT, {"TFSTYLE_DEVICE_KIND": KIND})
+    assert result.returncode == 0, result.stderr
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    for one in said:
+        assert one["gradient"] == [[1.5, 1.5]]
+        assert one["where"] == f"{KIND}:0"
+        assert one["calls"] == 0
+        if KIND == "cuda":
+            assert "workers 0 and 1 share a CUDA device, which NCCL refuses" in one["refused"]
+    assert len(said) == 2
+    assert f"Workers 0 and 1 share a {KIND.upper()} device: gradients travel over the CPU" in result.stderr
+
+
 @pytest.mark.parametrize("how", ["dead", "stuck"])
 def test_an_absent_rank_is_named_before_the_watchdog_ends_the_process(how: str) -> None:
     (said,) = said_by("lost", how)

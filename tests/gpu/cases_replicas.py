@@ -297,3 +297,41 @@ def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
             for row in there:
                 for found, value in zip(row, expected, strict=True):
                     assert torch.equal(found.cpu(), value)
+
+
+@on_devices
+@pytest.mark.parametrize("write", ["average", "list", "unscaled"])
+def test_writes_to_lists_between_runs_reach_all_replicas(devices: list[str], write: str) -> None:
+    """One kernel of a device writes to all tensors of a list, and need not count up their versions."""
+
+    def values(devices: Sequence[str]) -> list[torch.Tensor]:
+        with td.MirroredStrategy(devices) as strategy:
+            model = built(strategy, three_layers)
+            average = torch.optim.swa_utils.AveragedModel(
+                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+            )
+            parameters = list(model.parameters())
+
+            def read() -> list[torch.Tensor]:
+                return [p.detach().clone() for p in (*parameters, *average.parameters())]
+
+            strategy.run(read)
+            for factor in (0.5, 3.0):
+                lists = [p.detach() for p in parameters]
+                if write == "average":
+                    torch._foreach_mul_(lists, factor)
+                    average.update_parameters(model)
+                elif write == "list":
+                    torch._foreach_lerp_(lists, [torch.ones_like(p) for p in lists], factor)
+                else:
+                    here = lists[0].device
+                    found, scale = torch.zeros(1, device=here), torch.full((1,), factor, device=here)
+                    torch._amp_foreach_non_finite_check_and_unscale_(lists, found, scale)
+                kept = strategy.run(read)
+            columns = [strategy.experimental_local_results(value) for value in kept]
+            for first, second in columns:
+                assert torch.equal(first.cpu(), second.cpu())
+            return [first.cpu() for first, _ in columns]
+
+    torch.testing.assert_close(values(devices), values(CPU), **CLOSE)
+    assert not hasattr(torch._foreach_mul_, "__wrapped__")

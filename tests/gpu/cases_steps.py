@@ -263,10 +263,7 @@ def test_a_sampler_leaves_the_random_numbers_of_devices_as_they_are() -> None:
         assert torch.equal(torch.rand(3, device=KIND).cpu(), expected)
 
 
-@pytest.mark.parametrize(
-    "default",
-    ["cpu", pytest.param(KIND, marks=pytest.mark.skipif(KIND != "pretend", reason="torch's samplers refuse it"))],
-)
+@pytest.mark.parametrize("default", ["cpu", KIND])
 @pytest.mark.parametrize("where", ["cpu", KIND])
 @on_devices
 def test_data_that_is_on_a_device_and_a_default_device(devices: list[str], where: str, default: str) -> None:

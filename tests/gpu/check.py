@@ -85,8 +85,11 @@ def sections() -> list[Section]:
         made.append(suites("suites: strategies", "tests/strategies"))
         made.append(suites("suites: input, checkpoint", "tests/input", "tests/checkpoint"))
         made.append(suites("suites: parity", "tests/parity", "-k", "adam and fp64 and not sum"))
+        made.append(suites("suites: TensorFlow's programs", "tests/conformance"))
+        drawn = "test_programs and not central and not ranks"
+        made.append(suites("suites: random programs", "tests/random_programs/test_random_programs.py", "-k", drawn))
         made.append(Section("quickstart", ["examples/quickstart.py"], 90.0, pytest=False))
-        made.append(measured("steps: speed", "step_overhead.py", "--device", KIND, "--rounds", "2"))
+        made.append(measured("steps: speed", "step_overhead.py", "--device", KIND, "--rounds", "1"))
         made.append(measured("sums: speed", "aggregation_gpu.py", "--budget", "60"))
     else:
         made.append(cases("the pretend accelerator itself", "tests/pretend_accelerator/cases_device.py", limit=60))

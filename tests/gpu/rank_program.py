@@ -222,6 +222,26 @@ def library(_: str) -> None:
     group.close()
 
 
+def together(_: str) -> None:
+    """Both ranks on the first device, which a library like NCCL refuses."""
+    try:
+        strategy_of("NCCL")
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    strategy = strategy_of("AUTO")
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+
+    def step() -> None:
+        model(torch.full((1, 2), 1.0 + RANK, device=DEVICE)).sum().backward()
+
+    strategy.run(step)
+    calls = getattr(torch.distributed.group.WORLD, "calls", [])
+    say(refused=refused, gradient=model.weight.grad.tolist(), where=str(model.weight.grad.device), calls=len(calls))
+    strategy.close()
+
+
 def lost(how: str) -> None:
     strategy = strategy_of("AUTO", limit=4.0)
     with strategy.scope():
@@ -249,11 +269,16 @@ def lost(how: str) -> None:
 if __name__ == "__main__":
     count = load_kind().device_count()
     DEVICE = f"{KIND}:{RANK % count}"
-    if count < int(os.environ["WORLD_SIZE"]):
+    if sys.argv[1] == "together":
+        DEVICE = f"{KIND}:0"
+    elif count < int(os.environ["WORLD_SIZE"]):
         # NCCL refuses two ranks of one host on one GPU. On hosts of their own, as it seems to it, they talk by sockets.
         os.environ.update(NCCL_HOSTID=f"host of rank {RANK}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ["TFSTYLE_HOST"] = f"host-of-rank-{RANK}"
     if KIND == "pretend":
         from pretend_accelerator.collectives import register
 
         register()
-    {"train": train, "values": values, "everyday": everyday, "library": library, "lost": lost}[sys.argv[1]](sys.argv[2])
+    {"train": train, "values": values, "everyday": everyday, "library": library, "lost": lost, "together": together}[
+        sys.argv[1]
+    ](sys.argv[2])

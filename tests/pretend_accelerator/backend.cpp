@@ -434,7 +434,9 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& value = (*stack)[first + i];
     at::Generator own = value.isNone() ? default_generator(device.has_value() ? device->index() : -1)
                                        : value.toGenerator();
-    if (own.device().type() != kType) continue;
+    TORCH_CHECK(
+        own.device().type() == kType, "Expected a 'pretend' device type for generator but found '",
+        c10::DeviceTypeName(own.device().type(), true), "'");
     at::Generator cpu = at::make_generator<at::CPUGeneratorImpl>();
     cpu.set_state(own.get_state());
     lent.emplace_back(i, own);

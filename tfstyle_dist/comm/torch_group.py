@@ -196,6 +196,10 @@ class TorchGroup(WorkerGroup):
         part.use_summation(self._sums.sum_into, self._sums.find_sum)
         return part
 
+    def leave_library(self) -> None:
+        """From now on everything travels over the CPU; all workers must call this."""
+        self._transport.leave_library()
+
     def abort(self) -> None:
         idle = self._transport.idle
         self._operations.abort()

@@ -188,6 +188,10 @@ class TorchTransport:
             mine = group_among(part, self._backend, limit)
         return mine, self._backend, lambda: dist.destroy_process_group(mine)
 
+    def leave_library(self) -> None:
+        """From now on moves tensors of the CPU alone."""
+        self._backend, self.accelerator = "gloo", ""
+
     def abort(self) -> None:
         """Ends what an accelerator's library has under way, where it can: nobody else would."""
         abort = getattr(self.process_group, "abort", None)

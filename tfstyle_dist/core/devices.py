@@ -198,6 +198,12 @@ def random_states(kind: str) -> list[torch.Tensor]:
     return [module.get_rng_state(number) for number in range(count)] if used() else []
 
 
+def hardware_of(device: torch.device) -> str:
+    """Names the device itself, the same in every process of a host, however the process numbers what it sees."""
+    properties: Any = getattr(accelerator(device.type), "get_device_properties", lambda index: None)(device.index or 0)
+    return str(getattr(properties, "uuid", device.index or 0))
+
+
 def made_current(device: torch.device | ReplicaDevice) -> AbstractContextManager[Any]:
     """Inside, a device is the current one of its kind."""
     if not is_accelerator(device.type):

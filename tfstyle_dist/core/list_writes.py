@@ -2,7 +2,7 @@
 
 Who wrote to a parameter outside of ``run`` is seen by the tensor's version, which torch counts up with every write. Its
 functions for lists of tensors (``torch.nn.utils.clip_grad_norm_``, averages of weights, optimizers) write to all of
-them with one kernel on a GPU, and leave the versions as they are; on the CPU they do not.
+them with one kernel on a GPU, and many leave the versions as they are; on the CPU none does.
 """
 
 from __future__ import annotations

@@ -217,16 +217,16 @@ run_as: Callable[[Any, Any], None] = _required("frames.set_code_exec_strategy", 
 IN_PYTHON = _required("frames._FrameExecStrategy", "be compiled", _frames)(*[_frames._FrameAction.SKIP] * 2)
 """``run_as(code, IN_PYTHON)``: ``torch.compile`` leaves a code object alone, and what is called there."""
 
+_one_thread_has_graphs = torch_releases.release(torch.__version__) < (2, 13)
+
 
 def share_graph_trees() -> None:
-    """Lets all threads record the CUDA graphs of compiled functions, if this program compiles any.
-
-    Before torch 2.13 only the thread that loads this module of torch, and autograd's own, can.
-    """
-    trees: Any = importlib.import_module("torch._inductor.cudagraph_trees") if "torch._dynamo" in sys.modules else None
-    if trees is not None and not hasattr(trees, "_initialize_tls") and isinstance(trees.local, threading.local):
-        made: dict[str, Any] = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
-        trees.local = SimpleNamespace(**(made | vars(trees.local)))
+    """Lets all threads record CUDA graphs of compiled functions; before torch 2.13 one, and autograd's own, could."""
+    if _one_thread_has_graphs and "torch._dynamo" in sys.modules:
+        trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
+        if isinstance(trees.local, threading.local):
+            made: dict[str, Any] = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
+            trees.local = SimpleNamespace(**(made | vars(trees.local)))
 
 
 compiling: Callable[[], Any] = _required("torch._guards.TracingContext.try_get", "be compiled")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut, stopping
@@ -108,7 +110,9 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position[0])
         loader = self._idle_loader()
-        batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
+        # Its generator is the CPU's, whatever the default device is.
+        with torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
+            batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch
         reader = _Reader(self, self.sampler.plan(), batches, position[0])

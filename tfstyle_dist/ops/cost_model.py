@@ -42,11 +42,11 @@ def order_of(method: int | None) -> str:
 # Bytes per second: one core copying in main memory, a GPU copying in its memory.
 CORE_BYTES_PER_SECOND: Final = 10e9
 MAX_USEFUL_CORES: Final = 4
-GPU_BYTES_PER_SECOND: Final = 3.5e12
+GPU_BYTES_PER_SECOND: Final = 3.0e12
 # Seconds: a call of a kernel for a list, and what each tensor and each contribution adds to it.
-_COMPILED_CALL: Final = {"cpu": (20e-6, 0.5e-6, 0.3e-6), "cuda": (60e-6, 1e-6, 0.5e-6)}
+_COMPILED_CALL: Final = {"cpu": (20e-6, 0.5e-6, 0.3e-6), "cuda": (60e-6, 1e-6, 0.7e-6)}
 # The same in torch, where each tensor is a sum of its own and each contribution a call.
-_TORCH_CALL: Final = {"cpu": (0.0, 6e-6, 2e-6), "cuda": (0.0, 10e-6, 6e-6)}
+_TORCH_CALL: Final = {"cpu": (0.0, 6e-6, 2e-6), "cuda": (0.0, 2e-6, 8e-6)}
 # Adds in torch, in blocks that stay in the cache, move the bytes at this part of the speed of one pass.
 _BLOCKED_SPEED: Final = 0.65
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,12 @@ from tfstyle_dist.comm.rendezvous.members import Members
 from tfstyle_dist.comm.rendezvous.store import open_store
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.core import env, launch_env, network, torch_internals
-from tfstyle_dist.core.devices import accelerator, is_accelerator
+from tfstyle_dist.core.devices import accelerator, hardware_of, is_accelerator
 from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.shm.namespaces import host_and_boot
+
+if TYPE_CHECKING:
+    from tfstyle_dist.comm.torch_group import TorchGroup
 
 
 def effective_timeout(options: CommunicationOptions, adopted: AdoptedGroup | None = None) -> timedelta | None:
@@ -148,7 +152,7 @@ def make_group(
             remember_own(dist.group.WORLD)
             group = TorchGroup(dist.group.WORLD, timeout, channel, backend, _leave_default)
         failed.pop_all()
-    _check_same_shape(group, device, num_local_replicas)
+    _check_places(group, device, options, num_local_replicas)
     return group
 
 
@@ -172,15 +176,35 @@ def default_process_group() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _check_same_shape(group: WorkerGroup, device: torch.device, num_local_replicas: int) -> None:
-    """All workers must hold as many replicas, on the same kind of device."""
-    shapes = group.gather_objects([num_local_replicas, device.type], "replicas of each worker")
-    if any(shape != shapes[0] for shape in shapes):
+def _check_places(
+    group: TorchGroup, device: torch.device, options: CommunicationOptions, num_local_replicas: int
+) -> None:
+    """All workers hold as many replicas, on one kind of device; those that share a device cannot use its library."""
+    own = is_accelerator(device.type)
+    hardware = [*host_and_boot(), env.host_name() or "", hardware_of(device)] if own else []
+    told = group.gather_objects([num_local_replicas, device.type, hardware], "replicas of each worker")
+    if any(facts[:2] != told[0][:2] for facts in told):
         group.close()
-        listed = ", ".join(f"worker {rank}: {count} on {kind}" for rank, (count, kind) in enumerate(shapes))
+        listed = ", ".join(f"worker {rank}: {count} on {kind}" for rank, (count, kind, _) in enumerate(told))
         raise ValueError(
             f"All workers must hold the same number of replicas on the same kind of device, got {listed}. Give every "
             "worker the same `devices`, or hide GPUs with CUDA_VISIBLE_DEVICES."
+        )
+    places = [facts[2] for facts in told]
+    sharing = [rank for rank, place in enumerate(places) if places.count(place) > 1]
+    if not own or not sharing or group.backend_of(device) == "cpu":
+        return
+    who = f"{' and '.join(map(str, sharing[:2]))} share a {device.type.upper()} device"
+    if options.implementation is CommunicationImplementation.NCCL:
+        group.close()
+        raise ValueError(
+            f"CommunicationImplementation.NCCL was asked for, but workers {who}, which NCCL refuses. Start at most one "
+            "worker for each GPU, or use AUTO or RING."
+        )
+    group.leave_library()
+    if group.rank == sharing[0]:
+        get_logger().warning(
+            "Workers %s: gradients travel over the CPU, which is slow. Start at most one worker for each device.", who
         )
 
 
