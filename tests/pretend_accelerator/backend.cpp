@@ -503,8 +503,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(  // its schema does not say that 
   auto [out, save_mean, save_invstd] =
       at::native_batch_norm(cpu(input), cpu(weight), cpu(bias), mean_cpu, var_cpu, training, momentum, eps);
   if (training && mean_cpu.defined()) {
-    mean->copy_(mean_cpu);
-    var->copy_(var_cpu);
+    at::_copy_from(mean_cpu, *mean);  // nor does it count up their versions
+    at::_copy_from(var_cpu, *var);
   }
   auto device = input.device();
   return {out.to(device), save_mean.to(device), save_invstd.to(device)};

@@ -262,6 +262,11 @@ class GradientReducer(abc.ABC):
             )
 
 
+def has_further_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has hooks for its accumulated gradient beside the strategy's own; they may write to it."""
+    return len(torch_internals.hooks_of(parameter)[1] or ()) > 1
+
+
 def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
     """Registers a post-accumulate hook; on a frozen parameter too, in case it thaws."""
     frozen = not component.requires_grad

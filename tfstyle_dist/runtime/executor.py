@@ -76,10 +76,10 @@ def _keep_freed_memory() -> None:
 
 def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int, device: ReplicaDevice) -> None:
     core = cores[index] = Core()
-    if is_accelerator(device.type):
-        # CUDA makes its context the thread's own with the thread's first call; cuBLAS, coming first, would warn.
+    if device.type == "cuda":
+        # CUDA's own first call makes its context that of the thread; cuBLAS, coming first, would warn.
         with made_current(device):
-            accelerator(device.type).current_stream().query()
+            torch.cuda.current_stream().query()
     while (job := inbox.get()) is not None:
         core.release()
         try:

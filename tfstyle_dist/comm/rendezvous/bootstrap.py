@@ -190,11 +190,17 @@ def _check_places(
             f"All workers must hold the same number of replicas on the same kind of device, got {listed}. Give every "
             "worker the same `devices`, or hide GPUs with CUDA_VISIBLE_DEVICES."
         )
-    places = [facts[2] for facts in told]
-    sharing = [rank for rank, place in enumerate(places) if places.count(place) > 1]
-    if not own or not sharing or group.backend_of(device) == "cpu":
+    if not own or group.backend_of(device) == "cpu":
         return
-    who = f"{' and '.join(map(str, sharing[:2]))} share a {device.type.upper()} device"
+    first: dict[tuple[str, ...], int] = {}
+    sharing = [
+        (first[place], rank)
+        for rank, facts in enumerate(told)
+        if first.setdefault(place := tuple(facts[2]), rank) != rank
+    ]
+    if not sharing:
+        return
+    who = f"{sharing[0][0]} and {sharing[0][1]} share a {device.type.upper()} device"
     if options.implementation is CommunicationImplementation.NCCL:
         group.close()
         raise ValueError(
@@ -202,7 +208,7 @@ def _check_places(
             "worker for each GPU, or use AUTO or RING."
         )
     group.leave_library()
-    if group.rank == sharing[0]:
+    if group.rank == sharing[0][0]:
         get_logger().warning(
             "Workers %s: gradients travel over the CPU, which is slow. Start at most one worker for each device.", who
         )

@@ -9,13 +9,12 @@ from time import perf_counter
 import torch
 
 from tfstyle_dist.comm.group import Pending
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.buckets import Bucket
-from tfstyle_dist.gradients.reducer import GradientState
+from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 
 
@@ -71,7 +70,7 @@ class StreamingReducer(PassReducer):
                 f"The gradient of {state.record.describe()!r} came twice in one backward pass, the second time after "
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
-        if len(torch_internals.hooks_of(parameter)[1] or ()) > 1:  # a later one may write to it
+        if has_further_hooks(parameter):
             filling.late.add(position)
             return
         self._look()

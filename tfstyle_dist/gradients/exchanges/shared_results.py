@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.gradients.buckets import Bucket, ReductionPlan
-from tfstyle_dist.gradients.reducer import GradientState
+from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.shm.pages import PAGE
 from tfstyle_dist.shm.segment import Segment
 from tfstyle_dist.variables.shared_home import dense_strides
@@ -115,7 +115,7 @@ class FillingBucket:
     def has_hooks(self) -> bool:
         """Whether a parameter has hooks for its gradient beside the strategy's own."""
         parameters = [s.record.components[0] for s in self.states if s.record.tensor is not None]
-        return any(len(torch_internals.hooks_of(p)[1] or ()) > 1 for p in parameters)
+        return any(map(has_further_hooks, parameters))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """The parts of gradients in a range of the bucket."""
