@@ -108,7 +108,7 @@ test-xla:  ## the tests that need torch_xla, on the CPU's virtual devices
 	PJRT_DEVICE=CPU $(XLA_BIN)/pytest -m xla tests/xla
 
 bench:  ## the benchmarks; each prints how it was measured
-	@for file in $(filter-out %_tf.py $(addprefix benchmarks/,aggregation_gpu.py draw_speed.py elastic_torchft.py),$(wildcard benchmarks/*.py)); do \
+	@for file in $(filter-out %_tf.py $(addprefix benchmarks/,aggregation_gpu.py draw_speed.py elastic_torchft.py elastic_worker.py),$(wildcard benchmarks/*.py)); do \
 		echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 dist:  ## wheel and sdist in dist/

@@ -31,96 +31,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from elastic_worker import SAVE_EVERY
+
 RESULTS = Path(__file__).parent / "results" / "elastic.md"
 KINDS = ("plain", "elastic", "restart", "torchft")
 """What a job is: without ``elastic=``, with it, without it but with checkpoints, of torchft."""
-SAVE_EVERY = 100
-"""Steps from one checkpoint to the next."""
 OWN_NETWORK = "TFSTYLE_OWN_NETWORK"
 """Set where this program runs in a network namespace of its own."""
 
 
-# ---- a worker -----------------------------------------------------------------------------------------------------
-
-
-def work(
-    log: str, seconds: float, pad: float, kind: str, replicas: int, check_every: int, suspect_after: float,
-    stopped_after: float,
-) -> None:  # fmt: skip
-    """Trains for some time, and writes the time and number of each committed step.
-
-    Args:
-        log: the file to write to; those of all workers are in one folder.
-        seconds: of training.
-        pad: seconds of sleep in a step.
-        kind: see ``KINDS``.
-        replicas: of an elastic job.
-        check_every: see ``Elastic``.
-        suspect_after: see ``Elastic``.
-        stopped_after: likewise; 0: it is not given.
-    """
-    import torch
-
-    import tfstyle_dist as tfd
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    options: dict[str, Any] = {}
-    if kind == "elastic":
-        every = check_every or None
-        options["elastic"] = tfd.experimental.Elastic(
-            replicas=replicas, suspect_after=suspect_after, stopped_after=stopped_after or None, check_every=every
-        )
-    warm = torch.nn.Parameter(torch.ones(1))  # what torch imports at the first update, before the others wait for it
-    warm.grad = torch.ones(1)
-    torch.optim.Adam([warm]).step()
-    strategy = tfd.MultiWorkerMirroredStrategy(**options)
-    with strategy.scope():
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 4))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        number = tfd.Variable(torch.zeros((), dtype=torch.int64))
-        over = tfd.Variable(torch.zeros((), dtype=torch.int64))
-    x = torch.randn(8, 64)
-    checkpoint = tfd.train.Checkpoint(model=model, optimizer=optimizer, number=number)
-    saved = Path(log).with_name("saved")
-    if kind == "restart" and saved.exists():
-        checkpoint.read(str(saved))
-
-    padded = -2
-
-    def step() -> torch.Tensor:
-        nonlocal padded
-        before, padded = padded, tfd.get_replica_context().replica_id_in_sync_group
-        time.sleep(0 if padded == before + 1 else pad)  # the first replica here; again, if the step is begun again
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return torch.tensor(int(time.time() > end))
-
-    end = time.time() + 1e9
-    with open(log, "a") as file:
-        print("ready", time.time(), 0, file=file)
-    tfd.experimental.join(strategy, step)
-    end = float(Path(log).with_name("end").read_text() or 0) if Path(log).with_name("end").exists() else 0.0
-    if not end:
-        end = time.time() + seconds
-        Path(log).with_name("end").write_text(str(end))
-    with open(log, "a") as file:
-        print("started", time.time(), 0, file=file, flush=True)
-        while not int(over):
-            padded = -2
-            late = strategy.reduce("SUM", strategy.run(step), axis=None)
-            over.assign(late)
-            number.assign_add(1)
-            print("commit", time.time(), int(number), file=file, flush=True)
-            if kind == "restart" and int(number) % SAVE_EVERY == 0:
-                checkpoint.write(str(saved))
-        print("end", time.time(), int(number), file=file, flush=True)
-    strategy.close()
-
-
 # ---- a job --------------------------------------------------------------------------------------------------------
+
+
+def program_of(name: str) -> str:
+    """A program beside this one."""
+    return str(Path(__file__).with_name(f"{name}.py"))
 
 
 class Job:
@@ -170,14 +95,18 @@ class Job:
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         if self._kind == "torchft":
-            program = str(Path(__file__).with_name("elastic_torchft.py"))
-            command = [self._torchft, program, self._log(rank), str(rank), *map(str, self._times)]
+            command = [self._torchft, program_of("elastic_torchft"), self._log(rank), str(rank), *map(str, self._times)]
             environment = {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse_address}"}
         else:
             cluster = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": rank}}
             environment = {"TF_CONFIG": json.dumps(cluster)}
             environment |= {"TFSTYLE_HOST": f"pretended-{rank}"} if self._apart else {}
-            command = [sys.executable, __file__, "--work", self._log(rank), *map(str, self._times + self._options)]
+            command = [
+                sys.executable,
+                program_of("elastic_worker"),
+                self._log(rank),
+                *map(str, self._times + self._options),
+            ]
         return subprocess.Popen(
             command,
             env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
@@ -454,10 +383,6 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--work"]:
-        log, time_of_all, pad, kind, replicas, check_every, suspect, stopped = sys.argv[2:]
-        work(log, float(time_of_all), float(pad), kind, int(replicas), int(check_every), float(suspect), float(stopped))
-        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--long", action="store_true", help="50 kills, 10,000 steps, 10 minutes of chaos")
     parser.add_argument("--only", choices=["recovery", "restart", "cost", "alarms", "chaos"])

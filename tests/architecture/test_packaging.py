@@ -196,7 +196,7 @@ def test_make_bench_runs_the_benchmarks() -> None:
     said = subprocess.run(["make", "-n", "bench"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     run = set(re.findall(r"benchmarks/(\w+)\.py", said))
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    others = {"aggregation_gpu", "draw_speed", "elastic_torchft"}
+    others = {"aggregation_gpu", "draw_speed", "elastic_torchft", "elastic_worker"}
     assert there - run == {name for name in there if name.endswith("_tf")} | others
     assert run <= there
     assert "sync_step" in run
