@@ -21,7 +21,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.testing.runner import run_script
 
-ELSEWHERE = {"LIST_WRITES", "share_graph_trees"}  # in test_torch_on_devices.py
+ELSEWHERE = {"LIST_WRITES", "UNMARKED_WRITES", "share_graph_trees"}  # in test_torch_on_devices.py
 HELPERS = {
     "annotations",
     "defaultdict",

@@ -111,6 +111,31 @@ def test_statistics_without_a_counter(strategy: tfd.MirroredStrategy) -> None:
         _assert_equal(_on_each(strategy, lambda: model.running_var))
 
 
+def test_gradients_that_a_scaler_divides_between_runs(strategy: tfd.MirroredStrategy) -> None:
+    """And what a fused optimizer's function writes to parameters: torch counts up no version for either."""
+    with strategy.scope():
+        layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    kind = layer.weight.device.type
+    scaler = torch.amp.GradScaler(kind, init_scale=8.0)
+
+    def backward() -> None:
+        scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+
+    strategy.run(backward)
+    scaler.unscale_(optimizer)
+    assert [grad.tolist() for grad in _on_each(strategy, lambda: layer.weight.grad)] == [[[1.0, 1.0]]] * 2
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+    _assert_equal(_on_each(strategy, lambda: layer.weight))
+    if hasattr(torch, "_fused_sgd_") and kind != "pretend":
+        torch._fused_sgd_(
+            [layer.weight.detach()], [torch.ones(1, 2)], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        assert [weight.tolist() for weight in _on_each(strategy, lambda: layer.weight)] == [[[1.5, 1.5]]] * 2
+
+
 @pytest.mark.parametrize("form", ["fused", "foreach", "plain"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_step_of_an_optimizer_between_runs(

@@ -111,12 +111,12 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-LIST_WRITES = (
-    *(name for name in dir(torch) if re.fullmatch(r"_foreach_[a-z0-9_]+_", name)),
-    "_amp_foreach_non_finite_check_and_unscale_",
-)
-"""The functions that write to a list of tensors, their first argument; on a GPU the tensors' ``_version`` stays."""
-
+LIST_WRITES = tuple(name for name in dir(torch) if re.fullmatch(r"_foreach_[a-z0-9_]+_", name))
+"""Functions that write to a list of tensors, their first argument; on a GPU the tensors' ``_version`` may stay."""
+UNMARKED_WRITES = (
+    "_amp_foreach_non_finite_check_and_unscale_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"
+)  # fmt: skip
+"""Functions that write to lists of tensors and leave their ``_version`` as it is on every device."""
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 """``(targets, sources)``: as ``target.copy_(source)`` for each pair."""
 

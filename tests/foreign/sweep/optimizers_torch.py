@@ -231,6 +231,38 @@ for _inside in (True, False):
 add("torch.optim", "scaler-disabled", _scaler(True, True, False, enabled=False), forms=FORMS)
 add("torch.optim", "scaler-update-after-run", _scaler(True, True, False, after=True), forms=FORMS)
 
+
+def _scaler_in_parts(inside: frozenset[str]) -> Program:
+    """Backward, unscaling and step in calls of their own, or between two calls."""
+
+    def program(run: Run) -> Any:
+        with run.scope():
+            model = Net()
+            optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+        def backward(i: int) -> None:
+            x, y = run.xy(i)
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+
+        parts = {"unscale": lambda: scaler.unscale_(optimizer), "step": lambda: scaler.step(optimizer)}
+        for i in range(6):
+            run.run(backward, i)
+            for name, part in parts.items():
+                if name in inside:
+                    run.run(lambda part=part: [part(), None][1])
+                elif name == "step" or "no unscale" not in inside:
+                    part()
+            scaler.update()
+        return run.result(model, scale=scaler.get_scale())
+
+    return program
+
+
+for _parts in ((), ("unscale",), ("step",), ("unscale", "step"), ("no unscale",), ("no unscale", "step")):
+    add("torch.optim", f"scaler-in-parts-{'-'.join(_parts) or 'outside'}", _scaler_in_parts(frozenset(_parts)))
+
 AVERAGES: dict[str, Made] = {
     "plain": swa_utils.AveragedModel,
     "ema": lambda m: swa_utils.AveragedModel(m, avg_fn=swa_utils.get_ema_avg_fn(0.9)),
