@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,83 +13,16 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
-from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.runtime import interrupts
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.replica_run import Content, NoContent
+from tfstyle_dist.runtime.team import Job, Team
 from tfstyle_dist.runtime.turns import TurnRun
 
-Job = Callable[[], None]
 _CPU = torch.device("cpu")
-_LARGEST_HELD = 1 << 25  # of glibc: larger blocks never come from memory that was freed
-_TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
-
-
-class _Team:
-    """The threads of replicas 1 to L-1; replica 0 uses its caller's thread."""
-
-    def __init__(self, devices: Sequence[ReplicaDevice], label: str) -> None:
-        count = len(devices)
-        self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
-        self.cores: list[Core | None] = [None] * count
-        self.busy = False
-        _keep_freed_memory()
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                args=(inbox, self.cores, i, devices[i]),
-                name=f"tfstyle-{label}-replica-{i}",
-                daemon=True,
-            )
-            for i, inbox in enumerate(self.queues, start=1)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self.queues)
-
-    def stop(self) -> None:
-        """Lets the threads end after what they are doing."""
-        self._finalizer()
-
-    def join(self) -> None:
-        """Waits a moment for the threads: until they end they hold what they ran last."""
-        deadline = Deadline(timedelta(seconds=_TO_END))
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(deadline.remaining())
-
-
-def _keep_freed_memory() -> None:
-    """Lets the C library keep 64 MB of what a thread frees, as glibc does once a program has freed a block of 32 MB.
-
-    Before that the memory of gradients and activations goes back to the system in each step of a replica's thread, and
-    comes again as new pages. ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` in the environment count more.
-    """
-    torch.empty(_LARGEST_HELD - 8192, dtype=torch.uint8, device=_CPU)
-
-
-def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int, device: ReplicaDevice) -> None:
-    core = cores[index] = Core()
-    if device.type == "cuda":
-        # CUDA's own first call makes its context that of the thread; cuBLAS, coming first, would warn.
-        with made_current(device):
-            torch.cuda.current_stream().query()
-    while (job := inbox.get()) is not None:
-        core.release()
-        try:
-            job()
-        except BaseException:  # the thread is needed again
-            get_logger().exception("what a replica's thread had changed for its step could not be put back")
-        del job
-
-
-def _stop(queues: Sequence[queue.SimpleQueue[Job | None]]) -> None:
-    for inbox in queues:
-        inbox.put(None)
 
 
 class _Ambient:
@@ -158,7 +89,7 @@ class ReplicaExecutor:
         self._places = {device.torch_device for device in devices if is_accelerator(device.type)}
         self._clocks = [STOPPED] * len(self._devices) if clocks is None else clocks
         self.content: Content = NoContent()
-        self._teams: list[_Team] = []
+        self._teams: list[Team] = []
         self._running = threading.RLock()  # one run at a time: there is one set of objects
         self._pid = os.getpid()
         self._closed = False
@@ -282,12 +213,12 @@ class ReplicaExecutor:
             error.add_note(f"[tfstyle_dist] raised in replica {replica} of {run.count} on this worker")
         run.raised(replica, error)
 
-    def _acquire_team(self) -> _Team:
+    def _acquire_team(self) -> Team:
         for team in self._teams:
             if not team.busy:
                 team.busy = True
                 return team
-        team = _Team(self._devices, str(len(self._teams)))
+        team = Team(self._devices, str(len(self._teams)))
         team.busy = True
         self._teams.append(team)
         return team

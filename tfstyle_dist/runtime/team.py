@@ -1,0 +1,108 @@
+"""The threads of the replicas of one process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.core.devices import ReplicaDevice, made_current
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.runtime.cores import Core
+
+Job = Callable[[], None]
+_LARGEST_HELD = 1 << 25  # of glibc: larger blocks never come from memory that was freed
+_TO_END = 1.0  # seconds that an idle thread has to end; one that still works ends later, by itself
+
+
+class Team:
+    """The threads of replicas 1 to L-1; replica 0 uses its caller's thread."""
+
+    def __init__(self, devices: Sequence[ReplicaDevice], label: str) -> None:
+        count = len(devices)
+        self.queues: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in range(count - 1)]
+        self.cores: list[Core | None] = [None] * count
+        self.busy = False
+        _keep_freed_memory()
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                args=(inbox, self.cores, i, devices[i]),
+                name=f"tfstyle-{label}-replica-{i}",
+                daemon=True,
+            )
+            for i, inbox in enumerate(self.queues, start=1)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self.queues)
+        _live_teams.add(self)
+
+    def stop(self) -> None:
+        """Lets the threads end after what they are doing."""
+        self._finalizer()
+
+    def join(self) -> None:
+        """Waits a moment for the threads: until they end they hold what they ran last."""
+        deadline = Deadline(timedelta(seconds=_TO_END))
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.remaining())
+        # Python's join returns before a thread has freed what torch keeps for it, Python objects among it: with an
+        # interpreter that is through by then, the process would abort.
+        for thread in self._threads:
+            while not thread.is_alive() and _has_task(thread) and deadline.remaining():
+                time.sleep(0.0005)
+
+
+def _has_task(thread: threading.Thread) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread.native_id}")
+
+
+_live_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Of strategies that were not closed."""
+    for team in list(_live_teams):
+        team.stop()
+    for team in list(_live_teams):
+        team.join()
+
+
+def _keep_freed_memory() -> None:
+    """Lets the C library keep 64 MB of what a thread frees, as glibc does once a program has freed a block of 32 MB.
+
+    Before that the memory of gradients and activations goes back to the system in each step of a replica's thread, and
+    comes again as new pages. ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` in the environment count more.
+    """
+    torch.empty(_LARGEST_HELD - 8192, dtype=torch.uint8, device="cpu")
+
+
+def _serve(inbox: queue.SimpleQueue[Job | None], cores: list[Core | None], index: int, device: ReplicaDevice) -> None:
+    core = cores[index] = Core()
+    if device.type == "cuda":
+        # CUDA's own first call makes its context that of the thread; cuBLAS, coming first, would warn.
+        with made_current(device):
+            torch.cuda.current_stream().query()
+    while (job := inbox.get()) is not None:
+        core.release()
+        try:
+            job()
+        except BaseException:  # the thread is needed again
+            get_logger().exception("what a replica's thread had changed for its step could not be put back")
+        del job
+
+
+def _stop(queues: Sequence[queue.SimpleQueue[Job | None]]) -> None:
+    for inbox in queues:
+        inbox.put(None)
