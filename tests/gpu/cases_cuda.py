@@ -21,7 +21,7 @@ LAYOUTS = pytest.mark.parametrize("devices", [["cuda:0"], TWO], ids=["one replic
 
 
 class Images(nn.Module):
-    """Convolutions, batch norm, attention, sums over rows of an embedding."""
+    """A convolution, a norm, attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,10 @@ class Images(nn.Module):
 
 def batches(count: int = 4, rows: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    made = [
+    return [
         (torch.randn(rows, 3, 16, 16, generator=generator), torch.randint(0, 10, (rows,), generator=generator))
         for _ in range(count)
     ]
-    return made
 
 
 def trained(
