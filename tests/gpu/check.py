@@ -73,7 +73,12 @@ def sections() -> list[Section]:
     interpreted = {"TRITON_INTERPRET": "1"}
     made = [cases("replicas of one process (G1 to G15)", "tests/gpu/cases_replicas.py", limit=120)]
     made.append(cases("steps of such replicas, saving, central storage", "tests/gpu/cases_steps.py", limit=120))
-    for name, chosen in (("RING", "RING"), ("the library of the devices", "AUTO or library"), ("a lost one", "absent")):
+    own = "absent or share"
+    for name, chosen in (
+        ("RING", "RING"),
+        ("a lost one, a shared device", own),
+        ("the library", f"not RING and not ({own})"),
+    ):
         made.append(cases(f"ranks: {name}", "tests/gpu/cases_ranks.py", "-k", chosen, limit=200))
     if REAL:
         made.append(cases("kernels: bits, 2^31 elements", "tests/gpu/test_triton_on_cuda.py", limit=150, marker="gpu"))
