@@ -105,12 +105,11 @@ def measure(forms: list[str], model_name: str, threads: int, kind: str) -> list[
     torch.set_num_threads(threads)
     steps = [make_step(form, model_name, kind) for form in forms]
     times: list[list[float]] = [[] for _ in forms]
-    block = BLOCK[model_name if kind == "cpu" else "tiny"]
-    if "one" in forms and kind == "cpu":
-        block = 1
+    size = model_name if kind == "cpu" else "tiny"  # on a GPU steps of all sizes are short
+    block = 1 if "one" in forms and kind == "cpu" else BLOCK[size]
     for step in steps:
         timed(5, step, kind)
-    for _ in range(max(STEPS[model_name if kind == "cpu" else "tiny"] // block, 4)):
+    for _ in range(max(STEPS[size] // block, 4)):
         for step, record in zip(steps, times, strict=True):
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from tfstyle_dist.core.devices import any_accelerator
-from tfstyle_dist.core.process_hooks import CountedUsers, Patch
+from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.core.torch_internals import LIST_WRITES, UNMARKED_WRITES
 
 
@@ -34,25 +33,8 @@ def _all_marked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return found
 
 
-class _ListWrites(CountedUsers):
-    """The functions, wrapped as long as somebody needs it; on a machine without an accelerator few are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._unmarked = [Patch(torch, name, _all_marked) for name in UNMARKED_WRITES]
-        self._on_accelerators = [Patch(torch, name, _first_marked) for name in LIST_WRITES]
-
-    def _needed(self, first: bool) -> None:
-        for patch in self._patches():
-            patch.install()
-
-    def _not_needed(self, last: bool) -> None:
-        for patch in self._patches():
-            patch.uninstall()
-
-    def _patches(self) -> list[Patch]:
-        return self._unmarked + (self._on_accelerators if any_accelerator() else [])
-
-
-list_writes = _ListWrites()
+list_writes = Hooks(patches=[Patch(torch, name, _all_marked) for name in UNMARKED_WRITES])
 """Installed while a strategy that adopts modules lives."""
+
+list_writes_on_accelerators = Hooks(patches=[Patch(torch, name, _first_marked) for name in LIST_WRITES])
+"""The same, on a machine with an accelerator."""

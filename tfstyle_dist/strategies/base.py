@@ -10,9 +10,9 @@ import torch
 
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import env
-from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.devices import ReplicaDevice, any_accelerator
 from tfstyle_dist.core.errors import WrongContextError
-from tfstyle_dist.core.list_writes import list_writes
+from tfstyle_dist.core.list_writes import list_writes, list_writes_on_accelerators
 from tfstyle_dist.core.process_hooks import CountedUsers, install_for
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
@@ -85,6 +85,7 @@ class Strategy:
             self.parameter_store.on_adopt = self.gradient_reducer.attach
             self.update_runner = self.make_update_runner()
             hooks: list[CountedUsers] = [step_hooks, registrations, engine_calls, sync_batch_norms, list_writes]
+            hooks += [list_writes_on_accelerators] if any_accelerator() else []
             if self.parameter_store.contents is not None:
                 hooks.append(self.parameter_store.contents.data_reads)
             self._uninstall_hooks = install_for(self, hooks)
