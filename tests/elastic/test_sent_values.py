@@ -207,3 +207,11 @@ def test_what_a_step_has_changed(caplog: pytest.LogCaptureFixture) -> None:
     assert "The attribute 'other' of Setting holds object" in caplog.text
     states.mark([0, 1])
     assert states.changed(1) == []
+
+
+def test_a_tensor_without_values_is_sent_as_what_it_is() -> None:
+    values = [torch.ones(2), torch.empty(3, 4, dtype=torch.int16, device="meta"), torch.arange(3)]
+    first, meta, last = sent(Packet({}, values)).tensors
+    assert (meta.device.type, meta.shape, meta.dtype) == ("meta", (3, 4), torch.int16)
+    assert torch.equal(first, values[0])
+    assert torch.equal(last, values[2])

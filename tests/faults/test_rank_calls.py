@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from fault_steps import all_reduce, build, train_step
@@ -144,6 +146,24 @@ def test_different_models(rank: int, kind: str) -> None:
 
         with pytest.raises(CollectiveMismatchError, match=r"built different models: entry [0-9]+ .* on worker 1"):
             make()
+
+
+@ranks_of_two
+def test_what_a_rank_has_let_go_is_no_part_of_its_model(rank: int) -> None:
+    """One process still has a layer that nothing refers to but itself: its garbage collector has not run."""
+    with td.MirroredStrategy() as strategy:
+        gc.disable()
+        try:
+            with strategy.scope():
+                if rank == 1:
+                    tried = torch.nn.Linear(4, 4)
+                    tried.itself = [tried]  # type: ignore[assignment]
+                    del tried
+                model, optimizer = build(strategy, 3)
+        finally:
+            gc.enable()
+        strategy.run(lambda: train_step(model, optimizer))
+        assert strategy.run(all_reduce) == 2.0
 
 
 @ranks_of_two

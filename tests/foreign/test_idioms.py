@@ -6,6 +6,7 @@ from typing import Any
 
 import idioms
 import idioms_of_graphs  # noqa: F401  # its cases join those of idioms
+import idioms_of_libraries  # noqa: F401
 import pytest
 import torch
 

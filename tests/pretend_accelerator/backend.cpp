@@ -405,7 +405,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (tensor.device().type() != kType) {
       TORCH_CHECK(
           tensor.dim() == 0 || indexes || name == "aten::copy_" || name == "aten::_foreach_copy_" || name.find("lengths") != std::string::npos ||
-              name == "aten::_pack_padded_sequence",
+              name == "aten::_pack_padded_sequence" || name.rfind("aten::_foreach_addc", 0) == 0,  // their scalars
           "Expected all tensors to be on the same device, but found at least two devices, ",
           device.has_value() ? device->str() : "pretend", " and ", tensor.device().str(), " (", name, ")");
       return;

@@ -27,6 +27,7 @@ _DTYPES = {
         torch.uint8, torch.bool, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
+_META = "meta "  # before the type of a tensor that has no values, as functional modules have
 
 
 @dataclass
@@ -57,11 +58,15 @@ def check_can_be_sent(tensor: torch.Tensor) -> None:
 
 def encode(packet: Packet) -> list[memoryview]:
     """The bytes of a packet; they are those of the tensors, not copies."""
-    what = [[str(t.dtype).removeprefix("torch."), list(t.shape), *_strides(t)] for t in packet.tensors]
+    what = [[_name_of(t), list(t.shape), *_strides(t)] for t in packet.tensors]
     header = json.dumps([packet.header, what], separators=(",", ":")).encode()
-    views: list[memoryview] = [bytes_of(t).numpy().data for t in packet.tensors if t.numel()]
+    views: list[memoryview] = [bytes_of(t).numpy().data for t in packet.tensors if t.numel() and not t.is_meta]
     prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
     return [memoryview(prefix + header), *views]
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return (_META if tensor.is_meta else "") + str(tensor.dtype).removeprefix("torch.")
 
 
 def lengths(prefix: bytes | bytearray) -> tuple[int, int]:
@@ -86,7 +91,10 @@ def decode(header: bytes | bytearray, body: bytearray) -> Packet:
         values, what = json.loads(bytes(header))
         tensors, offset = [], 0
         for name, shape, *strides in what:
-            dtype, count = _DTYPES[name], math.prod(shape)
+            dtype, count = _DTYPES[name.removeprefix(_META)], math.prod(shape)
+            if name.startswith(_META):
+                tensors.append(torch.empty(shape, dtype=dtype, device="meta"))
+                continue
             # frombuffer wants the offset of a whole number of elements; a copy has it, and is the rule for mixed types.
             size = count * dtype.itemsize
             part = memoryview(body)[offset : offset + size]

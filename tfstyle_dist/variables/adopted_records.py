@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import WeakComponents
 from tfstyle_dist.variables.partitioned import LocalParts
@@ -36,7 +36,7 @@ def parameter_record(store: ParameterStore, parameter: torch.nn.Parameter) -> Re
 
 def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Parameter) -> None:
     """A parameter in parts over the model mesh, or one that somebody else (FSDP) divides and reduces."""
-    reference = weakref.ref(parameter)
+    reference = refer_to(parameter)
     record.components, record.placement = LocalParts(reference), Placement.SHARDED
     if store.model_mesh is not None and mesh.is_on(parameter, store.model_mesh):
         return

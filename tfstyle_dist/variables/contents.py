@@ -16,7 +16,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import state_objects
+from tfstyle_dist.variables import metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.data_reads import DataReads
@@ -40,6 +40,7 @@ class ReplicaContents:
         home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
         elsewhere: whether some replica computes on another device than ``home``.
         adopt: called with a parameter that a module of the strategy got outside of every scope, and the module.
+        run: the strategy's.
 
     Attributes:
         count: the local replicas.
@@ -60,8 +61,9 @@ class ReplicaContents:
         home: torch.device | None,
         elsewhere: bool,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
+        run: Callable[[Callable[[], None]], Any],
     ) -> None:
-        self.count, self._one_copy = worker.num_local_replicas, home is not None
+        self.count, self._one_copy, self.run = worker.num_local_replicas, home is not None, run
         self.active: int | None = None
         self.first = self.taken = 0
         self.on_take: Callable[[ObjectContent], None] | None = None
@@ -88,7 +90,7 @@ class ReplicaContents:
         """See ``Content``."""
         if replica == self.active:
             return
-        before, after = self._shown, self.first if replica is None else replica
+        before, after = self.shown, self.first if replica is None else replica
         self._rows.switch(self._rows.base if replica is None else replica)
         if before != after:
             for thing, content in self._things:
@@ -158,7 +160,7 @@ class ReplicaContents:
         self.leave()
 
     @property
-    def _shown(self) -> int:
+    def shown(self) -> int:
         """The replica whose content the objects hold."""
         return self.first if self.active is None else self.active
 
@@ -194,7 +196,7 @@ class ReplicaContents:
                 for held in state_objects.parts_of_optimizer(value):
                     self.take(held, part=True)
                 return False
-        self.take_object(value, part or isinstance(value, state_objects.HOLDERS))
+        self.take_object(value, part or state_objects.has_parts(value))
         return True
 
     def _take_tensor(self, value: torch.Tensor) -> bool:
@@ -217,7 +219,7 @@ class ReplicaContents:
             self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
         state_objects.check_adoptable(value)
-        now, active = value.__dict__, self._shown
+        now, active = value.__dict__, self.shown
         dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
         content = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
         self.taken += 1
@@ -230,6 +232,7 @@ class ReplicaContents:
             if replica != active:
                 copier = self._spreader.copier(replica, parts)
                 own.update({name: copier(attribute) for name, attribute in list(now.items())})
+        metrics.bind(value, content, self)
         content.mark(now)
         if self.on_take is not None:
             self.on_take(content)
@@ -265,7 +268,7 @@ class ReplicaContents:
 
     def attributes(self, thing: Any, replica: int) -> dict[str, Any]:
         """A replica's attributes of an object."""
-        if replica == self._shown or not self.take(thing):
+        if replica == self.shown or not self.take(thing):
             return thing.__dict__  # type: ignore[no-any-return]
         self.finish_taking()
         content: ObjectContent = self._places[id(thing)]

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, PLAIN_TENSORS
 from tfstyle_dist.variables.object_content import ObjectContent
-from tfstyle_dist.variables.state_objects import HOLDERS, MOST_LOOKED_AT, is_trained, stays
+from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, has_parts, is_trained, stays
 
 _NOTHING = ATOMS | PLAIN_TENSORS
 _Pair = tuple[Any, Any]
@@ -56,7 +57,7 @@ class Counterparts:
         for thing, content in things:
             for name in content.fresh:
                 for replica in others:
-                    part = isinstance(thing, HOLDERS)
+                    part = has_parts(thing)
                     pairs = _pairs(thing.__dict__.get(name), content.dicts[replica].get(name), stays)
                     found.setdefault(replica, []).extend((one, own, part) for one, own in pairs)
             content.fresh = ()
@@ -85,7 +86,7 @@ class Counterparts:
             self._follow(one, replica, own)
         elif not (isinstance(first, ObjectContent) and isinstance(its, ObjectContent)):
             return
-        self._found[replica, id(one)] = weakref.ref(one), weakref.ref(own)
+        self._found[replica, id(one)] = refer_to(one), refer_to(own)
         if isinstance(first, ObjectContent) and isinstance(its, ObjectContent):
             first.dicts[replica] = its.dicts[replica]
             for name, value in list(one.__dict__.items()):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import Mark
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import memory_of
@@ -86,7 +87,7 @@ class DataWrites:
                 self._written.add(where)
             self._held[where] = data
         if data is not None:
-            self._given[id(data)] = weakref.ref(data), torch_internals.version_of(data)
+            self._given[id(data)] = refer_to(data), torch_internals.version_of(data)
 
     def _was_written(self, data: torch.Tensor) -> bool:
         return self._given[id(data)][1] != torch_internals.version_of(data)
@@ -107,7 +108,7 @@ class DataWrites:
     def begin(self) -> None:
         """Cross-replica context begins, and all objects were marked: only what is written from now on counts."""
         if self._given:
-            self._given = {id(data): (weakref.ref(data), torch_internals.version_of(data)) for data in self._living()}
+            self._given = {id(data): (refer_to(data), torch_internals.version_of(data)) for data in self._living()}
         self._forget()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -16,16 +17,32 @@ BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
 
 
-def check_same_structure(group: WorkerGroup, pending: Sequence[Record]) -> None:
+def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> list[Record]:
     """Compares the parameters, buffers and variables that were created on all workers; collective.
+
+    What a program has let go may wait for the garbage collector on some workers and be gone on others. So where
+    workers differ it is collected on all of them, and what is left is compared.
 
     Args:
         group: the workers.
         pending: in the order of creation.
 
+    Returns:
+        Those that live on all workers.
+
     Raises:
         CollectiveMismatchError: they differ; the message says where.
     """
+    if _difference(group, pending) is None:
+        return pending
+    gc.collect()
+    pending = [record for record in pending if record.tensor is not None]
+    if (error := _difference(group, pending)) is not None:
+        raise error
+    return pending
+
+
+def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMismatchError | None:
     # Keras' paths number the layers of a process, which may have built others before: their last part says enough.
     mine = [
         [r.kind, r.local_name.rpartition("/")[2], list(r.components[0].shape), str(r.components[0].dtype)]
@@ -41,13 +58,14 @@ def check_same_structure(group: WorkerGroup, pending: Sequence[Record]) -> None:
         for rank, other in enumerate(everyone):
             for place, (a, b) in enumerate(zip_longest(first, other)):
                 if a != b:
-                    raise CollectiveMismatchError(
+                    return CollectiveMismatchError(
                         f"The workers built different models: entry {place} in the order of creation is {a} on worker "
                         f"0 but {b} on worker {rank} ({len(first)} and {len(other)} entries in all). Build the same "
                         "model on every worker.",
                         error.calls,
-                    ) from None
+                    )
         raise
+    return None
 
 
 def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

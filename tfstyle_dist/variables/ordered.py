@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from tfstyle_dist.core.torch_internals import WeakIdKeyDictionary
 
 _Item = TypeVar("_Item")
 
 
-class WeakOrderedSet(weakref.WeakKeyDictionary[_Item, None]):
-    """Iterates in the order in which the items were added."""
+class WeakOrderedSet(Generic[_Item]):
+    """Iterates in the order in which the items were added.
+
+    Items are told apart by identity: modules of other libraries may have a hash that changes with their values, as
+    metrics of torchmetrics have, or may not be compared, as parameters of tensordict.
+    """
+
+    def __init__(self) -> None:
+        self._items: Any = WeakIdKeyDictionary()
 
     def add(self, item: _Item) -> None:
         """Adds an item; one that is there already stays in its place."""
-        self.setdefault(item, None)
+        self._items.setdefault(item, None)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def __iter__(self) -> Iterator[_Item]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)

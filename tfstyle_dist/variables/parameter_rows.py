@@ -6,7 +6,6 @@ many tensors. When the turn passes, the parameters and these tensors exchange th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import attribute_of, copied
 from tfstyle_dist.variables.parameter_marks import (
     address_of,
@@ -54,10 +54,10 @@ class ParameterRows:
     def __init__(self, devices: Sequence[ReplicaDevice], home: torch.device | None, elsewhere: bool) -> None:
         self._devices, self._home, self._elsewhere = devices, home, elsewhere
         self.row = self.base = len(devices) if elsewhere else 0
-        self.references: list[weakref.ref[torch.Tensor]] = []
+        self.references: list[Callable[[], torch.Tensor | None]] = []
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
-        self._followers: list[list[tuple[int, weakref.ref[torch.Tensor]]]] = []
+        self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
         self._nothing, self._writes = torch.empty(0), SharedWrites()
         self.inside: list[torch.Tensor] = []
@@ -79,7 +79,7 @@ class ParameterRows:
         others = {row: self._vessel(value, row) for row in range(len(self._vessels)) if row != self.row}
         for row, vessel in others.items():
             self._vessels[row].append(vessel)
-        self.references.append(weakref.ref(value, forget))
+        self.references.append(refer_to(value, forget))
         self._marks.append(marks_of(value))
         self._followers.append([])
         if running:
@@ -136,7 +136,7 @@ class ParameterRows:
             own: one of these, which the replica has.
         """
         place, its = self._place(parameter), self._place(own)
-        self._followers[place].append((row, weakref.ref(own)))
+        self._followers[place].append((row, refer_to(own)))
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
             self._vessels[row][place].data = self._vessels[row][its].detach()
             own.data = parameter.detach()

@@ -10,6 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.runtime.context import Frame, current_frame
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Record:
         self.components: list[torch.Tensor] = components  # or a sequence that looks them up
         self.synchronization, self.aggregation, self.policy = synchronization, aggregation, policy
         self.placement = store.placement
-        self.reference: weakref.ref[torch.Tensor] = weakref.ref(tensor)
+        self.reference: weakref.ref[torch.Tensor] = refer_to(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.local_name, self.number, self.changes = "", -1, 0
 
@@ -87,7 +88,7 @@ class Record:
 
     def rebind(self, tensor: torch.Tensor) -> None:
         """Stands for another tensor object from now on."""
-        self.reference = weakref.ref(tensor)
+        self.reference = refer_to(tensor)
 
     def index(self) -> int | None:
         """The local replica whose copy the calling thread means; ``None`` in cross-replica context."""

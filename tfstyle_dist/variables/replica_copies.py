@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.contents import ReplicaContents
 
 
@@ -51,7 +52,7 @@ class ParameterCopies(_ByReplica):
 
     def __init__(self, contents: ReplicaContents, owner: torch.Tensor) -> None:
         super().__init__(contents)
-        self._parameter = weakref.ref(owner)
+        self._parameter = refer_to(owner)
 
     def _owner(self) -> torch.Tensor | None:
         return self._parameter()

@@ -11,10 +11,11 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
 from tfstyle_dist.variables.counterparts import Counterparts
+from tfstyle_dist.variables.metrics import counts_of
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
-from tfstyle_dist.variables.state_objects import HOLDERS
+from tfstyle_dist.variables.state_objects import has_parts
 
 Things = Sequence[tuple[Any, ObjectContent]]
 
@@ -67,10 +68,13 @@ class Spreader:
             others: the replicas but the first one.
         """
         for thing, content in things:
+            counts = counts_of(thing)
             for replica in others:
-                copier, own = self.copier(replica, isinstance(thing, HOLDERS)), content.dicts[replica]
+                copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
+                kept = {name: own[name] for name in counts}
                 own.clear()
-                own.update({name: copier(value) for name, value in list(thing.__dict__.items())})
+                own.update({name: copier(value) for name, value in list(thing.__dict__.items()) if name not in kept})
+                own.update(kept)
         self.forget()
 
     def copy_changed(self, changed: Things, things: Things, others: Sequence[int]) -> None:
@@ -89,8 +93,10 @@ class Spreader:
         for thing, content in changed:
             now = thing.__dict__
             written, gone = content.changes(now)
+            if counts := counts_of(thing):
+                written = [name for name in written if name not in counts]
             for replica in others:
-                copier, own = self.copier(replica, isinstance(thing, HOLDERS)), content.dicts[replica]
+                copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
                 own.update({name: copier(now[name]) for name in written})
                 for name in gone:
                     own.pop(name, None)
@@ -116,9 +122,9 @@ class Spreader:
     def _find_twins(self, things: Things, others: Sequence[int]) -> None:
         """Notes what each replica has in the place of what replica 0 has; writes there what was written in place."""
         for thing, content in things:
-            now = thing.__dict__
+            now, counts = thing.__dict__, counts_of(thing)
             for name, value, mark in content.marks():
-                for replica in others:
+                for replica in others if name not in counts else ():
                     self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
 
     def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:

@@ -7,7 +7,7 @@ import functools
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ _SKIPPED = (
 )  # fmt: skip
 _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
+_FEW = 64
+"""Of entries in a container of objects that hold state, such as the groups of an optimizer; more are data."""
 MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
 BOXES = (dict, list, tuple, set, deque)
@@ -41,8 +43,8 @@ HOLDERS = (
 def is_state(thing: Any, part: bool = False) -> bool:
     """Whether an object's attributes are content.
 
-    Those of modules, optimizers, schedulers and scalers are; those of other objects if they hold such, or tensors,
-    directly or in an attribute's attributes.
+    Those of modules, optimizers, schedulers and scalers are, those of optimizers of a library's own class too. Those of
+    other objects are if they hold such, or tensors: directly, in an attribute's attributes, or in short containers.
 
     Args:
         thing: any object.
@@ -55,7 +57,19 @@ def is_state(thing: Any, part: bool = False) -> bool:
                 "torch.compile, or start one process for each replica (torchrun)."
             )
         return not _is_unfinished(thing)
-    return not isinstance(thing, HeldInCommon) and is_plain(thing) and (part or _holds_state(thing, depth=2))
+    if isinstance(thing, HeldInCommon) or not is_plain(thing):
+        return False
+    return part or _is_optimizer(thing) or _holds_state(thing, depth=2)
+
+
+def has_parts(thing: Any) -> bool:
+    """Whether all plain objects that an object has are content: those of a module, an optimizer or the like."""
+    return isinstance(thing, HOLDERS) or _is_optimizer(thing)
+
+
+def _is_optimizer(thing: Any) -> bool:
+    """Whether this is what a library that has its own class of optimizers, such as fastai, calls one."""
+    return all(callable(getattr(type(thing), name, None)) for name in ("step", "zero_grad", "state_dict"))
 
 
 def _is_unfinished(thing: Any) -> bool:
@@ -165,5 +179,8 @@ def _is_or_holds(value: Any, depth: int) -> bool:
         parts = parts_of(value, _MOST_HELD)
         if parts and isinstance(value, dict):  # what is kept of each parameter, by the parameter
             parts += dict.keys(value)
-        return any(_is_or_holds(v, 0) for v in parts)
+        inner = depth if len(parts) <= _FEW else 0
+        return any(_is_or_holds(v, inner) for v in parts)
+    if isinstance(value, Mapping):  # a dict of a class of its own, such as those of tensordict, in which are others
+        return is_plain(value) and _holds_state(value, depth)
     return depth > 0 and is_plain(value) and _holds_state(value, depth - 1)

@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.adopted_records import buffer_record, move_in_place, parameter_record, tie_buffer
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.discovery import Discovery
-from tfstyle_dist.variables.first_values import check_same_structure, send_first_values
+from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
 from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Placement, Record
@@ -61,7 +61,7 @@ class ParameterStore:
         self.contents: ReplicaContents | None = None
         if worker.num_local_replicas > 1 or elsewhere:
             home = None if parameter_device is None else parameter_device.torch_device
-            self.contents = ReplicaContents(worker, home, elsewhere, self.adopt_stray)
+            self.contents = ReplicaContents(worker, home, elsewhere, self.adopt_stray, self._run)
             self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
@@ -70,7 +70,7 @@ class ParameterStore:
         self._pending: list[Record] = []
         self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
         # A record of a buffer lives as long as the module, because another tensor may take the buffer's place.
-        self._buffers: weakref.WeakKeyDictionary[torch.nn.Module, list[Record]] = weakref.WeakKeyDictionary()
+        self._buffers: Any = torch_internals.WeakIdKeyDictionary()  # lists of records, by the module
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
         self.make_equal: Callable[[list[Record]], None] | None = None
@@ -105,6 +105,9 @@ class ParameterStore:
     def bring_home(self, tensor: torch.Tensor, home: torch.device | None = None) -> None:
         """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""
         move_in_place(tensor, home or self.device(0, tensor.device))
+
+    def _run(self, function: Callable[[], None]) -> None:
+        self.strategy.run(function)
 
     # ---- replicas of one process ------------------------------------------------------------------------------
 
@@ -277,7 +280,7 @@ class ParameterStore:
             pending = [r for r in self._pending if r.tensor is not None and r not in elsewhere]
             self._pending = []
             if self.worker.group.size > 1:
-                check_same_structure(self.worker.group, pending)
+                pending = of_the_same_structure(self.worker.group, pending)
                 moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
                 send_first_values(self.worker.group, moved)
             elif self.make_equal is not None and pending:

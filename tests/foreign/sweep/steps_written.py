@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import idioms
 import idioms_of_graphs  # noqa: F401  # its cases join those of idioms
+import idioms_of_libraries  # noqa: F401
 
 
 def _program(name: str) -> Program:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.gradients.buckets import Bucket, ReductionPlan
 from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.shm.pages import PAGE
@@ -100,7 +101,7 @@ class FillingBucket:
         if gradient is None or self.seen(position) is not None:
             return
         if gradient.is_sparse or torch_internals.lie_alone(gradient):
-            held = weakref.ref(gradient)
+            held = refer_to(gradient)
             gradient = parameter.grad = None
             parameter.grad = held()
 

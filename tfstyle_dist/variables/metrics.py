@@ -1,0 +1,174 @@
+"""Metrics of torchmetrics: each replica counts what it sees, and ``compute`` joins what all have counted.
+
+Between processes torchmetrics does so through ``torch.distributed``. Several replicas of one process are one process
+there, so each metric is given the function for it that its constructor takes (``dist_sync_fn``). Outside of ``run``
+every replica makes ``compute``, ``reset`` is one for all of them, and an ``update`` counts once, not once for each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.variables.object_content import ObjectContent
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_MOST_DIMENSIONS = 8
+
+
+def is_metric(thing: Any) -> bool:
+    """Whether this counts something, as the metrics of torchmetrics do."""
+    if not isinstance(thing, torch.nn.Module) or not hasattr(type(thing), "metric_state"):
+        return False
+    return "dist_sync_fn" in thing.__dict__
+
+
+def counts_of(thing: Any) -> Sequence[str]:
+    """The names of the attributes in which a metric counts; each replica's are its own. None of anything else."""
+    return list(thing.metric_state) if is_metric(thing) else ()
+
+
+class Contents(Protocol):
+    """What a metric is told of the objects of its strategy: a ``ReplicaContents``."""
+
+    @property
+    def shown(self) -> int:
+        """The replica whose content the objects hold."""
+
+    def run(self, function: Callable[[], None]) -> Any:
+        """The strategy's."""
+
+    def objects(self) -> list[tuple[Any, ObjectContent]]:
+        """All objects."""
+
+
+class JointMetric:
+    """What a metric of several replicas of this process does outside of ``run``.
+
+    Args:
+        metric: of torchmetrics; its attributes are content.
+        content: these attributes, of each replica.
+        contents: of the strategy.
+    """
+
+    def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
+        self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
+        self._counts = False  # a batch, for ``forward``
+        self._reset = metric.reset
+        now: dict[str, Any] = {n: _Method(metric, n, getattr(self, n)) for n in ("compute", "reset", "forward")}
+        now.update(distributed_available_fn=_in_a_replica, dist_sync_fn=of_all_replicas)
+        for attributes in content.dicts:
+            attributes.update(now)
+        self.reset_others()  # what was counted so far counts once
+
+    def reset(self, own: Callable[..., Any]) -> Any:
+        """Sets the counts of all replicas back."""
+        if not self._counts:
+            self.reset_others()
+        return own()
+
+    def reset_others(self) -> None:
+        """Sets the counts of the replicas back whose attributes the metric does not show."""
+        metric, contents = self._metric(), self._contents()
+        if contents is None:
+            return
+        now = metric.__dict__
+        try:
+            for replica, attributes in enumerate(self._content.dicts):
+                if replica != contents.shown:
+                    object.__setattr__(metric, "__dict__", attributes)
+                    self._reset()
+        finally:
+            object.__setattr__(metric, "__dict__", now)
+
+    def forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Counts a batch: resets, updates, computes, and takes back what was counted before, all of one replica."""
+        outer, self._counts = self._counts, True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._counts = outer
+
+    def compute(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Has every replica compute what all of them have counted."""
+        contents = self._contents()
+        if contents is None or self._counts:
+            return own(*args, **kwargs)
+        found: list[Any] = []
+        collections = [thing for thing, _ in contents.objects() if self._is_in(thing)]
+
+        def compute() -> None:
+            for collection in collections:  # of its metrics one may count for several; they look at it here
+                collection.items(keep_base=True, copy_state=False)
+            found.append(own(*args, **kwargs))
+
+        contents.run(compute)
+        return found[0]
+
+    def _is_in(self, thing: Any) -> bool:
+        return hasattr(type(thing), "compute_groups") and any(m is self._metric() for m in thing.children())
+
+
+class _Method:
+    """A method of a metric in the place of its own; a copy of the metric, or a pickled one, has its own again."""
+
+    def __init__(self, metric: Any, name: str, outside: Callable[..., Any]) -> None:
+        self._metric, self._name, self._own, self._outside = metric, name, getattr(metric, name), outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = current_frame()
+        if frame is not None and frame.replica is not None:
+            return self._own(*args, **kwargs)
+        return self._outside(self._own, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._metric, self._name)
+
+
+def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
+    """Makes a metric join what all replicas have counted; nothing for anything else.
+
+    A metric whose constructor was told how to join stays as it is.
+
+    Args:
+        thing: any object.
+        content: its attributes, of each replica.
+        contents: of the strategy.
+    """
+    if is_metric(thing) and thing.dist_sync_fn in (None, of_all_replicas) and thing.process_group is None:
+        JointMetric(thing, content, contents)
+
+
+def _in_a_replica() -> bool:
+    frame = current_frame()
+    return frame is not None and frame.replica is not None and frame.replica.num_replicas_in_sync > 1
+
+
+def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tensor]:
+    """The tensors that all replicas have here, in replica order; called by each of them.
+
+    Args:
+        value: of any shape, which need not be that of the others.
+        group: torchmetrics' name for a part of the processes; none.
+    """
+    frame = current_frame()
+    assert frame is not None
+    replica = frame.replica
+    assert replica is not None
+    about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
+    mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)
+    told = [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in replica.all_gather(mine, axis=0).tolist()]
+    as_bytes = value.detach().contiguous().reshape(-1).view(torch.uint8)  # whatever their type
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in told]
+    parts = replica.all_gather(as_bytes, axis=0).split(sizes)
+    # What a replica has that has seen nothing is empty and of some type: the others know which.
+    known = next((dtype for dtype, shape in told if shape.numel()), value.dtype)
+    found = [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, told, strict=True)]
+    return [part if part.numel() else part.to(known) for part in found]
