@@ -314,6 +314,26 @@ def hooks_of_gradients(job: Job) -> Values:
     return norms
 
 
+class _Angle(nn.Parameter):
+    """A parameter that is added to in another way: it stays of length 1, as rotations of pypose do."""
+
+    def add_(self, other: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+        with torch.no_grad():
+            moved = self.as_subclass(torch.Tensor) + alpha * other
+            return self.copy_(moved / moved.norm())
+
+
+def parameter_of_a_class_of_its_own(job: Job) -> Values:
+    def change(model: Any) -> None:
+        model[0].weight = _Angle(nn.functional.normalize(model[0].weight.detach().reshape(1, -1)).reshape(20, 20))
+
+    job.make(change)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1, foreach=False)
+    job.train(0, 1, 2)
+    torch.testing.assert_close(job.model[0].weight.norm().item(), 1.0)
+    return []
+
+
 def gradients_written_with_a_graph(job: Job) -> Values:
     def step() -> None:
         job.backward(0)
@@ -331,5 +351,5 @@ CASES = [
     two_optimizers_of_converted, kept_gradients, gradient_that_grows, gradient_that_nobody_adds_to,
     gradients_in_one_vector, own_gradients, state_written, state_replaced, state_kept, state_cleared,
     frozen_with_a_gradient, exchanged_again, looks_at_all, wraps_another, hooks_of_gradients,
-    gradients_written_with_a_graph,
+    gradients_written_with_a_graph, parameter_of_a_class_of_its_own,
 ]  # fmt: skip

@@ -80,13 +80,14 @@ class _Book:
 
     Attributes:
         key: of the parameters and where they are.
+        divided: whether this rank makes a part of the update; else all of it.
         shared: the parameters in shared memory, whose state is there too.
         saved: the parameters of each group, while the parts are in their place.
         known: those that had state before, if some get theirs in the step and others after it.
     """
 
     def __init__(self, key: tuple[int, ...], group: WorkerGroup) -> None:
-        self.key, self.state = key, SharedState(group)
+        self.key, self.state, self.divided = key, SharedState(group), False
         self.held: list[list[_Held]] = []
         self.shared: list[torch.Tensor] = []
         self.saved: list[Any] | None = None
@@ -123,7 +124,7 @@ class SharedUpdateRunner(UpdateRunner):
     @untraced
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         book, name = self._books[optimizer], f"{type(optimizer).__name__}.step"
-        if is_divided(optimizer):
+        if book.divided:
             fresh = self._take_back(optimizer, book)
             if any(self._group.numbers(int(bool(fresh)), f"end of {name}")):
                 book.state.share(optimizer, _parameters(optimizer), fresh)
@@ -213,8 +214,8 @@ class SharedUpdateRunner(UpdateRunner):
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
-        elementwise = is_elementwise(optimizer)
-        records = [find_record(p) if is_divided(optimizer) else None for p in parameters]
+        elementwise, book.divided = is_elementwise(optimizer), is_divided(optimizer)
+        records = [find_record(p) if book.divided else None for p in parameters]
         shared = [r is not None and self._home.place_of(r) is not None for r in records]
         sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [r is not None and wants_sparse_gradient(r) for r in records]
@@ -240,7 +241,7 @@ class SharedUpdateRunner(UpdateRunner):
     # ---- the parts take the place of the parameters -----------------------------------------------------------
 
     def _put_in(self, optimizer: torch.optim.Optimizer, book: _Book) -> None:
-        if not is_divided(optimizer):
+        if not book.divided:
             return
         book.saved = [group["params"] for group in optimizer.param_groups]
         book.known = None if len(book.shared) == sum(map(len, book.saved)) else list(optimizer.state)

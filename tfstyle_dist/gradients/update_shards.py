@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tfstyle_dist.variables.copies import PLAIN_TENSORS
+from tfstyle_dist.variables.state_objects import optimized_by
+
 # Their rules treat every element of a parameter for itself; subclasses may not.
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -52,8 +55,13 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_divided(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each worker may make a part of an optimizer's update."""
-    return is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER
+    """Whether each worker may make a part of an optimizer's update.
+
+    A parameter of a class of its own may be added to in another way, such as a rotation: the part of one is none.
+    """
+    if not is_elementwise(optimizer) and type(optimizer) not in _BY_PARAMETER:
+        return False
+    return all(type(p) in PLAIN_TENSORS or type(p) is torch.nn.Parameter for p in optimized_by(optimizer))
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:

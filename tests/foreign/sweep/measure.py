@@ -57,6 +57,7 @@ TABLES = {
     "transformers": ("models_transformers",),
     "optimizers": ("optimizers_packages", "optimizers_more"),
     "models": ("models_images", "models_packages", "models_more"),
+    "libraries": ("libraries_loops", "libraries_kinds", "libraries_layers"),
     "broken": ("broken",),
 }
 """The modules that fill the table, by what is asked for with ``--group``; the last only if it is named."""

@@ -13,16 +13,21 @@ from programs import ALL_FORMS
 PACKAGES = (
     "torch", "transformers", "torchvision", "timm", "vit-pytorch", "segmentation-models-pytorch", "diffusers",
     "torch-geometric", "gpytorch", "normflows", "nflows", "pytorch-tabnet", "rtdl_revisiting_models",
-    "tab-transformer-pytorch", "x-transformers", "snntorch", "vector-quantize-pytorch", "torchdiffeq", "e3nn", "peft",
-    "pytorch-optimizer", "torch-optimizer", "schedulefree", "lion-pytorch", "prodigyopt", "ema-pytorch", "torch-ema",
-    "heavyball", "dadaptation", "adan-pytorch", "came-pytorch", "madgrad", "ranger21", "sophia-opt",
+    "tab-transformer-pytorch", "x-transformers", "snntorch", "vector-quantize-pytorch", "torchdiffeq", "e3nn",
+    "peft", "pytorch-optimizer", "torch-optimizer", "schedulefree", "lion-pytorch", "prodigyopt", "ema-pytorch",
+    "torch-ema", "heavyball", "dadaptation", "adan-pytorch", "came-pytorch", "madgrad", "ranger21", "sophia-opt",
     "adabelief-pytorch", "torch-optimi", "torchzero", "adam-atan2-pytorch", "grokfast-pytorch", "muon-optimizer",
     "geoopt", "adabound", "adamp", "pytorch-ranger", "core-optimizer", "casmo-optimizer", "entmax", "egnn-pytorch",
     "g-mlp-pytorch", "hyper-connections", "pykan", "kornia", "linformer", "local-attention", "loralib", "mambapy",
-    "mixture-of-experts", "ncps", "nystrom-attention", "perceiver-pytorch", "performer-pytorch", "product-key-memory",
-    "pytorch-metric-learning", "pytorch-msssim", "pytorch-tcn", "reformer-pytorch", "rotary-embedding-torch",
-    "sentence-transformers", "siren-pytorch", "soft-moe-pytorch", "spikingjelly", "st-moe-pytorch", "torchcde",
-    "pytorch-crf", "torchsde", "zuko",
+    "mixture-of-experts", "ncps", "nystrom-attention", "perceiver-pytorch", "performer-pytorch",
+    "product-key-memory", "pytorch-metric-learning", "pytorch-msssim", "pytorch-tcn", "reformer-pytorch",
+    "rotary-embedding-torch", "sentence-transformers", "siren-pytorch", "soft-moe-pytorch", "spikingjelly",
+    "st-moe-pytorch", "torchcde", "pytorch-crf", "torchsde", "zuko", "pytorch-ignite", "skorch", "fastai", "higher",
+    "backpack-for-pytorch", "laplace-torch", "tensordict", "torchrl", "gymnasium", "stable-baselines3",
+    "pytorch-lightning", "pytorch-warmup", "torchmetrics", "blitz-bayesian-pytorch", "tensorly-torch",
+    "neuraloperator", "pypose", "torchao", "torch-pruning", "torchinfo", "thop", "fvcore", "lightly", "piq",
+    "lpips", "captum", "pykeen", "pyro-ppl", "routing-transformer", "linear-attention-transformer",
+    "sinkhorn-transformer", "h-transformer-1d", "gateloop-transformer", "infini-transformer-pytorch",
 )  # fmt: skip
 
 
