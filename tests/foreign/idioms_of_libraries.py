@@ -186,3 +186,34 @@ class _Counts(nn.Module):
 @case
 def module_whose_hash_changes() -> tuple[nn.Module, Step]:
     return usual(nn.Sequential(Net(), _Counts(), nn.Linear(3, 3)))
+
+
+class _Holder:
+    """It keeps a list that holds itself, beside the mean of the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
+        self.mean = ListOf([ListOf([p.detach().clone() for p in model.parameters()])])
+
+    def update(self, model: nn.Module) -> None:
+        for means in self.mean:
+            for mean, p in zip(means, model.parameters(), strict=True):
+                mean.lerp_(p.detach(), 0.5)
+
+
+@case
+def mean_in_a_list_of_lists() -> tuple[nn.Module, Step]:
+    model, slow = Net(), Net().requires_grad_(False)
+    holder, optimizer = _Holder(model), torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        holder.update(model)
+        for means in holder.mean:
+            for p, mean in zip(slow.parameters(), means, strict=True):
+                p.data.copy_(mean)
+
+    return nn.ModuleList([model, slow]), step

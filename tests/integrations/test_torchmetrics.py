@@ -185,6 +185,8 @@ def test_a_metric_that_was_told_how_to_join_is_left_alone(strategy: tfd.Strategy
     strategy.run(lambda: total.update(float(replica() + 1)))
     assert total.compute() == 2
     assert asked == [None]
+    total.reset()
+    assert set(strategy.experimental_local_results(strategy.run(lambda: float(total.sum_value)))) == {0.0}
 
 
 @IN_ONE_PROCESS

@@ -6,7 +6,7 @@ import torch
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor on the CPU, as one dimension of uint8; its own memory where it is contiguous.
+    """The bytes of a dense tensor, as one dimension of uint8; its own memory where it is contiguous.
 
     Example:
         >>> bytes_of(torch.tensor([1, 256], dtype=torch.int16))

@@ -138,11 +138,12 @@ class Mark:
 
     Args:
         value: anything.
+        outer: the containers in which it is, by ``id``: one may hold itself.
     """
 
     __slots__ = ("_beside", "_flat", "_keys", "_marks", "_state", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, outer: tuple[int, ...] = ()) -> None:
         self.value = value
         self._beside: tuple[torch.Tensor, Any] | None = None  # of a tensor that is written to in silence
         self._keys: list[Any] | None = None
@@ -154,12 +155,13 @@ class Mark:
             return
         self._state = len(value)
         if self._state and self._state <= MOST_ENTRIES:
+            outer = (*outer, id(value))
             if isinstance(value, dict):
                 self._keys = list(value)
-                self._marks = [marked(v) for v in value.values()]
+                self._marks = [marked(v, outer) for v in value.values()]
                 self._watch_statistics(value)
             elif kind is not set:
-                self._marks = [marked(v) for v in value]
+                self._marks = [marked(v, outer) for v in value]
             self._flat = not any(type(mark) is Mark for mark in self._marks)
 
     def _watch_statistics(self, buffers: dict[Any, Any]) -> None:
@@ -236,11 +238,11 @@ class Mark:
         return all(map(is_ if self._flat else unchanged, value, self._marks))
 
 
-def marked(value: Any) -> Any:
+def marked(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """A mark of a container or tensor; of anything else the value itself, which is only compared by identity."""
     kind = type(value)
-    if kind in CONTAINERS or kind in PLAIN_TENSORS:
-        return Mark(value)
+    if kind in PLAIN_TENSORS or (kind in CONTAINERS and id(value) not in outer):
+        return Mark(value, outer)
     return value
 
 

@@ -105,15 +105,15 @@ class Counterparts:
         return {key[1]: alive[key] for key in self._found if key[0] == replica}
 
 
-def _pairs(one: Any, own: Any, counts: Callable[[Any], bool]) -> Iterator[_Pair]:
+def _pairs(one: Any, own: Any, counts: Callable[[Any], bool], outer: tuple[int, ...] = ()) -> Iterator[_Pair]:
     """The parameters, and the objects that count, of two values that have the same place in both."""
     kind = type(one)
     if one is own or kind is not type(own) or kind in _NOTHING:
         return
     if kind in CONTAINERS or isinstance(one, tuple):
-        if len(one) <= MOST_LOOKED_AT:
+        if len(one) <= MOST_LOOKED_AT and id(one) not in outer:
             for first, its in _entries(one, own):
-                yield from _pairs(first, its, counts)
+                yield from _pairs(first, its, counts, (*outer, id(one)))
     elif isinstance(one, torch.Tensor):
         if is_trained(one) and is_trained(own):
             yield one, own

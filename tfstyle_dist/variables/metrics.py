@@ -13,26 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.object_content import ObjectContent
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MOST_DIMENSIONS = 8
 
 
-def is_metric(thing: Any) -> bool:
-    """Whether this counts something, as the metrics of torchmetrics do."""
-    if not isinstance(thing, torch.nn.Module) or not hasattr(type(thing), "metric_state"):
-        return False
-    return "dist_sync_fn" in thing.__dict__
-
-
 def counts_of(thing: Any) -> Sequence[str]:
-    """The names of the attributes in which a metric counts; each replica's are its own. None of anything else."""
-    return list(thing.metric_state) if is_metric(thing) else ()
+    """The names of the attributes in which a metric counts for each replica; none of anything else."""
+    return list(thing.metric_state) if _is_metric(thing) and thing.dist_sync_fn is of_all_replicas else ()
+
+
+def _is_metric(thing: Any) -> bool:
+    return (
+        isinstance(thing, torch.nn.Module) and hasattr(type(thing), "metric_state") and hasattr(thing, "dist_sync_fn")
+    )
 
 
 class Contents(Protocol):
@@ -142,7 +139,7 @@ def bind(thing: Any, content: ObjectContent, contents: Contents) -> None:
         content: its attributes, of each replica.
         contents: of the strategy.
     """
-    if is_metric(thing) and thing.dist_sync_fn in (None, of_all_replicas) and thing.process_group is None:
+    if _is_metric(thing) and thing.dist_sync_fn in (None, of_all_replicas) and thing.process_group is None:
         JointMetric(thing, content, contents)
 
 
@@ -165,9 +162,8 @@ def of_all_replicas(value: torch.Tensor, group: None = None) -> list[torch.Tenso
     about = [_DTYPES.index(value.dtype), value.dim(), *value.shape]
     mine = torch.tensor([about + [0] * (_MOST_DIMENSIONS + 2 - len(about))], device=value.device)
     told = [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in replica.all_gather(mine, axis=0).tolist()]
-    as_bytes = value.detach().contiguous().reshape(-1).view(torch.uint8)  # whatever their type
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in told]
-    parts = replica.all_gather(as_bytes, axis=0).split(sizes)
+    parts = replica.all_gather(bytes_of(value), axis=0).split(sizes)
     # What a replica has that has seen nothing is empty and of some type: the others know which.
     known = next((dtype for dtype, shape in told if shape.numel()), value.dtype)
     found = [part.clone().view(dtype).reshape(shape) for part, (dtype, shape) in zip(parts, told, strict=True)]

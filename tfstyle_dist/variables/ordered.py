@@ -29,6 +29,3 @@ class WeakOrderedSet(Generic[_Item]):
 
     def __iter__(self) -> Iterator[_Item]:
         return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)

@@ -162,18 +162,18 @@ def _write_in_place(own: torch.Tensor, value: torch.Tensor) -> bool:
     return True
 
 
-def _renew_views(value: Any, own: Any, left: Sequence[int]) -> None:
-    if own is value or type(own) is not type(value):
+def _renew_views(value: Any, own: Any, left: Sequence[int], outer: tuple[int, ...] = ()) -> None:
+    if own is value or type(own) is not type(value) or id(value) in outer:
         return
     if type(value) in PLAIN_TENSORS:
         if has_memory_at(value, left):
             _write_in_place(own, value)
     elif isinstance(value, dict):
         for key, part in value.items():
-            _renew_views(part, own.get(key), left)
+            _renew_views(part, own.get(key), left, (*outer, id(value)))
     elif isinstance(value, list) and len(value) <= MOST_ENTRIES:
         for part, its in zip(value, own, strict=False):
-            _renew_views(part, its, left)
+            _renew_views(part, its, left, (*outer, id(value)))
 
 
 def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:

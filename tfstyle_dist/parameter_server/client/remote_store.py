@@ -265,9 +265,9 @@ class RemoteStore(ParameterStore):
             return known
         if type(tensor) is not old_class or tensor.device.type != "cpu":
             raise TypeError(
-                f"{name!r} is a {type(tensor).__module__}.{type(tensor).__name__} on {tensor.device}; parameter servers "
-                f"take over plain {kind}s on the CPU. Build lazy modules by a dry run in the scope first, and move the "
-                "local copy to a GPU inside the function. For Keras set KERAS_TORCH_DEVICE=cpu."
+                f"{name!r} is a {type(tensor).__module__}.{type(tensor).__name__} on {tensor.device}; parameter "
+                f"servers take over plain {kind}s on the CPU. Build lazy modules by a dry run in the scope first, and "
+                "move the local copy to a GPU inside the function. For Keras set KERAS_TORCH_DEVICE=cpu."
             )
         # An expanded tensor stands for values that the servers make: it must not become real here.
         data = tensor.detach() if is_placeholder(tensor) else tensor.detach().contiguous()
