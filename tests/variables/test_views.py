@@ -330,3 +330,33 @@ def test_an_optimizer_of_a_step_that_goes_on_with_other_parameters(strategy: tfd
     strategy.run(lambda: None)
     assert bool((model.weight == 2.0).all())
     assert all(_values(strategy, lambda: bool((model.weight == 2.0).all())))
+
+
+@pytest.mark.parametrize("kind", [tfd.MirroredStrategy, tfd.experimental.CentralStorageStrategy])
+def test_a_view_that_a_step_keeps_sees_later_updates(kind: Any) -> None:
+    """On devices the one copy of central storage is on the CPU, and each replica computes with another one."""
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model, other = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, other)]
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+            other.weight.fill_(1.0)
+
+        def step() -> tuple[float, float, float]:
+            if not hasattr(model, "kept"):
+                model.kept = model.weight.detach()
+            x = torch.ones(1, 2, device=model.weight.device)
+            losses = model(x).sum(), other(x).pow(2).sum()
+            for loss, optimizer in zip(losses, optimizers, strict=True):  # the second after the first one's update
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            return float(model.kept.sum()), model.weight.sum().item(), other.weight.sum().item()
+
+        for number in range(1, 4):
+            for kept, weights, others in zip(
+                *map(strategy.experimental_local_results, strategy.run(step)), strict=True
+            ):
+                assert kept == weights == 10 - 2 * number
+                assert others == 2 * (-3) ** number

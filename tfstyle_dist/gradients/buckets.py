@@ -74,12 +74,12 @@ class ReductionPlan:
         """Packs ``records`` (in the order of adoption) into buckets.
 
         Args:
-            records: parameters that take gradients.
+            records: parameters that take gradients; those on the meta device, which have no values, get none.
             bytes_per_pack: about how many bytes a bucket holds; 0: 25 MiB.
             method: an ``AggregationMethod``.
         """
         limit = bytes_per_pack or DEFAULT_BYTES_PER_PACK
-        dense = [r for r in records if not wants_sparse_gradient(r)]
+        dense = [r for r in records if not wants_sparse_gradient(r) and not r.components[0].is_meta]
         open_buckets: dict[tuple[torch.dtype, torch.device], list[Record]] = {}
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         groups: list[tuple[tuple[torch.dtype, torch.device], list[Record]]] = []

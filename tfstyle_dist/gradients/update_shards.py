@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tfstyle_dist.variables.copies import PLAIN_TENSORS
+from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.state_objects import optimized_by
 
 # Their rules treat every element of a parameter for itself; subclasses may not.
@@ -61,7 +62,10 @@ def is_divided(optimizer: torch.optim.Optimizer) -> bool:
     """
     if not is_elementwise(optimizer) and type(optimizer) not in _BY_PARAMETER:
         return False
-    return all(type(p) in PLAIN_TENSORS or type(p) is torch.nn.Parameter for p in optimized_by(optimizer))
+    return all(
+        type(p) is torch.nn.Parameter or type(p) in PLAIN_TENSORS or isinstance(p, Replicated)
+        for p in optimized_by(optimizer)
+    )
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:

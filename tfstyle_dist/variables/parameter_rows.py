@@ -118,7 +118,7 @@ class ParameterRows:
 
     def device(self, row: int, like: torch.device) -> torch.device:
         """Where a row's tensors live, given where those of cross-replica context do."""
-        if row == len(self._devices) or self._shares:
+        if row == len(self._devices) or self._shares or like.type == "meta":
             return like
         own = self._devices[row].torch_device
         return own if self._elsewhere or (like.type == own.type and like != own) else like
@@ -168,11 +168,7 @@ class ParameterRows:
     # ---- the turn ---------------------------------------------------------------------------------------------
 
     def compare(self, replica: int) -> None:
-        """A replica comes to a call that all make, or to its end; what it wrote to the one copy, the others see.
-
-        Raises:
-            RuntimeError: it has written to the one copy of a parameter after another replica had.
-        """
+        """A replica comes to a call of all, or its end: the others see what it wrote. See ``SharedWrites``."""
         if self._home is not None:
             self._write_all(self._writes.compare(replica, self.inside))
 
@@ -249,7 +245,7 @@ class ParameterRows:
                 continue
             vessel = self._vessels[row][where]
             if self._elsewhere or written:
-                self._write(vessel, parameter, row, moved)
+                self._write(vessel, parameter, row, moved, written)
             if written and where != place and self._shares:  # it is that replica's alone, in all rows
                 self.inside[where].data = parameter.detach()
             if new_grad:
@@ -263,7 +259,7 @@ class ParameterRows:
                 if attributes is None or value is not attributes.get(name):
                     vessel.__dict__[name] = attribute_of(value, vessel.device)
 
-    def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool = False) -> None:
+    def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool, counts: bool) -> None:
         at_home = row == len(self._devices)
         device = vessel.device if at_home else self.device(row, parameter.device)
         part = None if self._shares else self.twins.noted(row, parameter)
@@ -274,8 +270,8 @@ class ParameterRows:
         if self._shares:
             if address_of(vessel) != address_of(parameter):
                 vessel.data = parameter.detach()
-        elif (at_home or not self._elsewhere) and are_alike(vessel, parameter) and vessel.device == device:
-            vessel.copy_(parameter)
+        elif are_alike(vessel, parameter) and vessel.device == device:
+            (vessel if counts else vessel.data).copy_(parameter)  # in place: a step may have a view
         else:
             vessel.data = copied(parameter, device)
 
@@ -286,15 +282,17 @@ class ParameterRows:
     def _write_all(self, places: Iterable[int]) -> None:
         with torch.no_grad():
             for place in places:
+                counts = self._writes.is_counted(place, self.inside[place])
                 for row, vessels in enumerate(self._vessels):
                     if row != self.row:
-                        self._write(vessels[place], self.inside[place], row)
+                        self._write(vessels[place], self.inside[place], row, False, counts)
 
     def mark(self) -> None:
-        """Remembers the parameters as they are, and lets them go; compute devices keep no values between runs."""
+        """Remembers the parameters as they are, and lets them go; compute devices keep values with a view alone."""
         self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
             with torch.no_grad():
                 for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
-                    vessel.data = vessel.data.new_empty(0)
+                    if vessel.layout is not torch.strided or torch_internals.lie_alone(vessel):
+                        vessel.data = vessel.data.new_empty(0)
         self.inside = []

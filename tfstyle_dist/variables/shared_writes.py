@@ -41,6 +41,10 @@ class SharedWrites:
             same = _mark(parameter) == self._marks[place]
             self._read[place] = parameter.detach().clone() if same else None
 
+    def is_counted(self, place: int, parameter: torch.Tensor) -> bool:
+        """Whether the version of a parameter says that it was written to since ``note``."""
+        return place >= len(self._marks) or _mark(parameter) != self._marks[place]
+
     def compare(self, replica: int, parameters: Sequence[torch.Tensor]) -> list[int]:
         """A replica comes to a call that all make, or to its end.
 

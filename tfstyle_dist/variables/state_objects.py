@@ -28,8 +28,6 @@ _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
 _FEW = 64
 """Of entries in a container of objects that hold state, such as the groups of an optimizer; more are data."""
-_MOST_BOXES = 8
-"""Of containers within each other; one may hold itself."""
 MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
 BOXES = (dict, list, tuple, set, deque)
@@ -172,18 +170,19 @@ def _holds_state(thing: Any, depth: int) -> bool:
     return any(_is_or_holds(value, depth) for value in list(thing.__dict__.values()))
 
 
-def _is_or_holds(value: Any, depth: int, boxes: int = _MOST_BOXES) -> bool:
-    if issubclass(type(value), types.ModuleType):
+def _is_or_holds(value: Any, depth: int, outer: tuple[int, ...] = ()) -> bool:
+    """``outer``: the containers in which the value is, by ``id``; one may hold itself."""
+    if issubclass(type(value), types.ModuleType) or id(value) in outer:
         return False
     if isinstance(value, (torch.Tensor, torch.Generator, *HOLDERS)):
         return True
     if isinstance(value, list | tuple | dict):
-        parts = parts_of(value, _MOST_HELD) if boxes else []
+        parts = parts_of(value, _MOST_HELD)
         if parts and isinstance(value, dict):  # what is kept of each parameter, by the parameter
             parts += dict.keys(value)
-        inner = depth if len(parts) <= _FEW else 0
-        return any(_is_or_holds(v, inner, boxes - 1) for v in parts)
-    if isinstance(value, Mapping):  # a dict of a class of its own, such as those of tensordict, in which are others
-        within = list(value.__dict__.values()) if boxes and is_plain(value) else []
-        return any(_is_or_holds(v, depth, boxes - 1) for v in within)
-    return depth > 0 and is_plain(value) and _holds_state(value, depth - 1)
+        depth = depth if len(parts) <= _FEW else 0
+    elif isinstance(value, Mapping):  # of a class of its own, such as those of tensordict, in which are others
+        parts = list(value.__dict__.values()) if is_plain(value) else []
+    else:
+        return depth > 0 and is_plain(value) and _holds_state(value, depth - 1)
+    return any(_is_or_holds(part, depth, (*outer, id(value))) for part in parts)

@@ -210,7 +210,7 @@ def fastai_learner(run):
 
     data = [(random(i, 6), random(i + 100, 3)) for i in range(16)]
     with run.scope():
-        loaders = DataLoaders(DataLoader(data, BATCH), DataLoader(data, BATCH), device="cpu")
+        loaders = DataLoaders(DataLoader(data, BATCH), DataLoader(data, BATCH), device=torch.get_default_device())
         learner = Learner(loaders, Net(), loss_func=MSELossFlat(), lr=0.01, cbs=[Share()])
         learner.create_opt()
     run.run(lambda: learner.fit(2))
