@@ -164,12 +164,14 @@ def target_in_trees_of_trees() -> tuple[nn.Module, Step]:
 
 
 class _Counts(nn.Module):
-    """A module whose hash is that of its values, and which makes something of a comparison, as torchmetrics' do."""
+    """A module whose hash is that of its values, as in torchmetrics; while it is made it has no other attributes."""
 
     seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.inner = nn.Identity()
         self.register_buffer("seen", torch.zeros(()))
 
     def __hash__(self) -> int:
@@ -178,9 +180,14 @@ class _Counts(nn.Module):
     def __eq__(self, other: object) -> Any:
         raise RuntimeError("cannot be compared")
 
+    def __getattr__(self, name: str) -> Any:
+        if not self.__dict__.get("_modules"):
+            raise LookupError("it has not been made whole yet")
+        return super().__getattr__(name)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
-        return x * (1 + 0.1 * self.seen)
+        return x * (self.scale + 0.1 * self.seen)
 
 
 @case

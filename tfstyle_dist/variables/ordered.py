@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
-
-from tfstyle_dist.core.torch_internals import WeakIdKeyDictionary
 
 _Item = TypeVar("_Item")
 
@@ -13,19 +12,29 @@ _Item = TypeVar("_Item")
 class WeakOrderedSet(Generic[_Item]):
     """Iterates in the order in which the items were added.
 
-    Items are told apart by identity: modules of other libraries may have a hash that changes with their values, as
-    metrics of torchmetrics have, or may not be compared, as parameters of tensordict.
+    Items are told apart by identity, and nothing is asked of them: modules of other libraries may have a hash that
+    changes with their values, as metrics of torchmetrics have, may not be compared, as parameters of tensordict, or may
+    not answer before they are whole, as wrappers of peft.
     """
 
     def __init__(self) -> None:
-        self._items: Any = WeakIdKeyDictionary()
+        self._items: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
 
-    def add(self, item: _Item) -> None:
-        """Adds an item; one that is there already stays in its place."""
-        self._items.setdefault(item, None)
+    def add(self, item: _Item) -> list[Any]:
+        """Adds an item; one that is there already stays in its place.
+
+        Returns:
+            A list that lives as long as the item.
+        """
+        items, number = self._items, id(item)
+        if number not in items:
+            items[number] = weakref.ref(item, lambda _: items.pop(number, None)), []
+        return items[number][1]
 
     def __contains__(self, item: object) -> bool:
-        return item in self._items
+        return id(item) in self._items
 
     def __iter__(self) -> Iterator[_Item]:
-        return iter(self._items)
+        for reference, _ in list(self._items.values()):
+            if (item := reference()) is not None:
+                yield item

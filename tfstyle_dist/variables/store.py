@@ -68,9 +68,8 @@ class ParameterStore:
         self.version = self.runs = 0
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
+        # With each the records of its buffers, which live as long: another tensor may take a buffer's place.
         self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
-        # A record of a buffer lives as long as the module, because another tensor may take the buffer's place.
-        self._buffers: Any = torch_internals.WeakIdKeyDictionary()  # lists of records, by the module
         self._equalizing = False
         self.on_adopt: Callable[[Record], None] | None = None
         self.make_equal: Callable[[list[Record]], None] | None = None
@@ -206,9 +205,9 @@ class ParameterStore:
 
     def _tie(self, record: Record, module: torch.nn.Module, name: str) -> None:
         record.module, record.local_name = weakref.ref(module), name
-        self._modules.add(module)
+        living = self._modules.add(module)
         if record.kind == "buffer":
-            tie_buffer(record, module, name, self._buffers.setdefault(module, []))
+            tie_buffer(record, module, name, living)
 
     def _check_owner(self, record: Record, name: str) -> None:
         if record.store is not self:

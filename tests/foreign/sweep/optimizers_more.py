@@ -25,7 +25,7 @@ import sophia_opt
 import torch
 import torchzero as tz
 from optimizers import OF_THE_REPLICA, ROUNDING, Made, Matrices, of, trained
-from programs import Program, Run, add
+from programs import DRAWS, Program, Run, add
 from torch import nn, optim
 from torch.nn import functional as F
 
@@ -54,6 +54,8 @@ for _name, _kind in _classes(heavyball).items():
         _single: dict[str, Any] = {"dtype": "fp32"} if any(part in _name for part in SINGLE) else {}
         if "SOAP" in _name or "SOLP" in _name:
             _single["differs"] = ROUNDING
+        if _name in ("LATHER", "PSGDKron", "PSGDLRA"):
+            _single["differs"] = {"elastic": DRAWS}
         add(GROUP, f"heavyball.{_name}", trained(of(_kind), Matrices), limit=120.0, **_single)
 add(GROUP, "heavyball.SplitOpt", trained(lambda m: heavyball.SplitOpt([
     {"params": [p for p in m.parameters() if p.ndim == 2], "optimizer": heavyball.Muon, "lr": 1e-3},
