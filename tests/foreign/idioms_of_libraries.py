@@ -181,7 +181,7 @@ class _Counts(nn.Module):
         raise RuntimeError("cannot be compared")
 
     def __getattr__(self, name: str) -> Any:
-        if not self.__dict__.get("_modules"):
+        if name.startswith("_") and not self.__dict__.get("_modules"):
             raise LookupError("it has not been made whole yet")
         return super().__getattr__(name)
 
