@@ -74,7 +74,8 @@ def _value(verdict: Verdict | None) -> str:
 
 
 def _said(text: str, length: int) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:length]
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= length else line[:length].rpartition(" ")[0] + " ..."
 
 
 def written(verdicts: Sequence[Verdict], missing: Sequence[str], seconds: float) -> str:
