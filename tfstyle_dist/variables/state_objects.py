@@ -14,6 +14,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.common_objects import HeldInCommon
+from tfstyle_dist.variables.copies import ATOMS
 
 # Of these packages objects are machinery or data, unless they are modules, optimizers, schedulers or scalers.
 _SKIPPED = (
@@ -28,6 +29,8 @@ _MOST_HELD = 4096
 """Of entries in a container of state, such as averages of all parameters; more are data."""
 _FEW = 64
 """Of entries in a container of objects that hold state, such as the groups of an optimizer; more are data."""
+_MOST_VALUES = 500
+"""That are looked at for such objects: what holds no state is looked at in each run."""
 MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
 BOXES = (dict, list, tuple, set, deque)
@@ -59,7 +62,9 @@ def is_state(thing: Any, part: bool = False) -> bool:
         return not _is_unfinished(thing)
     if isinstance(thing, HeldInCommon) or not is_plain(thing):
         return False
-    return part or _is_optimizer(thing) or _holds_state(thing, depth=2)
+    if part or _is_optimizer(thing) or _holds_state(thing, 2, None):
+        return True
+    return _holds_state(thing, 2, [None] * _MOST_VALUES)
 
 
 def has_parts(thing: Any) -> bool:
@@ -166,23 +171,32 @@ def _is_skipped(module: str) -> bool:
     return any(module == skipped or module.startswith(f"{skipped}.") for skipped in _SKIPPED)
 
 
-def _holds_state(thing: Any, depth: int) -> bool:
-    return any(_is_or_holds(value, depth) for value in list(thing.__dict__.values()))
+def _holds_state(thing: Any, depth: int, left: list[None] | None, outer: tuple[int, ...] = ()) -> bool:
+    return any(_is_or_holds(value, depth, left, outer) for value in list(thing.__dict__.values()))
 
 
-def _is_or_holds(value: Any, depth: int, outer: tuple[int, ...] = ()) -> bool:
-    """``outer``: the containers in which the value is, by ``id``; one may hold itself."""
-    if issubclass(type(value), types.ModuleType) or id(value) in outer:
+def _is_or_holds(value: Any, depth: int, left: list[None] | None, outer: tuple[int, ...]) -> bool:
+    """Whether a value is a tensor or the like, or holds one.
+
+    Args:
+        value: anything.
+        depth: how many objects within each other are looked into.
+        left: as long as the number of values that are looked at; ``None``: all, but no objects in containers.
+        outer: the containers in which the value is, by ``id``; one may hold itself.
+    """
+    kind = type(value)
+    if kind in ATOMS or issubclass(kind, types.ModuleType) or id(value) in outer or left == []:
         return False
+    if left is not None:
+        left.pop()
     if isinstance(value, (torch.Tensor, torch.Generator, *HOLDERS)):
         return True
     if isinstance(value, list | tuple | dict):
         parts = parts_of(value, _MOST_HELD)
         if parts and isinstance(value, dict):  # what is kept of each parameter, by the parameter
             parts += dict.keys(value)
-        depth = depth if len(parts) <= _FEW else 0
-    elif isinstance(value, Mapping):  # of a class of its own, such as those of tensordict, in which are others
-        parts = list(value.__dict__.values()) if is_plain(value) else []
-    else:
-        return depth > 0 and is_plain(value) and _holds_state(value, depth - 1)
-    return any(_is_or_holds(part, depth, (*outer, id(value))) for part in parts)
+        depth = depth if left is not None and len(parts) <= _FEW else 0
+        return any(_is_or_holds(part, depth, left, (*outer, id(value))) for part in parts)
+    if left is not None and isinstance(value, Mapping):  # of its own class, as those of tensordict; in it are others
+        return is_plain(value) and _holds_state(value, depth, left, (*outer, id(value)))
+    return depth > 0 and is_plain(value) and _holds_state(value, depth - 1, left, outer)
