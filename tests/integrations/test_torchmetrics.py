@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics as tm
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
-
-tm = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install '.[test]'")
 
 Central = tfd.experimental.CentralStorageStrategy
 CENTRAL = NamedStrategy("central_2", lambda: Central(["cpu:0", "cpu:1"]))

@@ -8,7 +8,7 @@ every replica makes ``compute``, ``reset`` is one for all of them, and an ``upda
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,6 @@ from tfstyle_dist.variables.object_content import ObjectContent
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _MOST_DIMENSIONS = 8
-
-
-def counts_of(thing: Any) -> Sequence[str]:
-    """The names of the attributes in which a metric counts for each replica; none of anything else."""
-    return list(thing.metric_state) if _is_metric(thing) and thing.dist_sync_fn is of_all_replicas else ()
 
 
 def _is_metric(thing: Any) -> bool:
@@ -58,7 +53,7 @@ class JointMetric:
     def __init__(self, metric: Any, content: ObjectContent, contents: Contents) -> None:
         self._metric, self._content, self._contents = weakref.ref(metric), content, weakref.ref(contents)
         self._counts = False  # a batch, for ``forward``
-        self._reset = metric.reset
+        self._reset, content.own = metric.reset, frozenset(metric.metric_state)
         now: dict[str, Any] = {n: _Method(metric, n, getattr(self, n)) for n in ("compute", "reset", "forward")}
         now.update(distributed_available_fn=_in_a_replica, dist_sync_fn=of_all_replicas)
         for attributes in content.dicts:

@@ -20,9 +20,10 @@ class ObjectContent:
         dicts: the attributes for each replica; that of the replica whose turn it is may be old.
         number: place in the order in which objects were taken.
         fresh: the attributes that were other objects when it was marked; whoever has looked at them empties it.
+        own: the attributes that are never copied, whatever is written to them: each replica's are its own.
     """
 
-    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "fresh", "number", "reference")
+    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "fresh", "number", "own", "reference")
 
     def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None], number: int = 0) -> None:
         self.reference: weakref.ref[Any] = weakref.ref(thing, gone)
@@ -33,6 +34,7 @@ class ObjectContent:
         self._sizes: list[int] = []
         self._deep: list[Mark] = []
         self.fresh: Sequence[str] = ()
+        self.own: frozenset[str] = frozenset()
 
     def clear(self) -> None:
         """The object is gone."""
@@ -73,12 +75,14 @@ class ObjectContent:
         )
 
     def changes(self, now: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """The attributes that are other ones, or were written to; and those that are gone."""
+        """The attributes that are other ones, or were written to; and those that are gone. None of ``own``."""
         marks = {id(m.value): m for m in self._deep}
         old = dict(zip(self._keys, self._values, strict=True))
         sizes = {id(b): s for b, s in zip(self._boxes, self._sizes, strict=True)}
         written = []
         for name, value in now.items():
+            if name in self.own:
+                continue
             known = name in old and value is old[name]
             mark = marks.get(id(value))
             if known and (id(value) not in sizes or len(value) == sizes[id(value)]) and (mark is None or mark.same()):
@@ -97,10 +101,11 @@ class ObjectContent:
         return self._deep
 
     def marks(self) -> Iterator[tuple[str, Any, Mark | None]]:
-        """Each attribute with what it was, and the mark of its contents if it has any."""
+        """Each attribute but ``own`` with what it was, and the mark of its contents if it has any."""
         by_id = {id(m.value): m for m in self._deep}
         for name, value in zip(self._keys, self._values, strict=True):
-            yield name, value, by_id.get(id(value))
+            if name not in self.own:
+                yield name, value, by_id.get(id(value))
 
 
 class AllObjects:

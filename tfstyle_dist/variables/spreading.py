@@ -11,7 +11,6 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
 from tfstyle_dist.variables.counterparts import Counterparts
-from tfstyle_dist.variables.metrics import counts_of
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike, has_memory_at
 from tfstyle_dist.variables.parameter_rows import ParameterRows
@@ -68,10 +67,9 @@ class Spreader:
             others: the replicas but the first one.
         """
         for thing, content in things:
-            counts = counts_of(thing)
             for replica in others:
                 copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
-                kept = {name: own[name] for name in counts}
+                kept = {name: own[name] for name in content.own}
                 own.clear()
                 own.update({name: copier(value) for name, value in list(thing.__dict__.items()) if name not in kept})
                 own.update(kept)
@@ -93,8 +91,6 @@ class Spreader:
         for thing, content in changed:
             now = thing.__dict__
             written, gone = content.changes(now)
-            if counts := counts_of(thing):
-                written = [name for name in written if name not in counts]
             for replica in others:
                 copier, own = self.copier(replica, has_parts(thing)), content.dicts[replica]
                 own.update({name: copier(now[name]) for name in written})
@@ -122,9 +118,9 @@ class Spreader:
     def _find_twins(self, things: Things, others: Sequence[int]) -> None:
         """Notes what each replica has in the place of what replica 0 has; writes there what was written in place."""
         for thing, content in things:
-            now, counts = thing.__dict__, counts_of(thing)
+            now = thing.__dict__
             for name, value, mark in content.marks():
-                for replica in others if name not in counts else ():
+                for replica in others:
                     self._pair(now.get(name), value, content.dicts[replica].get(name), mark, replica)
 
     def _pair(self, now: Any, old: Any, own: Any, mark: Any, replica: int) -> None:
