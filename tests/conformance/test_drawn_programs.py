@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import drawn_inputs
 import pytest
 from drawn_plans import WORKERS, drawn
 from drawn_runs import Run
@@ -21,15 +22,18 @@ import harness
 
 
 @functools.cache
-def recorded() -> Mapping[str, Any]:
+def recorded(file: str = "drawn_golden.json") -> Mapping[str, Any]:
     """TensorFlow's results (``record_drawn.py``)."""
-    return json.loads((HERE / "drawn_golden.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((HERE / file).read_text())  # type: ignore[no-any-return]
+
+
+inputs = functools.partial(recorded, "drawn_inputs_golden.json")
 
 
 def differences(seed: str, program: Mapping[str, Any], expected: list[Any], found: list[Any]) -> list[str]:
     """What a program gave elsewhere than in TensorFlow, but for errors that are accidents there."""
     compare, wrong = load_compare(), []
-    operations = [*program["operations"], *["content of a variable"] * len(expected)]
+    operations = [*program.get("reads", program["operations"]), *["content of a variable"] * len(expected)]
     if len(expected) != len(found):
         wrong.append(f"program {seed}: {len(found)} results instead of {len(expected)}")
     for operation, there, here in zip(operations, expected, found, strict=False):
@@ -61,6 +65,26 @@ def test_drawn_programs_agree_on_two_workers(rank: int) -> None:
         for seed, expected in recorded()["workers"].items():
             program = drawn(int(seed), WORKERS)
             found = harness.jsonable(Run(Facade(), program, strategy).results())
+            wrong += differences(seed, program, expected[rank], found)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("seed", inputs()["programs"])
+def test_a_drawn_input_agrees_with_tensorflow(seed: str) -> None:
+    program, xp = drawn_inputs.drawn(int(seed)), Facade()
+    with xp.strategy(program["kind"], program["n"]) as strategy:
+        found = harness.jsonable(drawn_inputs.Reading(xp, program, strategy).results())
+    wrong = differences(seed, program, inputs()["programs"][seed], found)
+    assert not wrong, "\n".join([str(program), *wrong])
+
+
+@pytest.mark.distributed(workers=2, timeout=120)
+def test_drawn_inputs_agree_on_two_workers(rank: int) -> None:
+    wrong = []
+    with td.MultiWorkerMirroredStrategy() as strategy:
+        for seed, expected in inputs()["workers"].items():
+            program = drawn_inputs.drawn(int(seed), 2)
+            found = harness.jsonable(drawn_inputs.Reading(Facade(), program, strategy).results())
             wrong += differences(seed, program, expected[rank], found)
     assert not wrong, "\n".join(wrong)
 

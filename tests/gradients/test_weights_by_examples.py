@@ -81,6 +81,26 @@ def test_several_workers_of_several_replicas_train_as_one_device(reads: str) -> 
         close(weights, on_one_device([(data[0][a:b], data[1][a:b]) for a, b in quarters])[0])
 
 
+@two_by_two
+@pytest.mark.parametrize("map_style", [True, False])
+def test_workers_that_read_the_same_train_as_on_the_examples_of_both(map_style: bool) -> None:
+    """Pieces of 2, 2, 2, 1 for the one and 2, 1, 2, 2 for the other: a step has 7 examples, as many as a batch."""
+    data = rows(13)
+    off = td.data.experimental.AutoShardPolicy.OFF
+    with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        if map_style:
+            batches = strategy.experimental_distribute_dataset(
+                TensorDataset(*data), global_batch_size=7, auto_shard_policy=off
+            )
+        else:
+            cuts = [(data[0][:7], data[1][:7]), (data[0][7:], data[1][7:])]
+            batches = strategy.experimental_distribute_dataset(Stream(cuts), auto_shard_policy=off)
+        weights, _ = trained(strategy, batches)
+    both = [((0, 4), (0, 3)), ((4, 7), (3, 7)), ((7, 11), (7, 10)), ((11, 13), (10, 13))]
+    steps = [tuple(torch.cat([part[a:b] for a, b in taken]) for part in data) for taken in both]
+    close(weights, on_one_device(steps)[0])
+
+
 class Stream:
     """Batches whose number is not known in advance."""
 

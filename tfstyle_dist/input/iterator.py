@@ -12,8 +12,9 @@ import torch
 from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
-from tfstyle_dist.input.pipeline import Position, Step
+from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.prefetch import to_device
+from tfstyle_dist.input.sharding import Position
 from tfstyle_dist.input.split import empty_like, group, map_leaves
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
 from tfstyle_dist.values import Share, any_noted, note_batch
@@ -21,7 +22,7 @@ from tfstyle_dist.values import Share, any_noted, note_batch
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
 
-_VERSION = 1
+_VERSION = 2
 _alive: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
 
 
@@ -185,7 +186,8 @@ class DistributedIterator:
         self._dataset.continue_after(self._epoch)
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
+        known = isinstance(state, dict) and state.get("version") in (1, _VERSION)
+        if not known or (state["version"] == 1 and state["position"][1]):  # it counted examples inside of a batch
             raise ValueError(f"This is not a state of a distributed iterator (version {_VERSION}): {state!r}.")
         unit, facts = self._pipeline.unit, self._pipeline.facts()
         if state["unit"] != unit:
@@ -206,6 +208,13 @@ class DistributedIterator:
                 f"This position was saved with {state['layout'][0]} worker(s) of {state['layout'][1]} replica(s); here "
                 f"are {now[0]} of {now[1]}. Where each worker reads its own files or pipeline, a position inside an "
                 "epoch fits the same numbers only. Use AutoShardPolicy.DATA, or save at the end of an epoch."
+            )
+        if state["position"][1] and (state["layout"] != now or state["facts"] != facts):
+            raise ValueError(
+                f"This position is {state['position'][1]} step(s) inside of a global batch that was divided for "
+                f"{state['layout'][0]} worker(s) of {state['layout'][1]} replica(s), {state['facts']}; here are "
+                f"{now[0]} of {now[1]}, {facts}. Under AutoShardPolicy.OFF go on with the same numbers, or save where a "
+                "batch ends."
             )
 
     # ---- steps ------------------------------------------------------------------------------------------------

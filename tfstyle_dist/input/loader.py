@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.pipeline import Pipeline, Position, Step, cut, stopping
+from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
-from tfstyle_dist.input.sharding import Layout, Pieces, count_steps
+from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps
 from tfstyle_dist.input.split import leading_size, map_leaves
-from tfstyle_dist.values import Division, cut_evenly
 
 _DONE = object()
 
@@ -108,14 +107,14 @@ class SamplerPipeline(Pipeline):
 
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
-        self.sampler.begin(epoch, position[0])
+        self.sampler.begin(epoch, position)
         loader = self._idle_loader()
         # Its generator is the CPU's, whatever the default device is.
         with torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch
-        reader = _Reader(self, self.sampler.plan(), batches, position[0])
+        reader = _Reader(self, self.sampler.plan(), batches)
         if loader is self._loader:
             self._reader = weakref.ref(reader)
         return reader
@@ -173,13 +172,10 @@ class _Reader:
     """The steps of one epoch."""
 
     def __init__(
-        self, pipeline: SamplerPipeline, plan: Iterator[tuple[Pieces, int]], batches: Iterator[Any] | None, start: int
+        self, pipeline: SamplerPipeline, plan: Iterator[tuple[Cut, Position]], batches: Iterator[Any] | None
     ) -> None:
         self._pipeline, self._plan, self._batches = pipeline, plan, batches
         self._share_of = pipeline.sampler.reader()
-        self._before = start
-        self._spread = pipeline.sampler.policy is AutoShardPolicy.DATA
-        self._layout = pipeline.layout
         self.finished = False
 
     def __iter__(self) -> Iterator[Step]:
@@ -193,12 +189,8 @@ class _Reader:
                 next(self._batches, None)  # lets the DataLoader see its end and stop its processes
                 self._batches = iter(())
             raise StopIteration
-        pieces, after = entry
-        size, self._before = after - self._before, after
-        sizes = [len(piece) for piece in pieces]
-        # Under OFF every worker reads the same, and takes the same pieces of it.
-        division = cut_evenly(size, self._layout.all_replicas) if self._spread else None
-        return Step(self._parts(pieces), (after, 0), None, sizes, division or Division.of(sizes * self._layout.workers))
+        (pieces, division), after = entry
+        return Step(self._parts(pieces), after, None, [len(piece) for piece in pieces], division)
 
     def _parts(self, pieces: Pieces) -> list[Any]:
         size = len(pieces[0]) if len(pieces) == 1 else sum(len(p) for p in pieces)

@@ -10,12 +10,9 @@ from typing import Any
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.sharding import Layout, Pieces, steps_of_batch
+from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
-from tfstyle_dist.values import Division, cut_evenly
-
-Position = tuple[int, int]
-"""Where a step begins: units read, and examples taken of the unit after them."""
+from tfstyle_dist.values import Division
 
 
 @dataclass(frozen=True)
@@ -85,9 +82,9 @@ class Pipeline(abc.ABC):
         return
 
 
-def cut(batch: Any, pieces: Pieces, first: int = 0) -> list[Any]:
-    """The parts of ``batch`` at ``pieces``, which count from ``first``."""
-    return [slice_batch(batch, range(p.start - first, p.stop - first)) for p in pieces]
+def cut(batch: Any, pieces: Pieces) -> list[Any]:
+    """The parts of ``batch`` at ``pieces``."""
+    return [slice_batch(batch, piece) for piece in pieces]
 
 
 class BatchPipeline(Pipeline):
@@ -147,20 +144,14 @@ class BatchPipeline(Pipeline):
             full = max(full, size)
             if number < position[0]:
                 continue
-            done = position[1] if number == position[0] else 0
-            steps = steps_of_batch(size - done, full, self.layout, self._policy)
-            for index, pieces in enumerate(steps, start=1):
+            steps = steps_of_batch(size, full, self.layout, self._policy)
+            for index, (pieces, division) in enumerate(steps, start=1):
+                if number == position[0] and index <= position[1]:
+                    continue
                 made += 1
-                after = (number + 1, 0) if index == len(steps) else (number, done + pieces[-1].stop)
+                after = (number + 1, 0) if index == len(steps) else (number, index)
                 sizes = [len(piece) for piece in pieces]
-                division = self._division(size - done, sizes)
-                parts = cut(batch, pieces, -done)
-                yield Step(parts, (made, 0) if self.unit == "steps" else after, batch, sizes, division)
-
-    def _division(self, size: int, sizes: list[int]) -> Division | None:
-        if self._policy is AutoShardPolicy.DATA:
-            return cut_evenly(size, self.layout.all_replicas)
-        return Division.of(sizes) if self.layout.workers == 1 else None
+                yield Step(cut(batch, pieces), (made, 0) if self.unit == "steps" else after, batch, sizes, division)
 
 
 class DealtPipeline(Pipeline):

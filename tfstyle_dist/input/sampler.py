@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.sharding import Layout, Pieces, count_steps, steps_of_batch
+from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps, steps_of_batch
 from tfstyle_dist.runtime.worker import Worker
 
 _SEEDS = 2**63
@@ -156,29 +156,29 @@ class ShareSampler(Sampler[list[Any]]):
         self.order, self.batch_size, self.drop_remainder = order, batch_size, drop_remainder
         self.layout, self.policy = layout, policy
         self._indices: Sequence[Any] | torch.Tensor = range(0)
-        self._start = 0
+        self._start: Position = (0, 0)
 
-    def begin(self, epoch: int, start: int = 0) -> None:
-        """Chooses the epoch, and the sample of it, where the next ``iter`` begins."""
-        self._indices, self._start = self.order.indices(epoch), start
+    def begin(self, epoch: int, position: Position = (0, 0)) -> None:
+        """Chooses the epoch, and where in it the next ``iter`` begins."""
+        self._indices, self._start = self.order.indices(epoch), position
 
     def some_index(self) -> Any:
         """The first index of the chosen epoch."""
         index = self._indices[0]
         return int(index) if isinstance(index, torch.Tensor) else index
 
-    def plan(self) -> Iterator[tuple[Pieces, int]]:
+    def plan(self) -> Iterator[tuple[Cut, Position]]:
         """The steps of the chosen epoch.
 
         Yields:
-            The ranges of each step, as positions in the epoch's order, and where the next step begins.
+            What each step takes, as places in the epoch's order, and where the next step begins.
         """
         return _plan(self._start, len(self._indices), self.batch_size, self.drop_remainder, self.layout, self.policy)
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the plan and the order are taken now, so that a later begin() does not disturb.
         share_of = self.reader()
-        return (share_of(pieces) for pieces, _ in self.plan() if any(pieces))
+        return (share_of(step.pieces) for step, _ in self.plan() if any(step.pieces))
 
     def reader(self) -> Callable[[Pieces], list[Any]]:
         """A function that takes the ranges of a step of the epoch chosen now, and gives the samples' indices."""
@@ -194,21 +194,22 @@ class ShareSampler(Sampler[list[Any]]):
         return share_of
 
     def __len__(self) -> int:
-        left = max(len(self._indices) - self._start, 0)
-        return count_steps(left, self.batch_size, self.drop_remainder, self.layout, self.policy)
+        start, taken = self._start
+        left = max(len(self._indices) - start, 0)
+        return max(count_steps(left, self.batch_size, self.drop_remainder, self.layout, self.policy) - taken, 0)
 
 
 def _plan(
-    start: int, end: int, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy
-) -> Iterator[tuple[Pieces, int]]:
+    position: Position, end: int, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy
+) -> Iterator[tuple[Cut, Position]]:
+    start, taken = position
     full = steps_of_batch(batch_size, batch_size, layout, policy)
     while start < end:
         size = min(batch_size, end - start)
         if size < batch_size and drop_remainder:
             return
         steps = full if size == batch_size else steps_of_batch(size, batch_size, layout, policy)
-        for number, pieces in enumerate(steps, start=1):
-            last = number == len(steps)
-            after = start + (size if last else pieces[-1].stop)
-            yield tuple([range(start + p.start, start + p.stop) for p in pieces]), after
-        start += size
+        for number, (pieces, division) in enumerate(steps[taken:], start=taken + 1):
+            after = (start + size, 0) if number == len(steps) else (start, number)
+            yield Cut(tuple([range(start + p.start, start + p.stop) for p in pieces]), division), after
+        start, taken = start + size, 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tfstyle_dist.core.errors import InvalidArgumentError, NotFoundError
 from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.values import Division, cut_evenly
 
 T = TypeVar("T")
 Pieces = tuple[range, ...]
 """The examples of one global batch for one step of one worker: a range for each of its replicas."""
+Position = tuple[int, int]
+"""Where a step begins: units (samples, batches or steps) that were used up, and steps taken of the batch after them."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,24 @@ class Layout:
         return Layout(self.workers, worker, self.replicas)
 
 
-def chunks(size: int, replicas: int, full_size: int | None = None) -> list[range]:
-    """Cuts a batch into consecutive pieces of equal size, as TensorFlow does.
+class Cut(NamedTuple):
+    """What one worker takes out of a batch in one step.
+
+    Attributes:
+        pieces: the examples of each of its replicas.
+        division: the shares of all replicas of all workers; ``None`` where this worker alone cannot tell.
+    """
+
+    pieces: Pieces
+    division: Division | None
+
+
+def chunks(size: int, replicas: int) -> list[range]:
+    """Cuts a batch into consecutive pieces of equal size, as TensorFlow does where all workers read the same batches.
 
     Args:
         size: examples in the batch.
         replicas: number of pieces.
-        full_size: size of a full batch; given, a smaller last batch is cut into pieces of the full batch's size.
 
     Returns:
         ``replicas`` ranges; the last ones may be shorter or empty.
@@ -52,20 +67,45 @@ def chunks(size: int, replicas: int, full_size: int | None = None) -> list[range
     Example:
         >>> [len(c) for c in chunks(5, 4)]
         [2, 2, 1, 0]
-        >>> [len(c) for c in chunks(2, 2)], [len(c) for c in chunks(2, 2, full_size=4)]
-        ([1, 1], [2, 0])
     """
-    whole = size if full_size is None else max(size, full_size)
-    step = -(-whole // replicas)
+    step = -(-size // replicas)
     return [range(min(i * step, size), min((i + 1) * step, size)) for i in range(replicas)]
 
 
-def steps_of_batch(size: int, full_size: int, layout: Layout, policy: AutoShardPolicy) -> list[Pieces]:
+def own_pieces(size: int, full_size: int, layout: Layout) -> list[range]:
+    """Cuts a batch of a stream that one worker reads alone, as ``tf.data`` rebatches it (``batch_sizes_for_worker``).
+
+    The pieces of a full batch differ by one example at most. Those of worker 0 begin with the larger ones, and each
+    worker begins where the replicas of the one before it end; so what all replicas get in one step is a full batch.
+
+    Args:
+        size: examples in the batch.
+        full_size: those of a full batch; a smaller last batch is cut into pieces of the full batch's sizes.
+        layout: numbers of workers and replicas.
+
+    Returns:
+        A range for each replica of all workers; the last ones may be shorter or empty.
+
+    Example:
+        >>> [len(c) for c in own_pieces(7, 7, Layout(workers=2, worker=0, replicas=2))]
+        [2, 2, 2, 1]
+        >>> [len(c) for c in own_pieces(7, 7, Layout(workers=2, worker=1, replicas=2))]
+        [2, 1, 2, 2]
+        >>> [len(c) for c in own_pieces(3, 7, Layout(replicas=3))]
+        [3, 0, 0]
+    """
+    pieces, first = layout.all_replicas, layout.worker * layout.replicas
+    small, larger = divmod(max(size, full_size), pieces)
+    sizes = [small + ((first + i) % pieces < larger) for i in range(pieces)]
+    return [range(min(a, size), min(b, size)) for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+
+
+def steps_of_batch(size: int, full_size: int, layout: Layout, policy: AutoShardPolicy) -> list[Cut]:
     """What one worker takes out of one batch of the stream that it reads.
 
     Under ``DATA`` (and with one worker) a batch is one step. Its pieces go to the workers in turn: piece k to worker
-    k mod W. Under the other policies a worker keeps all pieces of its own stream, L in each step; steps in which it
-    would have nothing are left out.
+    k mod W. Under the other policies a worker keeps all pieces of its own stream, L in each step. A last batch that is
+    smaller has no step in which nobody who reads it has an example: this worker, or under ``OFF`` all of them.
 
     Args:
         size: examples in the batch.
@@ -74,16 +114,25 @@ def steps_of_batch(size: int, full_size: int, layout: Layout, policy: AutoShardP
         policy: ``OFF``, ``FILE``, ``DATA`` or ``HINT``; see ``resolve_policy``.
 
     Returns:
-        For each step one range for each local replica.
+        The steps.
     """
-    own_size = policy is AutoShardPolicy.DATA
-    pieces = chunks(size, layout.all_replicas, None if own_size else full_size)
     if policy is AutoShardPolicy.DATA:
-        return [tuple(pieces[layout.worker :: layout.workers])]
-    steps = [tuple(pieces[i : i + layout.replicas]) for i in range(0, len(pieces), layout.replicas)]
-    while len(steps) > 1 and not any(len(p) for p in steps[-1]):
+        pieces = chunks(size, layout.all_replicas)
+        return [Cut(tuple(pieces[layout.worker :: layout.workers]), cut_evenly(size, layout.all_replicas))]
+    off = policy is AutoShardPolicy.OFF
+    readers = [layout.of_worker(worker) for worker in range(layout.workers)] if off else [layout]
+    steps = list(zip(*(_in_steps(own_pieces(size, full_size, reader), layout) for reader in readers), strict=True))
+    while size < full_size and len(steps) > 1 and not any(any(pieces) for pieces in steps[-1]):
         steps.pop()
-    return steps
+    told = off or layout.workers == 1
+    return [
+        Cut(each[layout.worker if off else 0], Division.of([len(p) for part in each for p in part]) if told else None)
+        for each in steps
+    ]
+
+
+def _in_steps(pieces: Sequence[range], layout: Layout) -> list[Pieces]:
+    return [tuple(pieces[i : i + layout.replicas]) for i in range(0, len(pieces), layout.replicas)]
 
 
 def resolve_policy(policy: AutoShardPolicy, workers: int, has_files: bool, has_hint: bool) -> AutoShardPolicy:
@@ -160,7 +209,7 @@ def count_samples(samples: int, batch_size: int, drop_remainder: bool, layout: L
     """Examples that a worker keeps out of ``samples`` examples of the stream that it reads."""
 
     def kept(size: int) -> int:
-        return sum(len(p) for step in steps_of_batch(size, batch_size, layout, policy) for p in step)
+        return sum(len(p) for step in steps_of_batch(size, batch_size, layout, policy) for p in step.pieces)
 
     batches, rest = divmod(samples, batch_size)
     return (batches * kept(batch_size) if batches else 0) + (kept(rest) if rest and not drop_remainder else 0)

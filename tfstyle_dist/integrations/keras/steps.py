@@ -211,7 +211,7 @@ def divided(strategy: Strategy, batch: Any) -> Any:
     batch = keras.tree.map_structure(lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch)
     worker, size = strategy.worker, leading_size(batch)
     layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
-    (pieces,) = steps_of_batch(size, size, layout, AutoShardPolicy.DATA)
+    ((pieces, _),) = steps_of_batch(size, size, layout, AutoShardPolicy.DATA)
     parts = [slice_batch(batch, piece) for piece in pieces]
     moved = []
     for replica, part in enumerate(parts):
