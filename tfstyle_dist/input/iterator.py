@@ -213,8 +213,8 @@ class DistributedIterator:
             raise ValueError(
                 f"This position is {state['position'][1]} step(s) inside of a global batch that was divided for "
                 f"{state['layout'][0]} worker(s) of {state['layout'][1]} replica(s), {state['facts']}; here are "
-                f"{now[0]} of {now[1]}, {facts}. Under AutoShardPolicy.OFF go on with the same numbers, or save where a "
-                "batch ends."
+                f"{now[0]} of {now[1]}, {facts}. Under AutoShardPolicy.OFF go on with the same numbers, or save "
+                "where a batch ends."
             )
 
     # ---- steps ------------------------------------------------------------------------------------------------
