@@ -146,12 +146,7 @@ def test_a_step_that_draws_nothing_leaves_every_stream_as_one_that_could(strateg
     assert drawn[0] == drawn[1]
 
 
-COMPLEX = pytest.param(
-    torch.complex64, marks=pytest.mark.cpu_only("torch's backward of complex numbers ends the process")
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, COMPLEX, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16])
 def test_the_mean_of_two_gradients_is_their_sum_over_two_to_the_last_bit(
     strategy: td.MirroredStrategy, dtype: torch.dtype
 ) -> None:
