@@ -37,7 +37,7 @@ def test_a_spectrum_trains_as_on_one_device(strategy: td.Strategy, kind: str, pr
     with strategy.scope():
         model = Spectrum()
     reference = Spectrum()
-    # Some parts, as the imaginary one of a mean, have gradients that are rounding errors: Adam would make steps of them.
+    # Some parts, as the imaginary one of a mean, have rounding errors as gradients: Adam would make steps of them.
     options = {"lr": 0.01, **({"momentum": 0.9} if kind == "SGD" else {"eps": 1e-3})}
     optimizer, expected = (getattr(torch.optim, kind)(m.parameters(), **options) for m in (model, reference))
 

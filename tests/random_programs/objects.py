@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import of_their_own
 import torch
 from torch import nn, optim
 from torch.nn.utils import parametrizations
@@ -121,6 +122,7 @@ WITHOUT_TRACES: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "attention": Attention,
     "reparametrized": _reparametrized,
+    **of_their_own.MODELS,
 }
 """Models in which a forward pass leaves nothing of its data, so that replicas with data of their own stay alike."""
 
@@ -152,6 +154,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "fused momentum": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
     "fused adagrad": lambda p: optim.Adagrad(p, lr=0.05, fused=True),
     "foreach adam": lambda p: optim.Adam(p, lr=0.01, foreach=True),
+    **of_their_own.OPTIMIZERS,
 }
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),

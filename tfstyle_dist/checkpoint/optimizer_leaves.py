@@ -75,8 +75,9 @@ class OptimizerLeaf(Leaf):
         names, state = self._named(), self.target.state_dict()
         strategy = strategy_of(list(self.tensors()))
         if strategy is not None:
-            state = {**state, "state": dict(enumerate(self._on_servers(strategy)))}
-            state["state"] = {place: entry for place, entry in state["state"].items() if entry}
+            slots, counted = self._on_servers(strategy)
+            groups = [{**here, **there} for here, there in zip(state["param_groups"], counted, strict=True)]
+            state = {**state, "state": {i: entry for i, entry in enumerate(slots) if entry}, "param_groups": groups}
         groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
         others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
         return {
@@ -85,13 +86,18 @@ class OptimizerLeaf(Leaf):
             "others": codec.encode(others, self.path, put),
         }
 
-    def _on_servers(self, strategy: ParameterServerStrategy) -> list[dict[str, Any]]:
-        """The slots of each parameter, which the servers hold."""
+    def _on_servers(self, strategy: ParameterServerStrategy) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The slots of each parameter and the numbers of each group, as the servers have them."""
         rule = strategy.known_optimizer_number(self.target)
         records = [find_record(parameter) for parameter in self.tensors()]
         remote = [record for record in records if isinstance(record, RemoteRecord)]
-        slots = iter([{} for _ in remote] if rule is None else read_slots(strategy, rule, remote)[0])
-        return [next(slots) if isinstance(record, RemoteRecord) else {} for record in records]
+        slots, counted = [dict[str, Any]() for _ in remote], dict[str, Any]()
+        if rule is not None:
+            strategy.send_hyperparameters()
+            slots, counted = read_slots(strategy, rule, remote)
+        found = iter(slots)
+        by_parameter = [next(found) if isinstance(record, RemoteRecord) else {} for record in records]
+        return by_parameter, counted.get("groups") or [{} for _ in self.target.param_groups]
 
     def _entry(self, name: str, entry: Any, put: Put) -> Any:
         return codec.encode(entry, f"{self.path}/state/{name}", put)
@@ -128,6 +134,7 @@ class OptimizerLeaf(Leaf):
             groups.append({**codec.decode(saved, get), "params": here["params"]})
         self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
         if strategy is not None:
+            strategy.sent_hyperparameters.pop(self.target, None)  # all of them count, also what is as it was sent
             strategy.send_hyperparameters()
 
     def _load_on_servers(

@@ -125,5 +125,4 @@ def describe_slots(table: VariableTable, rule: int, numbers: Sequence[int]) -> d
             else {"value": value}
             for name, value in found.items()
         }
-    settings = table.rules[rule].settings()
-    return {"slots": slots, "settings": settings["common"] if isinstance(settings, dict) else None}
+    return {"slots": slots, "settings": table.rules[rule].common()}

@@ -11,7 +11,7 @@ from tfstyle_dist.coordinator.per_worker import PerWorkerResource, PerWorkerValu
 from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol import pickling
-from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer
+from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer, without_a_step
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables.known_tensors import find_record
@@ -101,6 +101,10 @@ class Outgoing:
         return "optimizer", number, [bytes(p) for p in pickling.dumps(optimizer_state(value), self)]
 
 
+def _of_worker(kind: type, state: dict[str, Any]) -> Any:
+    return restore_optimizer(without_a_step(kind), state)
+
+
 class Incoming:
     """References resolved by a worker.
 
@@ -138,7 +142,7 @@ class Incoming:
             return tensor
         if kind == "optimizer":
             number, parts = rest
-            return self.strategy.know_optimizer(number, lambda: restore_optimizer(*pickling.loads(parts, self)))
+            return self.strategy.know_optimizer(number, lambda: _of_worker(*pickling.loads(parts, self)))
         if kind == "resource":
             return self._resource(rest[0])
         if kind == "value":

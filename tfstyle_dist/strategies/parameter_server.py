@@ -27,7 +27,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, check_parameters, hyperparameters
+from tfstyle_dist.strategies.push_runner import PushRunner, changes, check_parameters, hyperparameters
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
@@ -267,10 +267,10 @@ class ParameterServerStrategy(Strategy):
     def send_hyperparameters(self) -> None:
         """Lets the servers know of changed learning rates and the like (from schedulers on the coordinator)."""
         for optimizer in list(self._optimizers):
-            now = hyperparameters(optimizer)
-            if now is not None and now != self.sent_hyperparameters.get(optimizer):
-                number = self.optimizer_number(optimizer)
-                self.servers.call_all({"method": "hyperparameters", "number": number, "groups": now})
+            now, before = hyperparameters(optimizer), self.sent_hyperparameters.get(optimizer)
+            if now is not None and now != before:
+                number, groups = self.optimizer_number(optimizer), changes(optimizer, before, now)
+                self.servers.call_all({"method": "hyperparameters", "number": number, "groups": groups})
                 self.sent_hyperparameters[optimizer] = now
 
     def push_gradients(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:

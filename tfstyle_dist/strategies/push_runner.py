@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
@@ -24,6 +26,18 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
     return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def changes(
+    optimizer: Any, before: Sequence[Mapping[str, Any]] | None, now: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the servers are told of new settings: of ``torch.optim`` optimizers only what is new.
+
+    A rule may count in its groups, and the servers alone make its steps.
+    """
+    if before is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return now
+    return [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in zip(before, now, strict=True)]
 
 
 def _plain(value: Any) -> Any:
@@ -68,6 +82,8 @@ def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     keys: list[list[int]] = []
+    shards: list[int] = []
+    servers: set[int] = set()
     for group in optimizer.param_groups:
         keys.append([])
         for parameter in group["params"]:
@@ -79,6 +95,10 @@ def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
                     "module in strategy.scope(), and then the optimizer."
                 )
             keys[-1].append(record.key)
+            shards.append(len(record.shards))
+            servers.update(shard.server for shard in record.shards)
+    if optimizer not in told:
+        _warn_of_parts(optimizer, max(shards, default=1), len(servers))
     if told.setdefault(optimizer, keys) != keys:
         raise ValueError(
             f"The parameters of {type(optimizer).__name__} have changed since the parameter servers were told of them: "
@@ -87,12 +107,28 @@ def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
         )
 
 
+def _warn_of_parts(optimizer: torch.optim.Optimizer, shards: int, servers: int) -> None:
+    """Says that a rule which is not known may need more than a server has."""
+    if (is_elementwise(optimizer) or shards == 1) and (is_divided(optimizer) or servers == 1):
+        return
+    kind = type(optimizer).__name__
+    warn_once(
+        f"parts of {kind}",
+        f"Each of {servers} parameter servers makes the steps of {kind} with the parameters"
+        + (f" and shards (up to {shards} of one parameter)" if shards > 1 else "")
+        + f" that it holds. {kind} is not known to treat every element for itself: what it computes over a whole "
+        "parameter, or over all of them, such as a norm, is that of one server's part. Use one server or no "
+        f"partitioner; if it does treat them so, set elementwise = True in the class of {kind}.",
+    )
+
+
 class PushRunner(UpdateRunner):
     """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         super().__init__(strategy)
         self._kept: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        self._settings: dict[int, list[dict[str, Any]]] = {}
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         """Pushes, and takes the gradients away so that the local step changes nothing."""
@@ -115,9 +151,12 @@ class PushRunner(UpdateRunner):
         self._kept[id(optimizer)] = pairs
         for record, _ in pairs:
             record.components[0].grad = None
+        self._settings[id(optimizer)] = [dict(group) for group in optimizer.param_groups]
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
-        """Gives the gradients back."""
+        """Gives the gradients back, and the settings, in which a step without gradients may have counted."""
         for record, grad in self._kept.pop(id(optimizer), ()):
             record.components[0].grad = grad
+        for group, before in zip(optimizer.param_groups, self._settings.pop(id(optimizer), ()), strict=False):
+            group.update(before)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +12,11 @@ from typing import Any
 import torch
 
 from tfstyle_dist.parameter_server.protocol import pickling
+
+_VALUES = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, type
+_DEEPEST = 8  # of containers in containers
+_STAYED = "_tfstyle_attributes_that_stayed"
 
 
 class LocalParameters:
@@ -29,6 +37,7 @@ class TorchRule:
         for group in optimizer.param_groups:
             group["params"] = [p for entry in group["params"] for p in entry.parameters]
         self._optimizer = optimizer
+        self._stayed: list[str] = optimizer.__dict__.pop(_STAYED, [])
         self.parts: list[bytes] = []
         self._rates: dict[int, float] | None = None  # by id of the parameter, of those with plain steps
 
@@ -47,6 +56,16 @@ class TorchRule:
             self._begin(parameter)
         try:
             self._optimizer.step()
+        except AttributeError as error:
+            if error.obj is not self._optimizer or error.name not in self._stayed:
+                raise
+            name = type(self._optimizer).__name__
+            raise TypeError(
+                f"{name}.step() uses the attribute {error.name!r} of the optimizer. Parameter servers make its steps, "
+                "and have its groups, its state and those of its other attributes that are plain values: numbers, "
+                f"texts, functions, and containers of these. Keep what {name} knows of a parameter in "
+                "self.state[parameter]."
+            ) from None
         finally:
             for _, parameter in pairs:
                 parameter.grad = None
@@ -76,11 +95,25 @@ class TorchRule:
         self._optimizer.state[parameter].update(slots)
 
     def settings(self) -> Any:
-        """What belongs to no parameter: the groups' hyperparameters."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        """What belongs to no parameter: the groups' hyperparameters, and attributes of the optimizer's own."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        own = {
+            name: value
+            for name, value in _own_attributes(self._optimizer).items()
+            if _is_made_of(value, (*_VALUES, torch.Tensor))
+        }
+        return {"groups": groups, "own": copy.deepcopy(own)} if own else groups
+
+    def common(self) -> dict[str, Any]:
+        """What a checkpoint has beside the slots: the numbers and texts of each group, in which a rule may count."""
+        kept = bool, int, float, str
+        return {"groups": [{k: v for k, v in g.items() if isinstance(v, kept)} for g in self._optimizer.param_groups]}
 
     def put_settings(self, settings: Any) -> None:
         """Takes over ``settings``."""
+        if isinstance(settings, Mapping):
+            vars(self._optimizer).update(settings["own"])
+            settings = settings["groups"]
         self.set_hyperparameters(settings)
 
 
@@ -120,8 +153,12 @@ class TFRule:
 
     def settings(self) -> Any:
         """What belongs to no parameter: ``common``, e.g. the number of steps, and the hyperparameters."""
+        return {"common": self.common(), "hyperparameters": self._groups}
+
+    def common(self) -> dict[str, Any]:
+        """What a checkpoint has beside the slots, e.g. the number of steps."""
         common: dict[str, Any] = getattr(self._optimizer, "common_state", dict)()
-        return {"common": common, "hyperparameters": self._groups}
+        return common
 
     def put_settings(self, settings: Any) -> None:
         """Takes over ``settings``, or part of it."""
@@ -159,11 +196,44 @@ def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[tor
 
 def optimizer_state(optimizer: Any) -> tuple[type, dict[str, Any]]:
     """Class and settings of an optimizer, without its slots: those live on the servers."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return type(optimizer), {
-            "defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in optimizer.param_groups]
-        }  # fmt: skip
-    return type(optimizer), optimizer.without_slots()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return type(optimizer), optimizer.without_slots()
+    own = _own_attributes(optimizer)
+    inner = next((name for name, value in own.items() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind} steps another optimizer, its attribute {inner!r}. Parameter servers make the steps, and "
+            f"have one optimizer for a parameter. Use {type(own[inner]).__name__} alone, or write one class with both "
+            "rules."
+        )
+    travels = {name: value for name, value in own.items() if _is_made_of(value, (*_VALUES, *_FUNCTIONS))}
+    state = {"defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in optimizer.param_groups]}
+    return type(optimizer), {**travels, _STAYED: [name for name in own if name not in travels], **state}
+
+
+@functools.cache
+def _of_every_optimizer() -> frozenset[str]:
+    return frozenset([*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), *dir(torch.optim.Optimizer), _STAYED])
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a class of optimizers keeps besides groups and state; not what schedulers put in the place of ``step``."""
+    left_out = _of_every_optimizer()
+    return {name: value for name, value in vars(optimizer).items() if name not in left_out}
+
+
+def _is_made_of(value: Any, kinds: tuple[type, ...], depth: int = 0) -> bool:
+    """Whether a value is of some kinds, or a container of such.
+
+    Other objects may mean something else in another process, as a sentinel that is compared by identity.
+    """
+    if isinstance(value, kinds):
+        return not isinstance(value, torch.nn.Parameter)
+    if depth == _DEEPEST or not isinstance(value, list | tuple | set | frozenset | dict):
+        return False
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(_is_made_of(part, kinds, depth + 1) for part in parts)
 
 
 def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
@@ -174,3 +244,18 @@ def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
     else:
         optimizer.__dict__.update(state)
     return optimizer
+
+
+@functools.cache
+def without_a_step(kind: type) -> type:
+    """The class of an optimizer for a worker, which sends the gradients and makes no step.
+
+    A class may count or compute in ``step`` also where no parameter has a gradient.
+    """
+    if not issubclass(kind, torch.optim.Optimizer):
+        return kind
+
+    def step(self: Any, closure: Any = None) -> None:
+        """What happens here happens in the hooks before and after it."""
+
+    return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__, "__doc__": kind.__doc__})

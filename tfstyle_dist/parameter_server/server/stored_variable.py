@@ -30,6 +30,9 @@ class GradientRule(Protocol):
     def settings(self) -> Any:
         """What belongs to no parameter."""
 
+    def common(self) -> dict[str, Any]:
+        """What a checkpoint has of that."""
+
     def put_settings(self, settings: Any) -> None:
         """Takes over ``settings``."""
 
