@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import logging
 import sys
@@ -183,6 +184,10 @@ def test_what_cannot_be_sent_is_named(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with pytest.raises(TypeError, match="Wrapper steps another optimizer, its attribute 'inner'"):
         Job(lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)), c).train(range(1))
+    odd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    odd.param_groups[0] = collections.OrderedDict(odd.param_groups[0])
+    with pytest.raises(TypeError, match="groups of SGD are of the class OrderedDict; parameter servers take dicts"):
+        optimizer_state(odd)
     with pytest.raises(TypeError, match=r"Slow\.step\(\) uses the attribute 'slow' of the optimizer"):
         Job(lambda p: Slow(p, lr=0.1), c).train(range(1))
 

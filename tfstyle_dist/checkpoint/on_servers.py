@@ -6,9 +6,7 @@ chunks, they can be restored to another number of servers, and to and from plain
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,13 @@ from typing import Any
 import torch
 
 from tfstyle_dist.checkpoint import shards
-from tfstyle_dist.core.errors import UnavailableError
+from tfstyle_dist.parameter_server.client import server_functions
 from tfstyle_dist.parameter_server.client.local_copies import placeholder
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.parameter_server.server.slots import describe_slots
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
-
-_POLL_SECONDS = 0.01
-_SHARDS_IN_A_CALL = 256
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ def read_slots(
     described: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for server, numbers in by_server.items():
-        for batch in _batches(numbers):
-            found = _call(strategy.servers, server, shards.describe_slots, rule, batch)
+        for batch in server_functions.in_batches(numbers):
+            found = server_functions.call(strategy.servers, server, describe_slots, rule, batch)
             described.update(found["slots"])
             settings = settings or found["settings"] or {}
     return [_stand_ins(record, rule, described.get(str(record.shards[0].number), {})) for record in records], settings
@@ -147,11 +142,11 @@ def write(folder: Path, sources: Mapping[str, Source]) -> list[str]:
     for place, (servers, by_server) in enumerate(groups.values()):
         jobs = []
         for server, entries in by_server.items():
-            for number, batch in enumerate(_batches(list(entries.values()))):
+            for number, batch in enumerate(server_functions.in_batches(list(entries.values()))):
                 part = f"server-{place}-{server}-{number}"
-                jobs.append((server, _start(servers, server, shards.write_shards, str(folder), part, batch)))
+                jobs.append(server_functions.start(servers, server, shards.write_shards, str(folder), part, batch))
                 parts.append(part)
-        _wait(servers, jobs)
+        server_functions.wait(servers, jobs)
     return parts
 
 
@@ -199,38 +194,8 @@ class Restore:
         """Has the servers read; returns when they have."""
         for servers, by_server in self._entries.values():
             jobs = [
-                (server, _start(servers, server, shards.read_shards, str(self._folder), batch))
+                server_functions.start(servers, server, shards.read_shards, str(self._folder), batch)
                 for server, entries in by_server.items()
-                for batch in _batches(entries)
+                for batch in server_functions.in_batches(entries)
             ]
-            _wait(servers, jobs)
-
-
-# ---- calls --------------------------------------------------------------------------------------------------------
-
-
-def _call(servers: Servers, server: int, function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    return servers.call(server, {"method": "apply"}, pickling.dumps((function, args)))
-
-
-def _start(servers: Servers, server: int, function: Callable[..., Any], *args: Any) -> int:
-    return int(servers.call(server, {"method": "job"}, pickling.dumps((function, args)))["number"])
-
-
-def _wait(servers: Servers, jobs: Sequence[tuple[int, int]]) -> None:
-    first: Exception | None = None
-    for server, number in jobs:
-        try:
-            while not (told := servers.call(server, {"method": "outcome", "number": number}))["ended"]:
-                if not told["known"]:
-                    raise UnavailableError(f"{servers.links[server].name} was started again meanwhile.")
-                time.sleep(_POLL_SECONDS)
-        except Exception as error:
-            first = first or error
-    if first is not None:
-        raise first
-
-
-def _batches(entries: list[Any]) -> list[list[Any]]:
-    iterator = iter(entries)
-    return list(iter(lambda: list(itertools.islice(iterator, _SHARDS_IN_A_CALL)), []))
+            server_functions.wait(servers, jobs)

@@ -13,6 +13,7 @@ from tfstyle_dist.checkpoint.codec import Put
 from tfstyle_dist.checkpoint.leaves import Leaf, Match, ModuleLeaf, Read, TensorLeaf, all_of
 from tfstyle_dist.checkpoint.on_servers import Source, read_slots, strategy_of
 from tfstyle_dist.comm import mesh
+from tfstyle_dist.parameter_server.client.optimizer_slots import state_stays_there
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
@@ -72,7 +73,8 @@ class OptimizerLeaf(Leaf):
         return names
 
     def encode(self, put: Put) -> Any:
-        names, state = self._named(), self.target.state_dict()
+        with state_stays_there():
+            names, state = self._named(), self.target.state_dict()
         strategy = strategy_of(list(self.tensors()))
         if strategy is not None:
             slots, counted = self._on_servers(strategy)
@@ -132,7 +134,8 @@ class OptimizerLeaf(Leaf):
         groups = []
         for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
             groups.append({**codec.decode(saved, get), "params": here["params"]})
-        self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
+        with state_stays_there():
+            self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
         if strategy is not None:
             strategy.sent_hyperparameters.pop(self.target, None)  # all of them count, also what is as it was sent
             strategy.send_hyperparameters()

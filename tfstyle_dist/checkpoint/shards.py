@@ -104,25 +104,3 @@ def read_shards(table: VariableTable, folder: str, entries: Sequence[Mapping[str
             parameter = table.variable(entry["number"]).parameter
             table.rules[entry["rule"]].put_slots(parameter, {entry["slot"]: found[0]})
         table.calls += 1
-
-
-def describe_slots(table: VariableTable, rule: int, numbers: Sequence[int]) -> dict[str, Any]:
-    """The slots that an optimizer has for some variables of this server: shapes and dtypes, or values.
-
-    Args:
-        table: of the server.
-        rule: number of the optimizer.
-        numbers: of the variables.
-    """
-    slots: dict[str, Any] = {}
-    if rule not in table.rules:
-        return {"slots": {}, "settings": None}
-    for number in numbers:
-        found = table.rules[rule].slots(table.variable(number).parameter)
-        slots[str(number)] = {
-            name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-            if isinstance(value, torch.Tensor)
-            else {"value": value}
-            for name, value in found.items()
-        }
-    return {"slots": slots, "settings": table.rules[rule].common()}

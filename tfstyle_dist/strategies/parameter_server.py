@@ -28,6 +28,7 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
 from tfstyle_dist.strategies.push_runner import PushRunner, changes, check_parameters, hyperparameters
+from tfstyle_dist.strategies.state_on_servers import keep_on_servers
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
 
@@ -240,9 +241,7 @@ class ParameterServerStrategy(Strategy):
             self.servers.call_all({"method": "optimizer", "number": number}, parts)
             self._optimizers[optimizer] = number
             self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                # The workers step it: a scheduler here must not think that nobody has.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
+            keep_on_servers(self, optimizer, number)
         return number
 
     def known_optimizer_number(self, optimizer: Any) -> int | None:

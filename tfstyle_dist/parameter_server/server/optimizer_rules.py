@@ -94,6 +94,12 @@ class TorchRule:
         """Takes over what ``slots`` gave, or part of it."""
         self._optimizer.state[parameter].update(slots)
 
+    def take_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
+        """Takes over all that there is for a parameter; what it had is gone."""
+        self._optimizer.state.pop(parameter, None)
+        if slots:
+            self.put_slots(parameter, slots)
+
     def settings(self) -> Any:
         """What belongs to no parameter: the groups' hyperparameters, and attributes of the optimizer's own."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
@@ -199,17 +205,23 @@ def optimizer_state(optimizer: Any) -> tuple[type, dict[str, Any]]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return type(optimizer), optimizer.without_slots()
     own = _own_attributes(optimizer)
-    inner = next((name for name, value in own.items() if isinstance(value, torch.optim.Optimizer)), None)
-    if inner is not None:
-        kind = type(optimizer).__name__
-        raise TypeError(
-            f"{kind} steps another optimizer, its attribute {inner!r}. Parameter servers make the steps, and "
-            f"have one optimizer for a parameter. Use {type(own[inner]).__name__} alone, or write one class with both "
-            "rules."
-        )
+    _check_one_rule(optimizer, own)
     travels = {name: value for name, value in own.items() if _is_made_of(value, (*_VALUES, *_FUNCTIONS))}
     state = {"defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in optimizer.param_groups]}
     return type(optimizer), {**travels, _STAYED: [name for name in own if name not in travels], **state}
+
+
+def _check_one_rule(optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    groups = next((type(group).__name__ for group in optimizer.param_groups if type(group) is not dict), None)
+    if groups is not None:
+        raise TypeError(f"The parameter groups of {kind} are of the class {groups}; parameter servers take dicts.")
+    inner = next((name for name, value in own.items() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise TypeError(
+            f"{kind} steps another optimizer, its attribute {inner!r}. Parameter servers make the steps, and have one "
+            f"optimizer for a parameter. Use {type(own[inner]).__name__} alone, or write one class with both rules."
+        )
 
 
 @functools.cache
@@ -258,4 +270,11 @@ def without_a_step(kind: type) -> type:
     def step(self: Any, closure: Any = None) -> None:
         """What happens here happens in the hooks before and after it."""
 
-    return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"The state of {kind.__name__} is on the parameter servers. Call state_dict() and load_state_dict() in the "
+            "coordinator's program, outside of scheduled functions."
+        )
+
+    own = {"step": step, "state_dict": refuse, "load_state_dict": refuse}
+    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__doc__": kind.__doc__})

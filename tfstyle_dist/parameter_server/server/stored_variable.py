@@ -27,6 +27,9 @@ class GradientRule(Protocol):
     def put_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
         """Takes over what ``slots`` gave, or part of it."""
 
+    def take_slots(self, parameter: torch.nn.Parameter, slots: Mapping[str, Any]) -> None:
+        """Takes over all that there is for a parameter."""
+
     def settings(self) -> Any:
         """What belongs to no parameter."""
 

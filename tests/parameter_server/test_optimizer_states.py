@@ -1,0 +1,152 @@
+"""``optimizer.state_dict()`` and ``load_state_dict`` where parameter servers hold the state."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
+from tfstyle_dist.parameter_server.client import optimizer_slots
+
+pytestmark = pytest.mark.timeout(120)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Prepared(torch.optim.SGD):
+    """Its constructor makes state for each parameter, and its rule counts on it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["scale"], self.state[p]["times"] = torch.full_like(p, 0.5), 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(self.state[p]["scale"])
+                self.state[p]["scale"].mul_(0.9)
+                self.state[p]["times"] += 1
+        super().step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "prepared": lambda p: Prepared(p, lr=0.1),
+}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    wide = {"dtype": torch.float64}
+    return torch.nn.Sequential(torch.nn.Linear(4, 7, **wide), torch.nn.Tanh(), torch.nn.Linear(7, 2, **wide))
+
+
+class Job:
+    """A model in training, on servers or in one process."""
+
+    def __init__(self, kind: str, cluster: Any = None) -> None:
+        self.cluster = cluster
+        if cluster is None:
+            self.net = model()
+        else:
+            with cluster.strategy.scope():
+                self.net = model()
+        self.optimizer = OPTIMIZERS[kind](self.net.parameters())
+
+    def train(self, seeds: range) -> None:
+        net, optimizer = self.net, self.optimizer
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            F.mse_loss(net(x), x[:, :2]).backward()
+            optimizer.step()
+
+        for seed in seeds:
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            if self.cluster is None:
+                step(x)
+            else:
+                self.cluster.coordinator.schedule(step, args=(x,))
+                self.cluster.coordinator.join(timeout=30)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.net.parameters()])
+
+    def states(self) -> tuple[Any, Any]:
+        return copy.deepcopy(self.net.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+
+    def load(self, states: tuple[Any, Any]) -> None:
+        self.net.load_state_dict(states[0])
+        self.optimizer.load_state_dict(states[1])
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found["state"].keys() == expected["state"].keys()
+    for place, slots in expected["state"].items():
+        torch.testing.assert_close(found["state"][place], slots, rtol=1e-12, atol=1e-12)
+    assert found["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_states_go_from_one_process_to_servers_and_back(
+    cluster: Any, kind: str, shards: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded before the servers have heard of the optimizer, and after."""
+    monkeypatch.setattr(optimizer_slots, "_AT_A_TIME", 40)  # several answers for a tensor
+    reference = Job(kind)
+    reference.train(range(3))
+    early = reference.states()
+    reference.train(range(3, 5))
+    late = reference.states()
+    reference.train(range(5, 6))
+
+    c = cluster(workers=1, ps=2, partitioner=None if shards is None else FixedShardsPartitioner(shards))
+    job = Job(kind, c)
+    job.load(early)
+    job.train(range(3, 5))
+    same(job.optimizer.state_dict(), late[1])
+    job.train(range(5, 6))
+    torch.testing.assert_close(job.weights(), reference.weights(), rtol=1e-12, atol=1e-12)
+
+    job.load(early)
+    job.train(range(3, 5))
+    last = Job(kind)
+    last.load(job.states())
+    last.train(range(5, 6))
+    torch.testing.assert_close(last.weights(), reference.weights(), rtol=1e-12, atol=1e-12)
+
+
+def test_an_empty_state_begins_anew(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    job, fresh = Job("momentum", c), Job("momentum")
+    empty = fresh.states()
+    job.train(range(3))
+    job.load(empty)
+    assert job.optimizer.state_dict()["state"] == {}
+    for each in (job, fresh):
+        each.train(range(3, 5))
+    torch.testing.assert_close(job.weights(), fresh.weights(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_function_cannot_ask_for_the_state(cluster: Any, name: str) -> None:
+    c = cluster(workers=1, ps=1)
+    optimizer = Job("momentum", c).optimizer
+    arguments = () if name == "state_dict" else (optimizer.state_dict(),)
+
+    def ask() -> None:
+        getattr(optimizer, name)(*arguments)
+
+    c.coordinator.schedule(ask)
+    with pytest.raises(RuntimeError, match="The state of SGD is on the parameter servers"):
+        c.coordinator.join(timeout=30)
