@@ -92,20 +92,20 @@ class Lookahead(optim.Adam):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.02)
-        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
         self.count = 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """See the base class."""
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in found]
         super().step()
         self.count += 1
-        if self.count % 2 == 0:
-            for group, copies in zip(self.param_groups, self.slow, strict=False):
-                for p, slow in zip(group["params"], copies, strict=False):
-                    if p.shape == slow.shape:
-                        slow.lerp_(p, 0.5)
-                        p.copy_(slow)
+        for p, old in zip(found, before, strict=True):
+            slow = self.state[p].setdefault("slow", old)
+            if self.count % 2 == 0 and slow.shape == p.shape:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"spectral": Spectral, "recomputed": Recomputed}
