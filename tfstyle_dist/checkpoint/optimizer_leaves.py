@@ -132,9 +132,9 @@ class OptimizerLeaf(Leaf):
             state[number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
         get = all_of([tree["param_groups"], tree["others"]], read)
         groups = []
-        for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
-            groups.append({**codec.decode(saved, get), "params": here["params"]})
         with state_stays_there():
+            for saved, here in zip(tree["param_groups"], self.target.state_dict()["param_groups"], strict=True):
+                groups.append({**codec.decode(saved, get), "params": here["params"]})
             self.target.load_state_dict({"state": state, "param_groups": groups, **codec.decode(tree["others"], get)})
         if strategy is not None:
             strategy.sent_hyperparameters.pop(self.target, None)  # all of them count, also what is as it was sent

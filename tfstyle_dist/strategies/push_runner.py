@@ -146,12 +146,12 @@ class PushRunner(UpdateRunner):
         ]
         if strategy.cluster_resolver is not None:  # on the coordinator, where a scheduler may have changed them
             strategy.send_hyperparameters()
+            self._settings[id(optimizer)] = [dict(group) for group in optimizer.param_groups]
         if pairs:
             strategy.push_gradients(optimizer, pairs)
         self._kept[id(optimizer)] = pairs
         for record, _ in pairs:
             record.components[0].grad = None
-        self._settings[id(optimizer)] = [dict(group) for group in optimizer.param_groups]
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:

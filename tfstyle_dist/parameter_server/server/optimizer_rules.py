@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections import defaultdict
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.protocol import pickling
 
 _VALUES = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
@@ -108,7 +108,7 @@ class TorchRule:
             for name, value in _own_attributes(self._optimizer).items()
             if _is_made_of(value, (*_VALUES, torch.Tensor))
         }
-        return {"groups": groups, "own": copy.deepcopy(own)} if own else groups
+        return {"groups": groups, "own": torch_internals.pytree.tree_map(_copied, own)} if own else groups
 
     def common(self) -> dict[str, Any]:
         """What a checkpoint has beside the slots: the numbers and texts of each group, in which a rule may count."""
@@ -246,6 +246,10 @@ def _is_made_of(value: Any, kinds: tuple[type, ...], depth: int = 0) -> bool:
         return False
     parts = [*value, *value.values()] if isinstance(value, dict) else value
     return all(_is_made_of(part, kinds, depth + 1) for part in parts)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
