@@ -192,6 +192,57 @@ def test_what_cannot_be_sent_is_named(cluster: Any) -> None:
         Job(lambda p: Slow(p, lr=0.1), c).train(range(1))
 
 
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("hook", ["gradient", "accumulated", "before the step", "after the step"])
+def test_hooks_of_the_coordinators_program_are_refused(cluster: Any, hook: str, when: str) -> None:
+    """They would not be called on a worker; in a function they are."""
+    c = cluster(workers=1, ps=1)
+    job = Job(lambda p: torch.optim.SGD(p, lr=0.1), c)
+    parameter = job.net[0].weight
+    if when == "between":
+        job.train(range(1))
+    register: Any = {
+        "gradient": lambda: parameter.register_hook(lambda grad: 2 * grad),
+        "accumulated": lambda: parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2)),
+        "before the step": lambda: job.optimizer.register_step_pre_hook(lambda *_: None),
+        "after the step": lambda: job.optimizer.register_step_post_hook(lambda *_: None),
+    }[hook]
+    handle = register()
+    with pytest.raises(
+        TypeError, match="SGD has a hook" if "step" in hook else r"The parameter '0\.weight' has a hook"
+    ):
+        job.train(range(1))
+    handle.remove()
+    job.train(range(1))
+
+
+def test_hooks_of_a_function_are_called(cluster: Any) -> None:
+    """Those of parameters; one before the step would come after the gradients were sent."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        net = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    optimizer, before = torch.optim.SGD(net.parameters(), lr=1.0), net.weight.detach().clone()
+
+    def step() -> None:
+        handle = net.weight.register_hook(lambda grad: 3 * grad)
+        net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        handle.remove()
+
+    c.coordinator.schedule(step)
+    c.coordinator.join(timeout=30)
+    torch.testing.assert_close(net.weight.detach(), before - 3)
+
+    def other() -> None:
+        optimizer.register_step_pre_hook(lambda *_: None)
+        net(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    c.coordinator.schedule(other)
+    with pytest.raises(TypeError, match=r"step\(\) sends the gradients before such hooks"):
+        c.coordinator.join(timeout=30)
+
+
 def test_a_server_that_starts_again_has_the_attributes() -> None:
     """What a snapshot has of an optimizer; its parts are what the coordinator sent."""
     net = model()

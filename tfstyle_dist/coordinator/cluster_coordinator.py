@@ -148,7 +148,7 @@ class ClusterCoordinator:
                     self._outgoing.values = None
             if any(not value.belongs_to(self._queue.changed) for value in values):
                 raise ValueError("A RemoteValue among the arguments belongs to another coordinator; fetch() it first.")
-        self._strategy.send_hyperparameters()
+        self._strategy.send_hyperparameters(for_functions=True)
         result = self._queue.put(number, parts, worker, values)
         self._pool.wake()
         return result

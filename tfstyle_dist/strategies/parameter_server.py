@@ -27,7 +27,7 @@ from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, changes, check_parameters, hyperparameters
+from tfstyle_dist.strategies.push_runner import PushRunner, changes, check_hooks, check_parameters, hyperparameters
 from tfstyle_dist.strategies.state_on_servers import keep_on_servers
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
@@ -263,8 +263,9 @@ class ParameterServerStrategy(Strategy):
             return "shards", [shard.number for shard in record.shards]
         return None
 
-    def send_hyperparameters(self) -> None:
-        """Lets the servers know of changed learning rates and the like (from schedulers on the coordinator)."""
+    def send_hyperparameters(self, for_functions: bool = False) -> None:
+        """Lets the servers know of changed learning rates and the like; for functions to come hooks are refused."""
+        check_hooks(self._optimizers if for_functions else ())
         for optimizer in list(self._optimizers):
             now, before = hyperparameters(optimizer), self.sent_hyperparameters.get(optimizer)
             if now is not None and now != before:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
@@ -122,6 +123,44 @@ def _warn_of_parts(optimizer: torch.optim.Optimizer, shards: int, servers: int) 
     )
 
 
+def check_hooks(optimizers: Iterable[Any]) -> None:
+    """Looks for hooks of the coordinator's program that would not be called where a function runs.
+
+    Args:
+        optimizers: that scheduled functions use.
+
+    Raises:
+        TypeError: one has some, or one of its parameters.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        _check_step_hooks(optimizer, *torch_internals.hooks_of_step(optimizer))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if any(getattr(parameter, name, None) for name in torch_internals.HOOKS):
+                raise TypeError(
+                    f"The parameter {_name_of(parameter)} has a hook of the coordinator's program (register_hook or "
+                    "register_post_accumulate_grad_hook). Scheduled functions run on workers, whose parameters do not "
+                    "have it. Register it in the function, and remove it there, or change p.grad there before "
+                    "optimizer.step()."
+                )
+
+
+def _name_of(parameter: torch.Tensor) -> str:
+    record = find_record(parameter)
+    return repr(record.describe()) if record is not None else f"of shape {tuple(parameter.shape)}"
+
+
+def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any]) -> None:
+    if any(hooks):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind} has a hook that was registered with register_step_pre_hook or register_step_post_hook. Under "
+            "parameter servers step() sends the gradients before such hooks are called, and the servers make the step "
+            "without them. Do what the hook does in the function, before optimizer.step()."
+        )
+
+
 class PushRunner(UpdateRunner):
     """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
 
@@ -141,6 +180,7 @@ class PushRunner(UpdateRunner):
             raise RuntimeError(
                 "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
             )
+        _check_step_hooks(optimizer, torch_internals.hooks_of_step(optimizer)[0])
         pairs: list[tuple[Any, torch.Tensor]] = [
             (r, r.components[0].grad) for r in records if r.components[0].grad is not None
         ]
