@@ -216,6 +216,20 @@ def test_hooks_of_the_coordinators_program_are_refused(cluster: Any, hook: str, 
     job.train(range(1))
 
 
+def test_a_hook_of_a_parameter_of_no_optimizer_is_refused(cluster: Any) -> None:
+    """It may step an optimizer of its own in the backward pass."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        net = torch.nn.Linear(2, 1)
+    net.bias.register_post_accumulate_grad_hook(lambda p: None)
+
+    def backward() -> None:
+        net(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(TypeError, match="The parameter 'bias' has a hook"):
+        c.coordinator.schedule(backward)
+
+
 def test_hooks_of_a_function_are_called(cluster: Any) -> None:
     """Those of parameters; one before the step would come after the gradients were sent."""
     c = cluster(workers=1, ps=1)

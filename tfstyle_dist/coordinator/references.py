@@ -14,6 +14,7 @@ from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer, without_a_step
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.push_runner import check_hooks_of
 from tfstyle_dist.variables.known_tensors import find_record
 
 _travellers: list[tuple[type, Callable[[Any, Outgoing], tuple[Callable[[Incoming, Any], Any], Any]]]] = []
@@ -91,6 +92,7 @@ class Outgoing:
             return None
         if record.store is not self.strategy.parameter_store:
             raise TypeError(f"{record.describe()!r} belongs to another strategy")
+        check_hooks_of(value)
         return "tensor", self.strategy.remote_store.description(value)
 
     def _optimizer(self, value: Any) -> Any:

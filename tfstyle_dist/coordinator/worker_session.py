@@ -11,11 +11,17 @@ import torch
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.current_worker import on_worker
 from tfstyle_dist.coordinator.references import Incoming
-from tfstyle_dist.core import nest
+from tfstyle_dist.core import nest, torch_internals
 from tfstyle_dist.core.errors import OutOfRangeError
-from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.parameter_server.addresses import as_addresses
-from tfstyle_dist.parameter_server.client.module_buffers import Place, places_of, push_buffers, take_over
+from tfstyle_dist.parameter_server.client.module_buffers import (
+    Place,
+    check_parameters_are_there,
+    places_of,
+    push_buffers,
+    take_over,
+)
 from tfstyle_dist.parameter_server.client.outdated import check_unwritten
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
@@ -29,15 +35,39 @@ from tfstyle_dist.strategies.push_runner import check_unchanged
 class Function:
     """A registered function; unpickled when it first runs."""
 
-    __slots__ = ("buffers", "call", "fixed", "parts", "reads", "runs")
+    __slots__ = ("call", "captured", "fixed", "parts", "places", "reads", "runs")
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts: Sequence[Any] | None = parts
         self.call: Any = None
         self.fixed: list[RemoteRecord] = []  # module parameters and buffers it can reach
         self.reads: list[RemoteRecord] = []  # what its last run read
-        self.buffers: list[Place] = []
+        self.places: list[Place] = []
+        self.captured: list[tuple[torch.Tensor, int]] = []  # tensors that came with it, and their versions then
         self.runs = 0
+
+    def load(self, incoming: Incoming) -> None:
+        """Unpickles it, before its first run."""
+        if self.parts is None:
+            return
+        made: list[torch.Tensor] = []
+        self.call = pickling.loads(self.parts, incoming, made)
+        self.fixed, self.parts = list(incoming.seen), None
+        self.places = places_of(self.call, ())
+        self.captured = [(tensor, torch_internals.version_of(tensor)) for tensor in made]
+
+    def warn_of_writes(self) -> None:
+        """Says once that what it wrote to its own copy of a tensor stays here."""
+        for tensor, version in self.captured:
+            if torch_internals.version_of(tensor) != version:
+                name = getattr(self.call, "__qualname__", type(self.call).__name__)
+                warn_once(
+                    f"writes of {name}",
+                    f"The scheduled function {name} wrote to a tensor of shape {tuple(tensor.shape)} that came with "
+                    "it: the coordinator's program and the other workers do not see that. Make it a tfd.Variable and "
+                    "assign to it, make its module in strategy.scope(), or return what is to be known.",
+                )
+                return
 
 
 class NoValueError(Exception):
@@ -123,18 +153,14 @@ def run_function(
         servers.begin(work)
         fixed: list[RemoteRecord] = []
         try:
-            if function.parts is not None:
-                incoming = session.incoming()
-                function.call = pickling.loads(function.parts, incoming)
-                function.fixed, function.parts = list(incoming.seen), None
-                function.buffers = places_of(function.call, ())
-            args, kwargs, fixed, buffers = (), {}, function.fixed, function.buffers
+            function.load(session.incoming())
+            args, kwargs, fixed, places = (), {}, function.fixed, function.places
             if arguments:
                 incoming = session.incoming()
                 args, kwargs = pickling.loads(arguments, incoming)
                 fixed = [*fixed, *incoming.seen]
-                if any(record.kind == "buffer" for record in incoming.seen):
-                    buffers = [*buffers, *places_of(None, (*args, *kwargs.values()))]
+                if incoming.seen:
+                    places = [*places, *places_of(None, (*args, *kwargs.values()))]
             function.runs += 1
             servers.watches = function.runs & (function.runs - 1) == 0  # in runs 1, 2, 4, 8 and so on
             if fixed or function.reads:
@@ -152,7 +178,9 @@ def run_function(
             check_unwritten(fixed)
             if servers.watches:
                 check_unchanged(strategy.sent_hyperparameters)
-            take_over(buffers)
+                check_parameters_are_there(places)
+                function.warn_of_writes()
+            take_over(places)
             push_buffers(servers, fixed)
             function.reads = list(servers.reads)
         except BaseException:

@@ -136,14 +136,19 @@ def check_hooks(optimizers: Iterable[Any]) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         _check_step_hooks(optimizer, *torch_internals.hooks_of_step(optimizer))
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if any(getattr(parameter, name, None) for name in torch_internals.HOOKS):
-                raise TypeError(
-                    f"The parameter {_name_of(parameter)} has a hook of the coordinator's program (register_hook or "
-                    "register_post_accumulate_grad_hook). Scheduled functions run on workers, whose parameters do not "
-                    "have it. Register it in the function, and remove it there, or change p.grad there before "
-                    "optimizer.step()."
-                )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                check_hooks_of(parameter)
+
+
+def check_hooks_of(parameter: torch.Tensor) -> None:
+    """The same for one parameter of a module that a function uses."""
+    if any(getattr(parameter, name, None) for name in torch_internals.HOOKS):
+        raise TypeError(
+            f"The parameter {_name_of(parameter)} has a hook of the coordinator's program (register_hook or "
+            "register_post_accumulate_grad_hook). Scheduled functions run on workers, whose parameters do not have it. "
+            "Register it in the function, and remove it there, or change p.grad there before optimizer.step()."
+        )
 
 
 def _name_of(parameter: torch.Tensor) -> str:
@@ -187,6 +192,13 @@ class PushRunner(UpdateRunner):
         if strategy.cluster_resolver is not None:  # on the coordinator, where a scheduler may have changed them
             strategy.send_hyperparameters()
             self._settings[id(optimizer)] = [dict(group) for group in optimizer.param_groups]
+            if not pairs:
+                warn_once(
+                    "a step without gradients",
+                    f"{type(optimizer).__name__}.step() in the coordinator's program found no gradients and changed "
+                    "nothing: those of scheduled functions are on the workers. Call step() in the function, after "
+                    "backward().",
+                )
         if pairs:
             strategy.push_gradients(optimizer, pairs)
         self._kept[id(optimizer)] = pairs

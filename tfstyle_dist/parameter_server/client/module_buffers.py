@@ -1,9 +1,12 @@
-"""Buffers of modules in a function of a worker: what the function changes in them is added on the servers."""
+"""Buffers of modules in a function of a worker: what the function changes in them is added on the servers.
+
+Parameters must stay where they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -14,7 +17,7 @@ from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.known_tensors import find_record
 
 Place = tuple[torch.nn.Module, str, RemoteRecord]
-"""A module, and the name of its buffer that a record is of."""
+"""A module, and the name of its buffer or parameter that a record is of."""
 
 
 class _Writing(Protocol):
@@ -23,7 +26,7 @@ class _Writing(Protocol):
 
 
 def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
-    """Where the modules that a function uses hold buffers that are on the servers.
+    """Where the modules that a function uses hold buffers and parameters that are on the servers.
 
     Args:
         function: what was scheduled.
@@ -40,18 +43,39 @@ def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
     Discovery(take).look(function, arguments)
     found = []
     for module in modules:
-        for name, buffer in torch_internals.buffers_of(module).items():
-            record = find_record(buffer)
-            if isinstance(record, RemoteRecord):
-                found.append((module, name, record))
+        for held in (torch_internals.buffers_of(module), torch_internals.parameters_of(module)):
+            for name, tensor in held.items():
+                record = find_record(tensor)
+                if isinstance(record, RemoteRecord):
+                    found.append((module, name, record))
     return found
+
+
+def check_parameters_are_there(places: Sequence[Place]) -> None:
+    """A function that puts another parameter into a module, as ``load_state_dict(assign=True)`` does, loses it.
+
+    Args:
+        places: before the function ran.
+
+    Raises:
+        RuntimeError: it has done that; the module has its own again.
+    """
+    for module, name, record in places:
+        held, local = torch_internals.parameters_of(module), record.components[0]
+        if record.kind != "buffer" and held.get(name) is not local:
+            held[name] = cast("torch.nn.Parameter", local)
+            raise RuntimeError(
+                f"A scheduled function put another tensor in the place of the parameter {name!r} of "
+                f"{type(module).__name__}, which lives on parameter servers: that would be lost. Change parameters in "
+                "the coordinator's program, after join()."
+            )
 
 
 def take_over(places: Sequence[Place]) -> None:
     """``self.mean = 0.9 * self.mean + ...`` puts a new tensor in a buffer's place: the buffer gets its values.
 
     Args:
-        places: of buffers, before the function ran.
+        places: before the function ran.
 
     Raises:
         RuntimeError: a buffer is gone, or has another shape or type.
@@ -59,7 +83,7 @@ def take_over(places: Sequence[Place]) -> None:
     for module, name, record in places:
         held, local = torch_internals.buffers_of(module), record.components[0]
         now = held.get(name)
-        if now is local:
+        if now is local or record.kind != "buffer":
             continue
         if now is None or now.shape != local.shape or now.dtype != local.dtype:
             what = "nothing" if now is None else f"a {now.dtype} of shape {tuple(now.shape)}"

@@ -99,9 +99,22 @@ def dumps(value: Any, reference: Callable[[Any], Any] | None = None) -> list[Any
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, buffers: Sequence[Any], resolve: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, file: Any, buffers: Sequence[Any], resolve: Callable[[Any], Any] | None, made: list[torch.Tensor] | None
+    ) -> None:
         super().__init__(file, buffers=buffers)
-        self._resolve = resolve
+        self._resolve, self._made = resolve, made
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names; tensors are noted as they are made."""
+        found = super().find_class(module, name)
+        return self._noted if found is _tensor_from and self._made is not None else found
+
+    def _noted(self, *args: Any) -> torch.Tensor:
+        tensor = _tensor_from(*args)
+        assert self._made is not None
+        self._made.append(tensor)
+        return tensor
 
     def persistent_load(self, reference: Any) -> Any:
         if self._resolve is None:
@@ -109,12 +122,15 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(reference)
 
 
-def loads(parts: Sequence[Any], resolve: Callable[[Any], Any] | None = None) -> Any:
+def loads(
+    parts: Sequence[Any], resolve: Callable[[Any], Any] | None = None, made: list[torch.Tensor] | None = None
+) -> Any:
     """Unpickles what ``dumps`` gave.
 
     Args:
         parts: the pickle and its buffers.
         resolve: the object for a reference.
+        made: gets the tensors that came along.
 
     Raises:
         DataLossError: the pickle is cut off or damaged; what unpickling runs may raise anything else.
@@ -122,7 +138,7 @@ def loads(parts: Sequence[Any], resolve: Callable[[Any], Any] | None = None) -> 
     if not parts:
         raise DataLossError("a value from another process cannot be read: nothing came")
     try:
-        return _Unpickler(io.BytesIO(parts[0]), parts[1:], resolve).load()
+        return _Unpickler(io.BytesIO(parts[0]), parts[1:], resolve, made).load()
     except (pickle.UnpicklingError, EOFError) as error:
         raise DataLossError(f"a value from another process cannot be read: {error}") from error
 
