@@ -14,6 +14,7 @@ from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.record import raw
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -143,7 +144,11 @@ def check_hooks(optimizers: Iterable[Any]) -> None:
 
 def check_hooks_of(parameter: torch.Tensor) -> None:
     """The same for one parameter of a module that a function uses."""
-    if any(getattr(parameter, name, None) for name in torch_internals.HOOKS):
+    record = find_record(parameter)
+    local = parameter if record is None else record.components[0]
+    with raw():  # nothing is pulled
+        hooks = [getattr(local, name, None) for name in torch_internals.HOOKS]
+    if any(hooks):
         raise TypeError(
             f"The parameter {_name_of(parameter)} has a hook of the coordinator's program (register_hook or "
             "register_post_accumulate_grad_hook). Scheduled functions run on workers, whose parameters do not have it. "

@@ -16,8 +16,8 @@ from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.known_tensors import find_record
 
-Place = tuple[torch.nn.Module, str, RemoteRecord]
-"""A module, and the name of its buffer or parameter that a record is of."""
+Place = tuple[torch.nn.Module, str, RemoteRecord, torch.Tensor]
+"""A module, the name of its buffer or parameter, the record of that, and the tensor itself."""
 
 
 class _Writing(Protocol):
@@ -46,8 +46,8 @@ def places_of(function: Any, arguments: Iterable[Any]) -> list[Place]:
         for held in (torch_internals.buffers_of(module), torch_internals.parameters_of(module)):
             for name, tensor in held.items():
                 record = find_record(tensor)
-                if isinstance(record, RemoteRecord):
-                    found.append((module, name, record))
+                if isinstance(record, RemoteRecord) and tensor is not None:
+                    found.append((module, name, record, tensor))
     return found
 
 
@@ -60,10 +60,10 @@ def check_parameters_are_there(places: Sequence[Place]) -> None:
     Raises:
         RuntimeError: it has done that; the module has its own again.
     """
-    for module, name, record in places:
-        held, local = torch_internals.parameters_of(module), record.components[0]
-        if record.kind != "buffer" and held.get(name) is not local:
-            held[name] = cast("torch.nn.Parameter", local)
+    for module, name, record, tensor in places:
+        held = torch_internals.parameters_of(module)
+        if record.kind != "buffer" and held.get(name) is not tensor:
+            held[name] = cast("torch.nn.Parameter", tensor)
             raise RuntimeError(
                 f"A scheduled function put another tensor in the place of the parameter {name!r} of "
                 f"{type(module).__name__}, which lives on parameter servers: that would be lost. Change parameters in "
@@ -80,7 +80,7 @@ def take_over(places: Sequence[Place]) -> None:
     Raises:
         RuntimeError: a buffer is gone, or has another shape or type.
     """
-    for module, name, record in places:
+    for module, name, record, _ in places:
         held, local = torch_internals.buffers_of(module), record.components[0]
         now = held.get(name)
         if now is local or record.kind != "buffer":
