@@ -92,7 +92,7 @@ class Outgoing:
             return None
         if record.store is not self.strategy.parameter_store:
             raise TypeError(f"{record.describe()!r} belongs to another strategy")
-        check_hooks_of(value)
+        check_hooks_of([value])
         return "tensor", self.strategy.remote_store.description(value)
 
     def _optimizer(self, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import raw
+
+_hooks_of = attrgetter(*torch_internals.HOOKS)
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
@@ -137,28 +140,20 @@ def check_hooks(optimizers: Iterable[Any]) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         _check_step_hooks(optimizer, *torch_internals.hooks_of_step(optimizer))
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                check_hooks_of(parameter)
+        check_hooks_of([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
-def check_hooks_of(parameter: torch.Tensor) -> None:
-    """The same for one parameter of a module that a function uses."""
-    record = find_record(parameter)
-    local = parameter if record is None else record.components[0]
+def check_hooks_of(parameters: Sequence[torch.Tensor]) -> None:
+    """The same for the parameters of a module that a function uses."""
     with raw():  # nothing is pulled
-        hooks = [getattr(local, name, None) for name in torch_internals.HOOKS]
-    if any(hooks):
+        records = map(find_record, parameters)
+        hooked = next((r for r in records if r is not None and any(_hooks_of(r.components[0]))), None)
+    if hooked is not None:
         raise TypeError(
-            f"The parameter {_name_of(parameter)} has a hook of the coordinator's program (register_hook or "
+            f"The parameter {hooked.describe()!r} has a hook of the coordinator's program (register_hook or "
             "register_post_accumulate_grad_hook). Scheduled functions run on workers, whose parameters do not have it. "
             "Register it in the function, and remove it there, or change p.grad there before optimizer.step()."
         )
-
-
-def _name_of(parameter: torch.Tensor) -> str:
-    record = find_record(parameter)
-    return repr(record.describe()) if record is not None else f"of shape {tuple(parameter.shape)}"
 
 
 def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any]) -> None:
