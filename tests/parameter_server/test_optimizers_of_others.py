@@ -180,6 +180,25 @@ def test_a_step_in_the_coordinators_program_counts_on_the_servers_alone(cluster:
     torch.testing.assert_close(job.weights(), reference.weights(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_gradients_are_unscaled_before_they_are_sent(cluster: Any, fused: bool) -> None:
+    """A fused optimizer would do that itself in its step, which a worker does not make."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        net = torch.nn.Linear(2, 1, bias=False)
+    optimizer, before = torch.optim.SGD(net.parameters(), lr=1.0, fused=fused), net.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step() -> None:
+        scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    c.coordinator.schedule(step)
+    c.coordinator.join(timeout=30)
+    torch.testing.assert_close(net.weight.detach(), before - 1)
+
+
 def test_what_cannot_be_sent_is_named(cluster: Any) -> None:
     c = cluster(workers=1, ps=1)
     with pytest.raises(TypeError, match="Wrapper steps another optimizer, its attribute 'inner'"):
