@@ -451,10 +451,12 @@ def test_whose_code_runs_in_the_step_of_an_optimizer() -> None:
     try:
         assert torch_internals.steps_by_torch_alone(optimizer)
         assert not torch_internals.steps_by_torch_alone(Own([weight]))
-        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        for place, register in enumerate((optimizer.register_step_pre_hook, optimizer.register_step_post_hook)):
             handle = register(print)
             assert not torch_internals.steps_by_torch_alone(optimizer)
+            assert [*torch_internals.hooks_of_step(optimizer)[place].values()] == [print]
             handle.remove()
+        assert not any(torch_internals.hooks_of_step(optimizer))
         for register_for_all in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             handle = register_for_all(print)
             assert not torch_internals.steps_by_torch_alone(optimizer)
