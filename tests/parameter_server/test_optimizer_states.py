@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import tfstyle_dist as td
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
 from tfstyle_dist.parameter_server.client import optimizer_slots
 
@@ -150,3 +152,35 @@ def test_a_function_cannot_ask_for_the_state(cluster: Any, name: str) -> None:
     c.coordinator.schedule(ask)
     with pytest.raises(RuntimeError, match="The state of SGD is on the parameter servers"):
         c.coordinator.join(timeout=30)
+
+
+def test_a_state_that_was_loaded_is_in_a_checkpoint_before_any_function_ran(cluster: Any, tmp_path: Path) -> None:
+    reference = Job("adam")
+    reference.train(range(2))
+    job, restored = Job("adam", cluster(workers=1, ps=1)), Job("adam")
+    job.load(reference.states())
+    saved = td.train.Checkpoint(net=job.net, optimizer=job.optimizer).save(tmp_path / "ckpt")
+    td.train.Checkpoint(net=restored.net, optimizer=restored.optimizer).restore(saved).assert_consumed()
+    same(restored.optimizer.state_dict(), reference.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_a_state_of_some_shards_alone_is_refused(cluster: Any, row: int) -> None:
+    """Half of it would look like the whole, or like none."""
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    with c.strategy.scope():
+        table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+
+    def step(rows: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        table(rows).sum().backward()
+        optimizer.step()
+
+    c.coordinator.schedule(step, args=(torch.tensor([row]),))
+    c.coordinator.join(timeout=30)
+    with pytest.raises(RuntimeError, match="Only some of the 2 shards of 'weight' have had gradients"):
+        optimizer.state_dict()
+    c.coordinator.schedule(step, args=(torch.tensor([5 - row]),))
+    c.coordinator.join(timeout=30)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (6, 2)

@@ -100,11 +100,15 @@ def _fetched(servers: Servers, rule: int, record: RemoteRecord) -> dict[str, Any
         about = server_functions.call(servers, shard.server, on_server.describe_slots, rule, [shard.number])["slots"]
         slots = about.get(str(shard.number), {})
         parts.append({name: _slot(servers, rule, shard, name, entry) for name, entry in slots.items()})
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise RuntimeError(
+            f"Only some of the {len(parts)} shards of {record.describe()!r} have had gradients, so its optimizer has "
+            "no whole state yet. Call state_dict() when rows of each shard were trained, or use one shard."
+        )
     whole, found = record.components[0].shape, dict[str, Any]()
     for name, first in parts[0].items():
-        rows = [part[name] for part in parts if name in part]
         divided = isinstance(first, torch.Tensor) and whole and first.shape == (record.shards[0].rows, *whole[1:])
-        found[name] = torch.cat(rows) if divided and len(rows) > 1 else first
+        found[name] = torch.cat([part[name] for part in parts]) if divided and len(parts) > 1 else first
     return found
 
 
