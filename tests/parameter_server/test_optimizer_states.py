@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 import tfstyle_dist as td
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
-from tfstyle_dist.parameter_server.client import optimizer_slots
+from tfstyle_dist.parameter_server.client import optimizer_slots, server_functions
+from tfstyle_dist.parameter_server.server.slots import take_slots
+from tfstyle_dist.variables import find_record
 
 pytestmark = pytest.mark.timeout(120)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -164,10 +166,7 @@ def test_a_state_that_was_loaded_is_in_a_checkpoint_before_any_function_ran(clus
     same(restored.optimizer.state_dict(), reference.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("row", [0, 5])
-def test_a_state_of_some_shards_alone_is_refused(cluster: Any, row: int) -> None:
-    """Half of it would look like the whole, or like none."""
-    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+def sparse_table(c: Any) -> tuple[torch.nn.Embedding, torch.optim.Optimizer, Callable[[torch.Tensor], None]]:
     with c.strategy.scope():
         table = torch.nn.Embedding(6, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
@@ -177,10 +176,43 @@ def test_a_state_of_some_shards_alone_is_refused(cluster: Any, row: int) -> None
         table(rows).sum().backward()
         optimizer.step()
 
-    c.coordinator.schedule(step, args=(torch.tensor([row]),))
+    return table, optimizer, step
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_the_state_of_a_table_of_which_a_step_used_one_shard(cluster: Any, row: int, tmp_path: Path) -> None:
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    table, optimizer, step = sparse_table(c)
+    for _ in range(2):
+        c.coordinator.schedule(step, args=(torch.tensor([row]),))
     c.coordinator.join(timeout=30)
-    with pytest.raises(RuntimeError, match="Only some of the 2 shards of 'weight' have had gradients"):
-        optimizer.state_dict()
-    c.coordinator.schedule(step, args=(torch.tensor([5 - row]),))
+    state = optimizer.state_dict()["state"][0]
+    assert state["step"] == 2
+    used = state["exp_avg"].abs().sum(1) > 0
+    assert used.tolist() == [place == row for place in range(6)]
+
+    saved = td.train.Checkpoint(table=table, optimizer=optimizer).save(tmp_path / "ckpt")
+    plain = torch.nn.Embedding(6, 2, sparse=True)
+    restored = torch.optim.SparseAdam(plain.parameters(), lr=0.1)
+    td.train.Checkpoint(table=plain, optimizer=restored).restore(saved).assert_consumed()
+    same(restored.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_state_of_some_shards_alone_is_refused(cluster: Any, place: int, tmp_path: Path) -> None:
+    """As while the first step is being made: half of it would look like the whole, or like none."""
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    table, optimizer, step = sparse_table(c)
+    number = c.strategy.optimizer_number(optimizer)
+    shard = find_record(table.weight).shards[place]
+    half = {"step": 1, "exp_avg": torch.ones(3, 2), "exp_avg_sq": torch.ones(3, 2)}
+    job = server_functions.start(c.strategy.servers, shard.server, take_slots, number, [(shard.number, half)])
+    server_functions.wait(c.strategy.servers, [job])
+    checkpoint = td.train.Checkpoint(table=table, optimizer=optimizer)
+    for ask in (optimizer.state_dict, lambda: checkpoint.save(tmp_path / "ckpt")):
+        with pytest.raises(RuntimeError, match="Only some of the 2 shards of 'weight' have made a first step"):
+            ask()
+    c.coordinator.schedule(step, args=(torch.tensor([0]),))
     c.coordinator.join(timeout=30)
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (6, 2)
+    checkpoint.save(tmp_path / "ckpt")

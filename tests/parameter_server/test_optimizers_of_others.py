@@ -329,3 +329,19 @@ def test_a_rule_that_may_need_more_than_a_server_has_is_named(
     job = Job(make, c)
     c.strategy.optimizer_number(job.optimizer)
     assert ("is not known to treat every element for itself" in said.text) is warns
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("together", [True, False])
+def test_steps_that_only_some_servers_count_are_named(
+    cluster: Any, said: pytest.LogCaptureFixture, servers: int, together: bool
+) -> None:
+    """Adam of ``train`` has one number of steps for all variables, of which each server keeps its own."""
+    c = cluster(workers=1, ps=servers)
+    with c.strategy.scope():
+        first, second = td.Variable(1.0), td.Variable(2.0)
+    optimizer = td.train.AdamOptimizer(0.1)
+    for variable in (first, second):
+        variables = [first, second] if together else [variable]
+        optimizer.minimize(lambda: first * first + second * second, var_list=variables)
+    assert ("Not every step of AdamOptimizer has gradients" in said.text) is (servers == 2 and not together)

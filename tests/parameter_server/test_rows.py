@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -87,22 +88,31 @@ def test_rows_of_a_variable(cluster: Any, shards: int) -> None:
         wrong.get(timeout=30)
 
 
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda weight: torch.optim.SGD([weight], lr=0.1),
+    "momentum": lambda weight: torch.optim.SGD([weight], lr=0.1, momentum=0.9),
+    "Adagrad": lambda weight: torch.optim.Adagrad([weight], lr=0.1, lr_decay=0.1),
+    "SparseAdam": lambda weight: torch.optim.SparseAdam([weight], lr=0.1),
+    "train Adagrad": lambda weight: td.train.AdagradOptimizer(0.1),
+    "train Adam": lambda weight: td.train.AdamOptimizer(0.1),
+    "train RMSProp": lambda weight: td.train.RMSPropOptimizer(0.1, momentum=0.9),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam", "train"])
-def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str) -> None:
-    def make(weight: Any) -> Any:
-        if kind == "train":
-            return td.train.AdagradOptimizer(0.1)
-        return getattr(torch.optim, kind)([weight], lr=0.1)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [10, 5], ids=["of both shards", "of one shard at a time"])
+def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str, rows: int) -> None:
+    """A shard none of whose rows a step used makes the step too: it counts steps, and its momentum goes on."""
 
     def embedding() -> torch.nn.Embedding:
         torch.manual_seed(0)
         return torch.nn.Embedding(10, 2, sparse=True)
 
     def step(module: torch.nn.Embedding, optimizer: Any, seed: int) -> None:
-        numbers = torch.randint(0, 10, (5,), generator=torch.Generator().manual_seed(seed))
+        numbers = torch.randint(0, rows, (5,), generator=torch.Generator().manual_seed(seed)) + seed % 2 * (10 - rows)
         loss = ((module(numbers) - 1.0) ** 2).sum()
-        if kind == "train":
+        if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer.minimize(loss, var_list=[module.weight])
             return
         optimizer.zero_grad()
@@ -112,7 +122,7 @@ def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str) -> N
     c = cluster(workers=2, ps=2, partitioner=FixedShardsPartitioner(2))
     with c.strategy.scope():
         module = embedding()
-    optimizer = make(module.weight)
+    optimizer = OPTIMIZERS[kind](module.weight)
 
     def scheduled(seed: int) -> None:
         step(module, optimizer, seed)
@@ -121,7 +131,7 @@ def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str) -> N
         c.coordinator.schedule(scheduled, args=(seed,))
         c.coordinator.join(timeout=30)
     plain = embedding()
-    plain_optimizer = make(plain.weight)
+    plain_optimizer = OPTIMIZERS[kind](plain.weight)
     for seed in range(5):
         step(plain, plain_optimizer, seed)
     torch.testing.assert_close(module.weight * 1, plain.weight * 1)

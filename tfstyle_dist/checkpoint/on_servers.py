@@ -16,6 +16,7 @@ import torch
 from tfstyle_dist.checkpoint import shards
 from tfstyle_dist.parameter_server.client import server_functions
 from tfstyle_dist.parameter_server.client.local_copies import placeholder
+from tfstyle_dist.parameter_server.client.optimizer_slots import check_whole
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.slots import describe_slots
@@ -83,18 +84,26 @@ def read_slots(
 
     Returns:
         For each record its slots by name, tensors as stand-ins that only a checkpoint can read; the settings.
+
+    Raises:
+        RuntimeError: some shards of a tensor have no state yet.
     """
     by_server: dict[int, list[int]] = {}
-    for record in records:
-        by_server.setdefault(record.shards[0].server, []).append(record.shards[0].number)
+    for shard in (shard for record in records for shard in record.shards):
+        by_server.setdefault(shard.server, []).append(shard.number)
     described: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for server, numbers in by_server.items():
         for batch in server_functions.in_batches(numbers):
-            found = server_functions.call(strategy.servers, server, describe_slots, rule, batch)
-            described.update(found["slots"])
-            settings = settings or found["settings"] or {}
-    return [_stand_ins(record, rule, described.get(str(record.shards[0].number), {})) for record in records], settings
+            told = server_functions.call(strategy.servers, server, describe_slots, rule, batch)
+            described.update(told["slots"])
+            settings = settings or told["settings"] or {}
+    found = []
+    for record in records:
+        parts = [described.get(str(shard.number), {}) for shard in record.shards]
+        check_whole(record, parts)
+        found.append(_stand_ins(record, rule, parts[0]))
+    return found, settings
 
 
 def _stand_ins(record: RemoteRecord, rule: int, described: Mapping[str, Any]) -> dict[str, Any]:

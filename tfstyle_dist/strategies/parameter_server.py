@@ -7,7 +7,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -280,7 +280,7 @@ class ParameterServerStrategy(Strategy):
             optimizer: a ``torch.optim`` or TF-style optimizer.
             pairs: records of this strategy and their gradients.
         """
-        self.servers.push(self.optimizer_number(optimizer), pairs)
+        cast(PushRunner, self.update_runner).push(optimizer, pairs)
 
     # ---- life -------------------------------------------------------------------------------------------------
 

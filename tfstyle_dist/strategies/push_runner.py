@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -166,6 +167,13 @@ def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any
         )
 
 
+def _may_count(optimizer: Any) -> bool:
+    """Whether an optimizer may have a number of steps that is not kept for each parameter."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return not type(optimizer).__module__.startswith("torch.optim.")
+    return bool(getattr(optimizer, "common_state", dict)())
+
+
 class PushRunner(UpdateRunner):
     """``optimizer.step()`` sends the gradients; the step itself happens on the servers."""
 
@@ -173,6 +181,7 @@ class PushRunner(UpdateRunner):
         super().__init__(strategy)
         self._kept: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         self._settings: dict[int, list[dict[str, Any]]] = {}
+        self._pushed_to: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         """Pushes, and takes the gradients away so that the local step changes nothing."""
@@ -212,3 +221,25 @@ class PushRunner(UpdateRunner):
             record.components[0].grad = grad
         for group, before in zip(optimizer.param_groups, self._settings.pop(id(optimizer), ()), strict=False):
             group.update(before)
+
+    def push(self, optimizer: Any, pairs: Sequence[tuple[RemoteRecord, torch.Tensor]]) -> None:
+        """Sends gradients, and says so if the optimizer may count steps of which a server does not learn.
+
+        Args:
+            optimizer: makes one step with them on each server that gets some.
+            pairs: tensors and their gradients.
+        """
+        strategy = cast("ParameterServerStrategy", self._strategy())
+        number = strategy.optimizer_number(optimizer)
+        if _may_count(optimizer):
+            servers = {shard.server for record, _ in pairs for shard in record.shards}
+            if self._pushed_to.setdefault(optimizer, servers) != servers:
+                kind = type(optimizer).__name__
+                warn_once(
+                    f"steps of {kind}",
+                    f"Not every step of {kind} has gradients for the same parameter servers. Each makes the steps of "
+                    "its own parameters, so what the optimizer counts for all of them together, such as the steps in "
+                    "the correction of Adam's moments, is what that server has seen. Use one optimizer for each set "
+                    "of parameters that is trained together, or one server.",
+                )
+        strategy.servers.push(number, pairs)

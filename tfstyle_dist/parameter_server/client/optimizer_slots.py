@@ -6,7 +6,7 @@ import base64
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,23 @@ def fetch(
     return [_fetched(servers, rule, record) for record in records], about["settings"]["groups"]
 
 
+def check_whole(record: RemoteRecord, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Looks whether the shards of a parameter have the same slots.
+
+    Args:
+        record: of the parameter.
+        parts: the slots of each shard, by name.
+
+    Raises:
+        RuntimeError: some have others: a first step is being made, and a part would look like the whole, or like none.
+    """
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise RuntimeError(
+            f"Only some of the {len(parts)} shards of {record.describe()!r} have made a first step, so its optimizer "
+            "has no whole state yet. Save it, or call state_dict(), after coordinator.join()."
+        )
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -100,11 +117,7 @@ def _fetched(servers: Servers, rule: int, record: RemoteRecord) -> dict[str, Any
         about = server_functions.call(servers, shard.server, on_server.describe_slots, rule, [shard.number])["slots"]
         slots = about.get(str(shard.number), {})
         parts.append({name: _slot(servers, rule, shard, name, entry) for name, entry in slots.items()})
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise RuntimeError(
-            f"Only some of the {len(parts)} shards of {record.describe()!r} have had gradients, so its optimizer has "
-            "no whole state yet. Call state_dict() when rows of each shard were trained, or use one shard."
-        )
+    check_whole(record, parts)
     whole, found = record.components[0].shape, dict[str, Any]()
     for name, first in parts[0].items():
         divided = isinstance(first, torch.Tensor) and whole and first.shape == (record.shards[0].rows, *whole[1:])

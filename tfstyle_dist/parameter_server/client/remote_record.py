@@ -137,8 +137,16 @@ def parts_by_shard(record: RemoteRecord, whole: torch.Tensor) -> list[tuple[Shar
     return [(shard, flat[shard.offset : shard.offset + shard.numel]) for shard in record.shards]
 
 
-def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
-    """For each shard with some of the rows: their positions, and their numbers inside the shard."""
+def by_shard(
+    record: RemoteRecord, rows: torch.Tensor, every: bool = False
+) -> Iterable[tuple[Shard, torch.Tensor | None, torch.Tensor]]:
+    """For each shard with some of the rows: their positions, and their numbers inside the shard.
+
+    Args:
+        record: the tensor.
+        rows: int64 row numbers; they may repeat.
+        every: shards with none of the rows as well.
+    """
     rows = rows.detach().to(torch.int64).contiguous().view(-1)
     if len(record.shards) == 1:
         yield record.shards[0], None, rows
@@ -150,7 +158,7 @@ def by_shard(record: RemoteRecord, rows: torch.Tensor) -> Iterable[tuple[Shard, 
         if number == 0:
             mask |= rows < 0
         positions = mask.nonzero().view(-1)
-        if len(positions):
+        if every or len(positions):
             yield shard, positions, rows[positions] - shard.start
 
 
@@ -169,7 +177,8 @@ def gradient_parts(
     if grad.is_sparse:
         grad = grad if near else grad.coalesce()
         rows, values = torch_internals.indices_of(grad)[0], torch_internals.values_of(grad).to(dtype)
-        for shard, positions, ids in by_shard(record, rows):
+        # A shard without rows makes the step as well: it counts steps, and momentum moves rows that have no gradient.
+        for shard, positions, ids in by_shard(record, rows, every=True):
             part = (values if positions is None else values[positions]).contiguous()
             yield shard, Operation(Op.GRADIENT_ROWS, number, shard.number, 0, ids.numel(), part.nbytes), [ids, part]
         return
