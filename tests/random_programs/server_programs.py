@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import of_their_own
 import torch
 from objects import Program
 from operations import Plan, Step
@@ -14,6 +15,7 @@ from shrink import DIFFERS, IMPOSSIBLE, REFUSED, SAME, Outcome, raised
 from snapshot import Snapshot, first_difference
 
 import tfstyle_dist as tfd
+from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
 from tfstyle_dist.parameter_server.local_cluster import LocalCluster
 
 REFUSED_IN_FUNCTIONS = {
@@ -69,6 +71,19 @@ def for_servers(plan: Plan) -> Plan:
     return replace(plan, names={**plan.names, "model": model})
 
 
+def for_shards(plan: Plan) -> Plan:
+    """The same with an optimizer of which each server can compute its part, to the last bit.
+
+    Args:
+        plan: what ``for_servers`` gave.
+    """
+    name = plan.names["optimizer"]
+    elementwise = name not in of_their_own.OPTIMIZERS and not name.startswith("fused")
+    return replace(
+        plan.without({"new_optimizer"}), names={**plan.names, "optimizer": name if elementwise else "amsgrad"}
+    )
+
+
 def _step_of(program: Program, same_data: bool) -> Callable[[Step], None]:
     def step(operation: Step) -> None:
         import generate  # noqa: F401  # on a worker: the operations register themselves
@@ -83,7 +98,7 @@ def _weights(model: Any) -> Snapshot:
 
 
 def run_on_servers(plan: Plan, cluster: LocalCluster) -> Snapshot:
-    """Runs a program.
+    """Runs a program, its parameters cut into a shard for each server.
 
     Args:
         plan: of it.
@@ -92,7 +107,9 @@ def run_on_servers(plan: Plan, cluster: LocalCluster) -> Snapshot:
     Returns:
         The parameters and buffers of its model at the end.
     """
-    strategy = tfd.ParameterServerStrategy(cluster, max_staleness=0)
+    servers = len(cluster.cluster_spec().job_tasks("ps"))
+    partitioner = FixedShardsPartitioner(servers) if servers > 1 else None
+    strategy = tfd.ParameterServerStrategy(cluster, variable_partitioner=partitioner, max_staleness=0)
     coordinator = tfd.coordinator.ClusterCoordinator(strategy)
     try:
         with strategy.scope():
