@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from torch.nn import functional as F
 
 import tfstyle_dist as td
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
@@ -137,12 +138,77 @@ def test_sparse_embeddings_train_as_in_one_process(cluster: Any, kind: str, rows
     torch.testing.assert_close(module.weight * 1, plain.weight * 1)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{"padding_idx": 2}, {"padding_idx": -1}, {"max_norm": 0.5}, {"max_norm": 0.5, "norm_type": 1.0, "padding_idx": 2}],
+    ids=lambda options: ", ".join(options),
+)
+def test_the_options_of_an_embedding(cluster: Any, options: dict[str, Any], shards: int) -> None:
+    def embedding() -> torch.nn.Embedding:
+        torch.manual_seed(0)
+        return torch.nn.Embedding(10, 2, sparse=True, **options)
+
+    def step(module: torch.nn.Embedding, optimizer: Any, seed: int) -> None:
+        optimizer.zero_grad()
+        numbers = torch.randint(0, 10, (3, 2), generator=torch.Generator().manual_seed(seed))
+        (module(numbers) - 1.0).square().sum().backward()
+        optimizer.step()
+
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(shards))
+    with c.strategy.scope():
+        module = embedding()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+
+    def scheduled(seed: int) -> None:
+        step(module, optimizer, seed)
+
+    plain = embedding()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
+    for seed in range(4):
+        c.coordinator.schedule(scheduled, args=(seed,))
+        c.coordinator.join(timeout=30)
+        step(plain, plain_optimizer, seed)
+    torch.testing.assert_close(module.weight * 1, plain.weight * 1)
+
+
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+def test_a_bound_of_rows_of_a_variable(cluster: Any, function: Callable[..., torch.Tensor]) -> None:
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    with c.strategy.scope():
+        v = td.Variable(table())
+
+    def bounded() -> torch.Tensor:
+        return function(NUMBERS, v, max_norm=3.0)
+
+    plain = table()
+    expected = function(NUMBERS, plain, max_norm=3.0)
+    torch.testing.assert_close(c.coordinator.schedule(bounded).get(timeout=30), expected)
+    torch.testing.assert_close(v.value(), plain)
+
+
+def test_a_bound_makes_as_many_writes_when_it_is_tried_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writes of a function are counted: the ones of an earlier attempt are not made twice."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        v = td.Variable(table())
+    servers, written = c.strategy.servers, []
+    original = servers.add_rows
+    monkeypatch.setattr(servers, "add_rows", lambda r, rows, values: (written.append(rows), original(r, rows, values)))
+    for _ in range(2):
+        F.embedding(NUMBERS, v, max_norm=3.0)
+    assert len(written) == 2
+    assert torch.equal(*written)
+
+
 def test_a_table_larger_than_the_worker(cluster: Any) -> None:
     """A table of 4 GB on the servers, a worker that may not have more than 1 GB of data."""
     c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
     rows = 1 << 24
     module = c.strategy.embedding(rows, 64)
     assert module.weight.shape == (rows, 64)
+    module.padding_idx = 7
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
 
     def step(numbers: torch.Tensor) -> int:
@@ -151,9 +217,9 @@ def test_a_table_larger_than_the_worker(cluster: Any) -> None:
         optimizer.step()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    numbers = torch.tensor([0, 5, rows - 1, rows // 2])
+    numbers = torch.tensor([0, 5, rows - 1, rows // 2, 7])
     used = c.coordinator.schedule(step, args=(numbers,)).get(timeout=60)
     assert used < 1 << 20  # KiB
     found = module(numbers)
-    torch.testing.assert_close(found.detach(), torch.ones(4, 64))
+    torch.testing.assert_close(found.detach(), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])[:, None].expand(5, 64))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20

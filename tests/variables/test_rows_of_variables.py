@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import tfstyle_dist as tfd
 from tfstyle_dist import IndexedSlices, VariableAggregation, VariableSynchronization
@@ -208,3 +209,24 @@ def test_constraints() -> None:
             strategy.run(lambda v=v: optimizer.apply_gradients([(torch.tensor([1.0, 9.0]), v)]))
             copies = strategy.experimental_local_results(v)
             assert [p.tolist() for p in copies] == [[1.0, -14.0]] * len(copies)
+
+
+@pytest.mark.parametrize("context", ["replica", "cross"])
+@pytest.mark.parametrize("function", [functional.embedding, functional.embedding_bag])
+def test_rows_that_are_bounded_when_they_are_looked_up_are_so_in_every_copy(function: Any, context: str) -> None:
+    """``max_norm`` writes to the table, though the name of the function does not say so."""
+    numbers, expected = torch.tensor([[0, 2]]), torch.arange(6.0).view(3, 2)
+    function(numbers, expected, max_norm=1.5)
+    with make("mirrored") as strategy:
+        with strategy.scope():
+            v = tfd.Variable(torch.arange(6.0).view(3, 2))
+
+        def look_up() -> None:
+            function(numbers.to(v.device), v, max_norm=1.5)
+
+        if context == "cross":
+            look_up()
+        else:
+            strategy.run(look_up)
+        for copy in strategy.experimental_local_results(v):
+            torch.testing.assert_close(torch.as_tensor(copy).cpu(), expected, check_device=False)

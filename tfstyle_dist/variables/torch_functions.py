@@ -32,6 +32,8 @@ _DUNDERS = frozenset(
 ) | {"__setitem__"}
 _STATISTICS = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 """Functions that change their second and third argument if the one of this name, their sixth, says so."""
+EMBEDDINGS = frozenset({functional.embedding, functional.embedding_bag})
+"""Functions that change the rows of their second argument that are longer than ``max_norm``."""
 _NOT_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_", "rename_"})
 _mutating: dict[Any, bool] = {}
 
@@ -60,6 +62,8 @@ def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if func in _STATISTICS:
         trains = args[5] if len(args) > 5 else kwargs.get(_STATISTICS[func])
         return [*args[1:3], *(kwargs[n] for n in ("running_mean", "running_var") if n in kwargs)] if trains else None
+    if func in EMBEDDINGS:
+        return None if kwargs.get("max_norm") is None else args[1]
     if _writes(func) or kwargs.get("inplace"):
         return args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return None

@@ -10,13 +10,14 @@ import torch
 
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
-from tfstyle_dist.parameter_server.client.table_rows import lookup, row_numbers
+from tfstyle_dist.parameter_server.client.table_rows import bound_rows, lookup, row_numbers
 from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.variables.component import checked
 from tfstyle_dist.variables.replicated import Replicated, dispatch
 from tfstyle_dist.variables.rows import RowMethods
 from tfstyle_dist.variables.scatter import rows_of
+from tfstyle_dist.variables.torch_functions import EMBEDDINGS
 from tfstyle_dist.variables.variable import Variable
 
 _ROW_FUNCTIONS = frozenset(
@@ -47,9 +48,12 @@ class _OnServers(RowMethods, Replicated):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Picking rows by number pulls those rows alone; every other operation comes through ``dispatch``."""
+        if func in EMBEDDINGS and kwargs and kwargs.get("max_norm") is not None and _is_made(args[1]):
+            bound_rows(args[1]._tfstyle_record, args[0], kwargs["max_norm"], kwargs["norm_type"])
+            kwargs = {**kwargs, "max_norm": None}
         picked = row_numbers(func, args, kwargs or {}) if func in _ROW_FUNCTIONS else None
-        if picked is not None and isinstance(picked[0], _OnServers) and picked[0]._tfstyle_record.created:
-            return lookup(picked[0]._tfstyle_record, picked[1])
+        if picked is not None and _is_made(picked[0]):
+            return lookup(picked[0]._tfstyle_record, *picked[1:])
         if func in _SUMS and len(args) == 2 and not kwargs and isinstance(args[0], _OnServers):
             return args[0]._tfstyle_sum(_SUMS[func], args[1])
         return dispatch(func, args, kwargs)
@@ -78,6 +82,10 @@ class _OnServers(RowMethods, Replicated):
         store: Any = record.store
         store.servers.add_rows(record, rows, values if op == "scatter_add" else -values)
         return self
+
+
+def _is_made(table: Any) -> bool:
+    return isinstance(table, _OnServers) and table._tfstyle_record.created
 
 
 class ServerVariable(_OnServers, Variable):  # type: ignore[misc]

@@ -18,10 +18,15 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor, position: torch.Tensor | None
+        ctx: Any,
+        anchor: torch.Tensor,
+        rows: torch.Tensor,
+        numbers: torch.Tensor,
+        position: torch.Tensor | None,
+        padding: int | None,
     ) -> Any:
         ctx.save_for_backward(numbers, position)
-        ctx.shape = anchor.shape
+        ctx.shape, ctx.padding = anchor.shape, padding
         return rows if position is None else _spread(rows, position)
 
     @staticmethod
@@ -31,10 +36,14 @@ class _Lookup(torch.autograd.Function):
         if position is not None:
             added = values.new_zeros((len(numbers), *ctx.shape[1:]))
             values = added.index_add_(0, position.reshape(-1), values)
+        numbers = numbers.reshape(-1)
+        if ctx.padding is not None:
+            learns = numbers != ctx.padding
+            numbers, values = numbers[learns], values[learns]
         table = torch.sparse_coo_tensor(
-            numbers.reshape(1, -1), values, ctx.shape, is_coalesced=position is not None, check_invariants=False
+            numbers[None], values, ctx.shape, is_coalesced=position is not None, check_invariants=False
         )
-        return table, None, None, None
+        return table, None, None, None, None
 
 
 def _spread(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -47,7 +56,7 @@ def _distinct(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(found), torch.from_numpy(position).view(numbers.shape)
 
 
-def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
+def lookup(record: RemoteRecord, numbers: torch.Tensor, padding: int | None = None) -> torch.Tensor:
     """Rows of a tensor on the servers: ``table[numbers]``.
 
     Over a network each row is pulled once and its gradients are added up here; on one host finding rows that are named
@@ -56,6 +65,7 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
     Args:
         record: the table.
         numbers: int row numbers of any shape; negative ones are refused.
+        padding: number of a row that gets no gradient; negative: from the end.
 
     Returns:
         A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
@@ -70,20 +80,41 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor) -> torch.Tensor:
     anchor = record.components[0]
     record.looked_up = servers.steps or -1
     if torch.is_grad_enabled() and anchor.requires_grad:
-        return _Lookup.apply(anchor, rows, wanted, position)  # type: ignore[no-any-return,no-untyped-call]
+        if padding is not None and padding < 0:
+            padding += len(anchor)
+        return _Lookup.apply(anchor, rows, wanted, position, padding)  # type: ignore[no-any-return,no-untyped-call]
     return rows if position is None else _spread(rows, position)
 
 
-def row_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
-    """The table and the row numbers, if ``func`` is one of torch's ways to pick rows by number."""
-    if func is torch.nn.functional.embedding and len(args) >= 2:
-        numbers, table, rest = args[0], args[1], args[2:]
-        plain = not any(rest[1:4]) and not kwargs.get("max_norm") and not kwargs.get("scale_grad_by_freq")
-        return (table, numbers) if plain and kwargs.get("padding_idx", rest[0] if rest else None) is None else None
+def bound_rows(record: RemoteRecord, numbers: torch.Tensor, max_norm: float, norm_type: float) -> None:
+    """What ``max_norm`` of an embedding does to a table on the servers: rows that are longer become so long.
+
+    Args:
+        record: the table.
+        numbers: of the rows that are looked at; any shape.
+        max_norm: the largest norm.
+        norm_type: the exponent of the norm.
+    """
+    servers: Any = record.store.servers  # type: ignore[attr-defined]
+    wanted, _ = _distinct(numbers.to(torch.int64))
+    with torch.no_grad():
+        rows = servers.pull_rows(record, wanted)
+        bounded = torch.embedding_renorm_(rows.clone(), torch.arange(len(rows)), max_norm, norm_type)
+        # All of them, also if none is too long: a function that is tried again is to make the same writes.
+        servers.add_rows(record, wanted, bounded - rows)
+
+
+def row_numbers(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, torch.Tensor, int | None] | None:
+    """The table, the row numbers and that of a row without gradients, if ``func`` is a way of torch to pick rows."""
+    if func is torch.nn.functional.embedding:  # torch gives the other arguments by name
+        plain = kwargs.get("max_norm") is None and not kwargs.get("scale_grad_by_freq")
+        return (args[1], args[0], kwargs.get("padding_idx")) if plain else None
     if func is torch.Tensor.__getitem__ and _is_numbers(args[1]):
-        return args[0], args[1]
+        return args[0], args[1], None
     if func in (torch.index_select, torch.Tensor.index_select) and len(args) == 3 and args[1] == 0:
-        return args[0], args[2]
+        return args[0], args[2], None
     return None
 
 
