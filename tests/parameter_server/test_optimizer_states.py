@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import tfstyle_dist as td
+from tfstyle_dist.core import logging
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
 from tfstyle_dist.parameter_server.client import optimizer_slots, server_functions
 from tfstyle_dist.parameter_server.server.slots import take_slots
@@ -216,3 +217,100 @@ def test_a_state_of_some_shards_alone_is_refused(cluster: Any, place: int, tmp_p
     c.coordinator.join(timeout=30)
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (6, 2)
     checkpoint.save(tmp_path / "ckpt")
+
+
+class Averaging(torch.optim.SGD):
+    """As Schedule-Free's optimizers: ``eval()`` puts the mean of all weights in the place of the last ones."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 1 / state["steps"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if "mean" in state:
+                p.copy_(state["mean"])
+
+
+def test_methods_of_an_optimizer_find_its_state(cluster: Any) -> None:
+    weights = []
+    for c in (None, cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))):
+        job = Job("momentum", c)
+        job.optimizer = Averaging(job.net.parameters(), lr=0.1)
+        job.train(range(3))
+        job.optimizer.eval()
+        job.train(range(3, 4))
+        weights.append(job.weights())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adagrad"])
+def test_what_is_read_and_written_in_the_state_is_the_servers(cluster: Any, kind: str) -> None:
+    jobs = Job(kind), Job(kind, cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2)))
+    for number in range(3):
+        read = []
+        for job in jobs:
+            job.train(range(2 * number, 2 * number + 2))
+            state, parameters = job.optimizer.state, list(job.net.parameters())
+            read.append({name: value * 1 for name, value in state[parameters[0]].items()})
+            assert len(state) == len(parameters)
+            if number == 0:
+                next(value for name, value in state[parameters[0]].items() if name != "step").mul_(0.5)
+            elif number == 1:
+                state.pop(parameters[0])
+                state[parameters[1]] = copy.deepcopy(state[parameters[1]])
+        assert [*read[0]] == [*read[1]]
+        for name, value in read[0].items():
+            torch.testing.assert_close(read[1][name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(jobs[1].weights(), jobs[0].weights(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_write_to_the_state_is_in_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
+    job, restored = Job("momentum", cluster(workers=1, ps=1)), Job("momentum")
+    job.train(range(1))
+    for p in job.net.parameters():
+        job.optimizer.state[p]["momentum_buffer"].fill_(0.25)
+    saved = td.train.Checkpoint(net=job.net, optimizer=job.optimizer).save(tmp_path / "ckpt")
+    td.train.Checkpoint(net=restored.net, optimizer=restored.optimizer).restore(saved).assert_consumed()
+    for p in restored.net.parameters():
+        assert (restored.optimizer.state[p]["momentum_buffer"] == 0.25).all()
+
+
+def test_a_write_to_a_former_entry_is_said(
+    cluster: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "_said", set())
+    monkeypatch.setattr(logging.get_logger(), "propagate", True)
+    job = Job("momentum", cluster(workers=1, ps=1))
+    job.train(range(1))
+    entry = job.optimizer.state[next(job.net.parameters())]
+    job.train(range(1))
+    entry["momentum_buffer"].zero_()
+    job.train(range(1))
+    assert "before it scheduled a function: that is lost" in caplog.text
+
+
+def test_a_function_sees_the_settings_of_the_coordinators_program(cluster: Any) -> None:
+    c = cluster(workers=2, ps=1)
+    with c.strategy.scope():
+        net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.5), betas=(0.8, 0.9))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def settings() -> tuple[float, tuple[float, float]]:
+        group = optimizer.param_groups[0]
+        return float(group["lr"]), group["betas"]
+
+    for number in range(3):
+        found = [c.coordinator.schedule(settings) for _ in range(4)]
+        c.coordinator.join(timeout=30)
+        assert [each.get() for each in found] == [(0.5 ** (number + 1), (0.8 - number / 8, 0.9))] * 4
+        scheduler.step()
+        optimizer.param_groups[0]["betas"] = (0.8 - (number + 1) / 8, 0.9)

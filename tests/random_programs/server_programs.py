@@ -22,11 +22,12 @@ REFUSED_IN_FUNCTIONS = {
     "update_by_hand", "update_data_by_hand", "assign_data_in_step", "clip_weights", "multiply_weights", "load_in_step",
     "multiply_learning_rate", "step_scheduler_in_step", "step_with_momentum_by_hand", "new_optimizer_in_step",
     "step_with_closure", "use_helper", "through_a_vector_in_step", "write_to_aliases_in_step", "flatten_in_step",
+    "average_into_teacher_in_step", "update_average_in_step",
 }  # fmt: skip
 """What a function of a worker may not do: write to parameters, change settings, make optimizers."""
 OF_ONE_PROCESS = {
     "step_optimizer", "train", "zero_to_none", "zero_to_zeros", "clip_gradients", "assign_gradients",
-    "freeze_without_gradient", "freeze_or_thaw", "clear_state", "multiply_state", "assign_state",
+    "freeze_without_gradient", "freeze_or_thaw",
     "multiply_state_in_step", "save_in_step", "new_teacher_in_step", "add_teacher_to_list", "flatten", "multiply_flat",
     "update_flat", "flatten_gradients", "multiply_flat_gradient", "keep_gradient", "write_to_kept_gradient",
     "keep_state", "write_to_kept_state", "write_to_kept_state_in_step", "write_through_data", "set_data",

@@ -16,6 +16,7 @@ from tfstyle_dist.comm import mesh
 from tfstyle_dist.parameter_server.client.optimizer_slots import begins_with_state, state_stays_there
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.strategies.state_on_servers import send_state
 from tfstyle_dist.variables import find_record
 
 
@@ -90,8 +91,10 @@ class OptimizerLeaf(Leaf):
 
     def _on_servers(self, strategy: ParameterServerStrategy) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The slots of each parameter and the numbers of each group, as the servers have them."""
-        told = begins_with_state(self.target)  # loaded before any function used it: the servers are to have it
-        rule = strategy.optimizer_number(self.target) if told else strategy.known_optimizer_number(self.target)
+        rule = strategy.known_optimizer_number(self.target)
+        if rule is None and begins_with_state(self.target):  # loaded before any function used it
+            rule = strategy.optimizer_number(self.target)
+        send_state(self.target)
         records = [find_record(parameter) for parameter in self.tensors()]
         remote = [record for record in records if isinstance(record, RemoteRecord)]
         slots, counted = [dict[str, Any]() for _ in remote], dict[str, Any]()

@@ -20,6 +20,7 @@ from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.strategies.optimizer_settings import settings_for_workers
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 
@@ -148,7 +149,7 @@ class ClusterCoordinator:
                     self._outgoing.values = None
             if any(not value.belongs_to(self._queue.changed) for value in values):
                 raise ValueError("A RemoteValue among the arguments belongs to another coordinator; fetch() it first.")
-        self._strategy.send_hyperparameters(for_functions=True)
+        self._pool.settings = settings_for_workers(self._strategy)
         result = self._queue.put(number, parts, worker, values)
         self._pool.wake()
         return result
@@ -232,8 +233,7 @@ class ClusterCoordinator:
 
         Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
         """
-        factory = dataset_fn if callable(dataset_fn) else ReturnDataset(dataset_fn)
-        dataset = PerWorkerDataset(factory)
+        dataset = PerWorkerDataset(dataset_fn if callable(dataset_fn) else ReturnDataset(dataset_fn))
         self._keep_resource(dataset)
         return dataset
 

@@ -15,6 +15,7 @@ from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.push_runner import check_hooks_of
+from tfstyle_dist.variables.adoption import adopt_new_buffers
 from tfstyle_dist.variables.known_tensors import find_record
 
 _travellers: list[tuple[type, Callable[[Any, Outgoing], tuple[Callable[[Incoming, Any], Any], Any]]]] = []
@@ -79,6 +80,8 @@ class Outgoing:
                 )
             self.values.append(value)
             return "value", value.number
+        if isinstance(value, torch.nn.Module):
+            adopt_new_buffers(self.strategy.remote_store, value)
         if getattr(type(value), "_tfstyle_stays_here", False):
             return "stays", type(value).__name__
         for known, describe in _travellers:

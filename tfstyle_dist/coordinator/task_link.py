@@ -9,6 +9,7 @@ from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.closure import Closure
 from tfstyle_dist.parameter_server.protocol.header import FLAG_KEEP
 from tfstyle_dist.parameter_server.protocol.peer_loop import Peer
+from tfstyle_dist.strategies.optimizer_settings import only_plain
 
 
 class Task:
@@ -27,6 +28,7 @@ class Task:
         self.functions: set[int] = set()
         self.resources: set[int] = set()
         self.values: set[int] = set()  # results that the task should have
+        self.settings: dict[int, Sequence[Any]] = {}  # of optimizers
         self.running: dict[int, Closure] = {}
 
     @property
@@ -40,6 +42,7 @@ class Task:
         closure: Closure,
         functions: Mapping[int, Sequence[Any]],
         resources: Mapping[int, Sequence[Any]],
+        settings: Mapping[int, Sequence[Any]],
         low_water: int,
         keep: bool,
     ) -> None:
@@ -49,6 +52,7 @@ class Task:
             closure: the call.
             functions: pickled functions by number.
             resources: pickled factories of per-worker resources by number.
+            settings: of optimizers, by number.
             low_water: all calls with smaller numbers are finished.
             keep: whether the task is to keep the result for other calls.
         """
@@ -59,6 +63,11 @@ class Task:
             parts = functions[closure.function]
             messages.send(self.socket, messages.call({"method": "function", "number": closure.function}, parts))
             self.functions.add(closure.function)
+        for number, groups in settings.items():
+            if self.settings.get(number) is not groups:
+                parts = messages.parts_of(only_plain(groups))
+                messages.send(self.socket, messages.call({"method": "settings", "number": number}, parts))
+                self.settings[number] = groups
         for value in closure.values:
             if value.number not in self.values:
                 parts = messages.parts_of(value.get())

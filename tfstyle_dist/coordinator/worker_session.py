@@ -28,8 +28,8 @@ from tfstyle_dist.parameter_server.client.remote_variables import ServerVariable
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.protocol.work import Work
 from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.strategies.optimizer_settings import check_unchanged, take_settings
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.strategies.push_runner import check_unchanged
 
 
 class Function:
@@ -118,6 +118,7 @@ class Session:
         self.functions: dict[int, Function] = {}
         self.factories: dict[int, Sequence[Any]] = {}
         self.values = Values()
+        self.settings: dict[int, Any] = {}  # of optimizers, by number, as far as they are new
         self._resources: dict[int, Any] = {}
 
     def resource(self, number: int) -> Any:
@@ -161,6 +162,7 @@ def run_function(
                 fixed = [*fixed, *incoming.seen]
                 if incoming.seen:
                     places = [*places, *places_of(None, (*args, *kwargs.values()))]
+            take_settings(strategy, session.settings)
             function.runs += 1
             servers.watches = function.runs & (function.runs - 1) == 0  # in runs 1, 2, 4, 8 and so on
             if fixed or function.reads:

@@ -156,6 +156,8 @@ class WorkerTask:
             self._session.factories.setdefault(number, parts)
         elif method == "value":
             self._session.values.put(number, parts)
+        elif method == "settings":
+            self._session.settings[number] = messages.value_of(parts)
         else:
             raise ProtocolError(f"unknown method {method!r}")
 

@@ -26,8 +26,9 @@ from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
-from tfstyle_dist.strategies.push_runner import PushRunner, changes, check_hooks, check_parameters, hyperparameters
+from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
 from tfstyle_dist.strategies.state_on_servers import keep_on_servers
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec
@@ -132,7 +133,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(StrategyExtended(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._known_optimizers: dict[int, Any] = {}
+        self.known_optimizers: dict[int, Any] = {}
         self.sent_hyperparameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._told_parameters: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
@@ -250,12 +251,11 @@ class ParameterServerStrategy(Strategy):
 
     def know_optimizer(self, number: int, make: Callable[[], Any]) -> Any:
         """On a worker: the local object of an optimizer of the coordinator's program."""
-        if number not in self._known_optimizers:
-            optimizer = make()
-            self._known_optimizers[number] = optimizer
+        if number not in self.known_optimizers:
+            optimizer = self.known_optimizers[number] = make()
             self._optimizers[optimizer] = number
             self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
-        return self._known_optimizers[number]
+        return self.known_optimizers[number]
 
     def _shards_reference(self, value: Any) -> Any:
         record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""``optimizer.step()`` under parameter servers, and the settings of optimizers that the servers are told."""
+"""``optimizer.step()`` under parameter servers, and what of an optimizer is refused there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.strategies.state_on_servers import ServerState
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import raw
@@ -22,56 +23,6 @@ _hooks_of = attrgetter(*torch_internals.HOOKS)
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-
-
-def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
-    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
-
-    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
-    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def changes(
-    optimizer: Any, before: Sequence[Mapping[str, Any]] | None, now: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """What the servers are told of new settings: of ``torch.optim`` optimizers only what is new.
-
-    A rule may count in its groups, and the servers alone make its steps.
-    """
-    if before is None or not isinstance(optimizer, torch.optim.Optimizer):
-        return now
-    return [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in zip(before, now, strict=True)]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def check_unchanged(sent: Mapping[Any, Sequence[Mapping[str, Any]] | None]) -> None:
-    """Compares the settings of the optimizers of a worker with those with which they came.
-
-    Args:
-        sent: by optimizer, what ``hyperparameters`` gave then.
-
-    Raises:
-        RuntimeError: a function has changed some; the servers, which make the steps, would not learn of that.
-    """
-    for optimizer, before in list(sent.items()):
-        if not isinstance(optimizer, torch.optim.Optimizer) or (now := hyperparameters(optimizer)) == before:
-            continue
-        pairs = zip(before or (), now or (), strict=False)
-        changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
-        what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
-        raise RuntimeError(
-            f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its "
-            "steps, and they learn of settings from the coordinator's program alone. Change them there, between two "
-            "calls of schedule(), and make and step learning rate schedulers there too."
-        )
 
 
 def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
@@ -208,6 +159,8 @@ class PushRunner(UpdateRunner):
                     "nothing: those of scheduled functions are on the workers. Call step() in the function, after "
                     "backward().",
                 )
+        if isinstance(optimizer.state, ServerState):
+            optimizer.state.begin_step()
         if pairs:
             strategy.push_gradients(optimizer, pairs)
         self._kept[id(optimizer)] = pairs
@@ -217,6 +170,8 @@ class PushRunner(UpdateRunner):
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """Gives the gradients back, and the settings, in which a step without gradients may have counted."""
+        if isinstance(optimizer.state, ServerState):
+            optimizer.state.end_step()
         for record, grad in self._kept.pop(id(optimizer), ()):
             record.components[0].grad = grad
         for group, before in zip(optimizer.param_groups, self._settings.pop(id(optimizer), ()), strict=False):

@@ -50,8 +50,7 @@ def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> None:
         store._modules.add(module)
         return
     store.adopt_parameter(parameter, module, name)
-    if store.adopts_parts:
-        _watch_norms(module)
+    _watch_norms(module)
 
 
 def _norm_rows_of_all(module: Any, args: tuple[Any, ...]) -> None:
@@ -86,8 +85,7 @@ def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     if store is None or child is None:
         return
     store._modules.add(module)
-    if store.adopts_parts:
-        _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
+    _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
 
 
 def _adopt_when_materialized(module: torch.nn.Module) -> None:
@@ -115,17 +113,31 @@ def _copy_parameter(original: Any, parameter: torch.Tensor, memo: dict[int, Any]
     known = memo.get(id(parameter))
     copy = original(parameter, memo)
     store = _store_in_force()
-    if known is None and store is not None and store.adopts_parts and store.owns(parameter):
+    if known is None and store is not None and store.owns(parameter):
         record = find_record(parameter)
         store.adopt_parameter(copy, None, "" if record is None else record.local_name)
     return copy
+
+
+def _set_state(original: Any, module: torch.nn.Module, state: Any) -> None:
+    """What ``copy.deepcopy`` of a module ends with: in a scope the copy is the strategy's too.
+
+    Where replicas take turns what else a module has is found later; where values live on servers it is not.
+    """
+    original(module, state)
+    store = _store_in_force()
+    if store is not None and store.adopts_copies:
+        _adopt_all(store, module)
 
 
 registrations = Hooks(
     lambda: torch_module.register_module_parameter_registration_hook(_on_parameter),
     lambda: torch_module.register_module_buffer_registration_hook(_on_buffer),
     lambda: torch_module.register_module_module_registration_hook(_on_module),
-    patches=[Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter)],
+    patches=[
+        Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter),
+        Patch(torch.nn.Module, "__setstate__", _set_state),
+    ],
 )
 """Starts adopting; PyTorch's hooks are process-global, so they ask the calling thread's context."""
 
@@ -153,6 +165,19 @@ def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Mod
                 )
     _adopt_all(store, module)
     return module
+
+
+def adopt_new_buffers(store: ParameterStore, module: torch.nn.Module) -> None:
+    """Takes over what has come into the places of a module's buffers, as ``module.double()`` puts it there.
+
+    Args:
+        store: a module of another one, or of none, is left alone.
+        module: without its children.
+    """
+    if module in store._modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if type(buffer) is torch.Tensor and buffer.is_cpu and find_record(buffer) is None:
+                store.adopt_buffer(buffer, module, name)
 
 
 def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.record import Placement, Record
 
 _records: torch_internals.WeakIdKeyDictionary = torch_internals.WeakIdKeyDictionary()
 _records_lock = threading.Lock()
@@ -43,6 +43,8 @@ def remember_components(record: Record) -> None:
 
 def follow_buffer(record: Record) -> None:
     """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
+    if record.placement is Placement.REMOTE:
+        return  # the new one is adopted when a function uses the module: the servers may have it in another dtype
     module = record.module() if record.module is not None else None
     current = None if module is None else torch_internals.buffers_of(module).get(record.local_name)
     if current is not None and current is not record.tensor:

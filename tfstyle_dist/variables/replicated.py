@@ -84,7 +84,9 @@ def _resolve(value: Any) -> Any:
 def _resolve_stored(value: Any) -> Any:
     """Like ``_resolve``, but never a copy on a compute device: a write to that would be lost."""
     if isinstance(value, Replicated):
-        value._tfstyle_record.store.ensure_equal()
+        record = value._tfstyle_record
+        if record.placement is not Placement.REMOTE:  # servers get what is there when they are told of it
+            record.store.ensure_equal()
         return value._tfstyle_stored()
     if type(value) is list or type(value) is tuple:
         return type(value)(_resolve_stored(v) for v in value)

@@ -35,7 +35,7 @@ class ParameterStore:
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
-        adopts_parts: whether copies of modules that are registered in the scope are adopted.
+        adopts_copies: whether copies of modules that are made in the scope are adopted as a whole, with buffers.
         on_adopt: called with each record that is new.
         make_equal: gives records that are new the same values on all workers, where the group does not do it.
         placement: where copies live.
@@ -49,7 +49,7 @@ class ParameterStore:
 
     shared_home: SharedHome | None = None
     model_mesh: Any = None
-    adopts_parts = True
+    adopts_copies = False
 
     def __init__(
         self, strategy: StrategyInForce, worker: Worker, parameter_device: ReplicaDevice | None = None
@@ -99,7 +99,7 @@ class ParameterStore:
     def places(self) -> bool:
         """Whether what modules register in the scope belongs on another device than the CPU."""
         own = self.worker.torch_device(0) if self.parameter_device is None else self.parameter_device.torch_device
-        return self.adopts_parts and is_accelerator(own.type)
+        return is_accelerator(own.type)
 
     def bring_home(self, tensor: torch.Tensor, home: torch.device | None = None) -> None:
         """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""

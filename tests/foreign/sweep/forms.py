@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import servers
 import torch
 from programs import REPLICAS, Case, Each, Run, flat
 
@@ -23,7 +24,7 @@ from tfstyle_dist.core import network
 
 DEVICE = os.environ.get("TFSTYLE_FOREIGN_DEVICE", "cpu")
 TWO = ("cpu:0", "cpu:1") if DEVICE == "cpu" else (f"{DEVICE}:0#0", f"{DEVICE}:0#1")
-PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2}
+PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2, "servers": 1}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
 Answer = tuple[str, Any]
 """("values", a dict of names and tensors), or ("raised" or "hang", what was said)."""
@@ -41,6 +42,8 @@ def strategy_of(form: str) -> Any:
         return tfd.MultiWorkerMirroredStrategy(devices=TWO)
     if form == "elastic":
         return tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=REPLICAS[form]))
+    if form == "servers":
+        return servers.strategy()
     if DEVICE != "cpu":  # the library between devices needs one for each rank
         ring = tfd.experimental.CommunicationOptions(implementation="RING")
         return tfd.MirroredStrategy([f"{DEVICE}:0"], communication_options=ring)
@@ -63,7 +66,8 @@ def execute(case: Case, form: str, dtype: str, shares: int = 1) -> dict[str, Any
         if strategy is not None and strategy.num_replicas_in_sync != REPLICAS[form]:
             raise AssertionError(f"{strategy} has not {REPLICAS[form]} replicas")
         torch.manual_seed(0)
-        return values_of(case.program(Run(form, strategy, shares)))
+        run = servers.ServersRun(strategy) if form == "servers" else Run(form, strategy, shares)
+        return values_of(case.program(run))
 
 
 def values_of(result: Any) -> dict[str, Any]:

@@ -123,11 +123,15 @@ def _one(asked: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
 
 def verdicts_of(titles: Sequence[str], forms: tuple[str, ...], jobs: int) -> Iterator[Verdict]:
     """The verdicts of the cases, as they come."""
+    alone = tuple(form for form in forms if form != "servers")
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for answers in pool.imap_unordered(_one, [(title, forms) for title in titles]):
+        for answers in pool.imap_unordered(_one, [(title, alone) for title in titles]):
             yield from (Verdict(**answer) for answer in answers)
-    if "servers" in forms:
-        yield from servers.verdicts_of([t for t in titles if "servers" in CASES[t].forms])
+    on_servers = [title for title in titles if "servers" in forms and "servers" in CASES[title].forms]
+    if on_servers:
+        with servers.cluster():
+            for title in on_servers:
+                yield from (Verdict(**answer) for answer in judge(title, ("servers",)))
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ STEPS = 6
 SEED = 7
 ALL_FORMS = ("replicas", "ranks", "central", "shared", "grouped", "elastic", "servers")
 USUAL = ("replicas", "ranks")
-BROAD = ("replicas", "ranks", "central", "grouped", "elastic")
+BROAD = ("replicas", "ranks", "central", "grouped", "elastic", "servers")
 DRAWS = "random numbers are a function of the seed before the first step, the number of the step, and the replica"
 REPLICAS = {"one": 1, "replicas": 2, "ranks": 2, "central": 2, "shared": 2, "grouped": 4, "elastic": 4, "servers": 1}
 
@@ -212,10 +212,12 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, nn.Module):
         yield from _leaves(dict(value.state_dict()))
     elif isinstance(value, torch.optim.Optimizer):
-        for group in value.param_groups:
+        # Where servers hold the state, it is in what state_dict() gives alone, and so is what a rule counts in a group.
+        told = {"param_groups": value.param_groups, "state": value.state} if value.state else value.state_dict()
+        for group in told["param_groups"]:
             yield from _leaves({k: v for k, v in group.items() if isinstance(v, int | float | torch.Tensor)})
             for parameter in group["params"]:
-                yield from _leaves(value.state.get(parameter, {}))
+                yield from _leaves(told["state"].get(parameter, {}))
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(value[key])

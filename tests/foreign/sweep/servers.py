@@ -1,89 +1,99 @@
-"""The form ``servers``: models on a parameter server whose one worker does a step at a time; one cluster for all."""
+"""The form ``servers``: a parameter server whose one worker makes a step at a time; one cluster for all cases.
+
+The program runs in the coordinator's process; what it gives to ``run.run`` is scheduled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from forms import execute
-from judge import AGREES, DIFFERS, RAISES, REFUSED, TOLERANCE, Verdict, difference, expected
-from programs import CASES, STEPS, flat
-from torch import optim
+from programs import Each, Run, flat
 
 import tfstyle_dist as tfd
 
 SECONDS = 60.0
+IN_COPIES = "a worker has copies of a program's own objects, and what a function counts or keeps in them stays there"
+_IN_COPIES: frozenset[str] = frozenset()
+
+
+def differs(title: str) -> str | None:
+    """Why a case differs where its steps are made by a worker."""
+    return IN_COPIES if title in _IN_COPIES else None
+
+
+_clusters: list[Any] = []
 
 
 @contextlib.contextmanager
-def _findable() -> Iterator[None]:
-    """The cluster's processes import the modules of the cases."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+def cluster() -> Iterator[None]:
+    """The cluster of ``strategy``; its processes import the modules of the cases."""
+    before, here = os.environ.get("PYTHONPATH"), Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), *([before] if before else [])])
     try:
-        yield
+        with tfd.Server.local_cluster(workers=1, ps=1) as started:
+            _clusters.append(started)
+            yield
     finally:
+        _clusters.clear()
         if before is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
 
 
-def _trained(recipe: Any, cluster: Any) -> dict[str, Any]:
-    strategy = tfd.ParameterServerStrategy(cluster, max_staleness=0)
-    coordinator = tfd.coordinator.ClusterCoordinator(strategy)
+@contextlib.contextmanager
+def strategy() -> Iterator[Any]:
+    """A new strategy on the cluster, which the next one can use as well."""
+    made = tfd.ParameterServerStrategy(_clusters[0], max_staleness=0)
     try:
-        torch.manual_seed(0)
-        with strategy.scope():
-            model = recipe.build().to(torch.get_default_dtype()).train()
-        optimizer = optim.SGD(model.parameters(), lr=recipe.rate)
-        batch, loss = recipe.batch, recipe.loss
-        dtype = torch.get_default_dtype()
-
-        def step(i: int) -> None:
-            torch.set_default_dtype(dtype)
-            optimizer.zero_grad()
-            loss(model, batch(i)).backward()
-            optimizer.step()
-
-        for i in range(STEPS):
-            coordinator.schedule(step, args=(i,))
-        coordinator.join(timeout=SECONDS)
-        return {"weights": flat(list(model.parameters())), "keys": " ".join(model.state_dict())}
+        yield made
     finally:
-        coordinator.close()
+        if made.coordinator is not None:
+            made.coordinator.close(end_workers=False)
+        made.servers.close()
+        made.context.close()
 
 
-def _verdict(title: str, dtype: str, cluster: Any) -> Verdict:
-    case = CASES[title]
-    try:
-        reference = execute(case, "one", dtype)
-        torch.manual_seed(0)
-        found = _trained(case.program.recipe, cluster)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        refused = expected(case.refused, "servers")
-        return Verdict(title, "servers", REFUSED if refused and re.search(refused, said) else RAISES, None, dtype, said)
-    if refused := expected(case.refused, "servers"):
-        return Verdict(title, "servers", RAISES, None, dtype, f"no refusal: {refused}")
-    apart, where = difference({key: reference[key] for key in found}, found)
-    word = AGREES if apart <= (case.tolerance or TOLERANCE[dtype]) else DIFFERS
-    return Verdict(title, "servers", word, apart, dtype, where)
+class ServersRun(Run):
+    """What a program sees of parameter servers; on a worker it is the run of one device.
+
+    Args:
+        strategy: of the servers.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__("servers", strategy)
+        self._coordinator = tfd.coordinator.ClusterCoordinator(strategy)
+
+    def __reduce__(self) -> Any:
+        return Run, ("one",)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        work = _Work(torch.get_default_dtype(), function)
+        result = self._coordinator.schedule(work, args=args, kwargs=kwargs)
+        self._coordinator.join(timeout=SECONDS)
+        return result.get(timeout=SECONDS)
+
+    def local(self, value: Any) -> list[Any]:
+        return [value]
+
+    def each(self, function: Callable[[], Any]) -> Each:
+        """The values that the coordinator's program sees."""
+        return Each([flat(function())])
+
+    def mean(self, gradients: Any) -> Any:
+        return gradients
 
 
-def verdicts_of(titles: Sequence[str]) -> Iterator[Verdict]:
-    """The verdicts of these cases, one after the other."""
-    if not titles:
-        return
-    with _findable(), tfd.Server.local_cluster(workers=1, ps=1) as cluster:
-        for title in titles:
-            for dtype in ("fp32", "fp64"):
-                verdict = _verdict(title, dtype, cluster)
-                if verdict.verdict != DIFFERS:
-                    break
-            yield verdict
+class _Work:
+    def __init__(self, dtype: torch.dtype, function: Callable[..., Any]) -> None:
+        self._dtype, self._function = dtype, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        torch.set_default_dtype(self._dtype)
+        return self._function(*args, **kwargs)

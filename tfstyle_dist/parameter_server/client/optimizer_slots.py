@@ -43,20 +43,25 @@ def begins_with_state(optimizer: torch.optim.Optimizer) -> bool:
     return bool(made)
 
 
-def send(servers: Servers, rule: int, optimizer: torch.optim.Optimizer, records: Sequence[RemoteRecord]) -> None:
-    """Gives the state of an optimizer to the servers, which forget what they had; here nothing is left.
+def send(
+    servers: Servers,
+    rule: int,
+    parameters: Sequence[tuple[RemoteRecord, torch.Tensor]],
+    state: Mapping[Any, Mapping[str, Any] | None],
+) -> None:
+    """Gives the state of some parameters to the servers, which forget what they had.
 
     Args:
         servers: of the parameters.
         rule: number of the optimizer.
-        optimizer: its state counts.
-        records: of all its parameters, in the order of its groups.
+        parameters: with their records.
+        state: by parameter; one that is not in it begins anew.
     """
     by_server: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-    for record, parameter in zip(records, _parameters(optimizer), strict=True):
-        state = optimizer.state.get(parameter, {})
+    for record, parameter in parameters:
+        slots = state.get(parameter) or {}
         for shard in record.shards:
-            part = {name: _part(value, parameter, shard) for name, value in state.items()}
+            part = {name: _part(value, parameter, shard) for name, value in slots.items()}
             by_server.setdefault(shard.server, []).append((shard.number, part))
     jobs = [
         server_functions.start(servers, server, on_server.take_slots, rule, batch)
@@ -64,22 +69,21 @@ def send(servers: Servers, rule: int, optimizer: torch.optim.Optimizer, records:
         for batch in server_functions.in_batches(entries)
     ]
     server_functions.wait(servers, jobs)
-    optimizer.state.clear()
 
 
-def fetch(
-    servers: Servers, rule: int, records: Sequence[RemoteRecord]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the servers keep for each of some parameters, and the numbers of each group, in which a rule may count.
+def counted_in_groups(servers: Servers, rule: int, record: RemoteRecord) -> list[dict[str, Any]]:
+    """The numbers of each group, in which a rule may count.
 
     Args:
         servers: of the parameters.
         rule: number of the optimizer.
-        records: of the parameters.
+        record: of one of them; its first server is asked.
     """
-    shard = records[0].shards[0]
-    about = server_functions.call(servers, shard.server, on_server.describe_slots, rule, [])
-    return [_fetched(servers, rule, record) for record in records], about["settings"]["groups"]
+    server = record.shards[0].server
+    groups: list[dict[str, Any]] = server_functions.call(servers, server, on_server.describe_slots, rule, [])[
+        "settings"
+    ]["groups"]
+    return groups
 
 
 def check_whole(record: RemoteRecord, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -99,10 +103,6 @@ def check_whole(record: RemoteRecord, parts: Sequence[Mapping[str, Any]]) -> Non
         )
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _part(value: Any, parameter: torch.Tensor, shard: Shard) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -111,7 +111,17 @@ def _part(value: Any, parameter: torch.Tensor, shard: Shard) -> Any:
     return value.detach()[shard.start : shard.start + shard.rows].clone()
 
 
-def _fetched(servers: Servers, rule: int, record: RemoteRecord) -> dict[str, Any]:
+def fetch(servers: Servers, rule: int, record: RemoteRecord) -> dict[str, Any]:
+    """What the servers keep for one parameter, whole, by name.
+
+    Args:
+        servers: of the parameter.
+        rule: number of the optimizer.
+        record: of the parameter.
+
+    Raises:
+        RuntimeError: some of its shards have no state yet.
+    """
     parts = []
     for shard in record.shards:
         about = server_functions.call(servers, shard.server, on_server.describe_slots, rule, [shard.number])["slots"]

@@ -117,11 +117,11 @@ class RemoteRecord(Record):
     def set_data(self, data: torch.Tensor) -> None:
         """``tensor.data = data``: the servers take the value over."""
         local = self.components[0]
-        if data.shape != local.shape or data.dtype != local.dtype:
+        if data.shape != local.shape or (data.dtype != local.dtype and self.created):
             raise TypeError(
                 f"{self.describe()!r} is a {local.dtype} of shape {tuple(local.shape)} on the parameter servers and "
-                f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module before the strategy "
-                "adopts it."
+                f"cannot become a {data.dtype} of shape {tuple(data.shape)}. Convert the module in the scope in "
+                "which it is built, before it is used."
             )
         self.store.note_memory_of(self, data)  # type: ignore[attr-defined]
         with raw(), torch.no_grad():

@@ -46,7 +46,7 @@ class RemoteStore(ParameterStore):
         partitioner: into how many shards a tensor is cut; ``None``: one.
     """
 
-    adopts_parts = False
+    adopts_copies = True
 
     def __init__(
         self, strategy: StrategyInForce, worker: Worker, servers: Servers, partitioner: Partition | None

@@ -1,0 +1,113 @@
+"""The settings of optimizers under parameter servers: learning rates and the like, of which the tasks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.strategies.state_on_servers import send_state
+
+if TYPE_CHECKING:
+    from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+
+
+def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
+    """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
+
+    Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
+    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def changes(
+    optimizer: Any, before: Sequence[Mapping[str, Any]] | None, now: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the servers are told of new settings: of ``torch.optim`` optimizers only what is new.
+
+    A rule may count in its groups, and the servers alone make its steps.
+    """
+    if before is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return now
+    return [{k: v for k, v in new.items() if k not in old or old[k] != v} for old, new in zip(before, now, strict=True)]
+
+
+def settings_for_workers(strategy: ParameterServerStrategy) -> dict[int, list[dict[str, Any]]]:
+    """The settings of ``torch.optim`` optimizers by their numbers, as the servers have them from now on.
+
+    A list is another one when something in it is new. Workers take plain values (``only_plain``).
+    """
+    strategy.send_hyperparameters(for_functions=True)
+    for optimizer in list(strategy.sent_hyperparameters):
+        send_state(optimizer)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for optimizer, groups in list(strategy.sent_hyperparameters.items()):
+        number = strategy.known_optimizer_number(optimizer)
+        if number is not None and isinstance(optimizer, torch.optim.Optimizer):
+            found[number] = groups
+    return found
+
+
+def only_plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The settings that a worker can be told alone: numbers, texts, and lists of these."""
+    return [{name: value for name, value in group.items() if _can_be_told(value)} for group in groups]
+
+
+def _can_be_told(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_can_be_told, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def take_settings(
+    strategy: ParameterServerStrategy, settings: MutableMapping[int, Sequence[Mapping[str, Any]]]
+) -> None:
+    """On a worker: a function that reads the rate of its optimizer sees the one of the coordinator's program.
+
+    Args:
+        strategy: of the worker.
+        settings: by number; those of optimizers that are here are taken out.
+    """
+    for number in [number for number in settings if number in strategy.known_optimizers]:
+        optimizer = strategy.known_optimizers[number]
+        for group, new in zip(optimizer.param_groups, settings.pop(number), strict=True):
+            for name, value in new.items():
+                old = group.get(name)
+                if _plain(old) == value:
+                    continue
+                if isinstance(old, torch.Tensor):
+                    group[name] = torch.full_like(old, value)
+                else:
+                    group[name] = tuple(value) if isinstance(old, tuple) else value
+        strategy.sent_hyperparameters[optimizer] = hyperparameters(optimizer)
+
+
+def check_unchanged(sent: Mapping[Any, Sequence[Mapping[str, Any]] | None]) -> None:
+    """Compares the settings of the optimizers of a worker with those with which they came.
+
+    Args:
+        sent: by optimizer, what ``hyperparameters`` gave then.
+
+    Raises:
+        RuntimeError: a function has changed some; the servers, which make the steps, would not learn of that.
+    """
+    for optimizer, before in list(sent.items()):
+        if not isinstance(optimizer, torch.optim.Optimizer) or (now := hyperparameters(optimizer)) == before:
+            continue
+        pairs = zip(before or (), now or (), strict=False)
+        changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
+        what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
+        raise RuntimeError(
+            f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its "
+            "steps, and they learn of settings from the coordinator's program alone. Change them there, between two "
+            "calls of schedule(), and make and step learning rate schedulers there too."
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return list(value) if isinstance(value, tuple) else value
