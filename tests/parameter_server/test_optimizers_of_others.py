@@ -345,3 +345,16 @@ def test_steps_that_only_some_servers_count_are_named(
         variables = [first, second] if together else [variable]
         optimizer.minimize(lambda: first * first + second * second, var_list=variables)
     assert ("Not every step of AdamOptimizer has gradients" in said.text) is (servers == 2 and not together)
+
+
+def test_arguments_of_a_step_are_refused(cluster: Any) -> None:
+    """The servers would make the step without them."""
+    job = Job(counting, cluster(workers=1, ps=1))
+    optimizer = job.optimizer
+
+    def step() -> None:
+        optimizer.step(scale=2.0)  # type: ignore[call-arg]
+
+    job.cluster.coordinator.schedule(step)
+    with pytest.raises(TypeError, match=r"step\(\) was called with scale"):
+        job.cluster.coordinator.join(timeout=30)

@@ -16,6 +16,8 @@ from forms import Answer, answers_of
 from programs import CASES, REPLICAS, Case, Each
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+ON_SERVERS = 1e-6
+"""Optimizers make tensors of the default type, such as the rate of ASGD; that of a server's process is float32."""
 AGREES, REFUSED, DOCUMENTED = "agrees", "refused", "differs as documented"
 DIFFERS, RAISES, HANGS, INVALID = "differs", "raises", "hangs", "is no case"
 STALE = "agrees, documented to differ"
@@ -140,6 +142,8 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
         return Verdict(case.title, form, word, apart, dtype, said)
 
     refused = expected(case.refused, form)
+    if form == "servers" and all(kind != "raised" for kind, _ in answers):
+        refused = case.refused.get(form)  # what is refused of several replicas may be right with one
     if any(kind == "hang" for kind, _ in answers):
         return verdict(HANGS, said=_joined(answers)[1])
     if refused is not None:
@@ -154,13 +158,16 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
         return verdict(AGREES if alike else DIFFERS, 0.0 if alike else None, f"one device raises; here: {value!s:.300}")
     if nothing := _without_numbers(reference[1]):
         return verdict(INVALID, said=f"one device has nothing but NaN in {', '.join(nothing)}")
+    own = servers.differs(case.title) if form == "servers" else None
     if kind == "raised":
-        return verdict(REFUSED if form in REFUSALS and REFUSALS[form].search(value) else RAISES, said=value)
+        refuses = form in REFUSALS and REFUSALS[form].search(value)
+        return verdict(REFUSED if refuses else DOCUMENTED if own else RAISES, said=value)
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
-    why = expected(case.differs, form) or (servers.differs(case.title) if form == "servers" else None)
-    if apart <= (case.tolerance or TOLERANCE[dtype]):
-        return verdict(AGREES, apart) if why is None else verdict(STALE, apart, why)
+    why = own or expected(case.differs, form)
+    if apart <= (case.tolerance or (ON_SERVERS if form == "servers" else TOLERANCE[dtype])):
+        stale = why is not None and (own is not None or form != "servers")  # what "*" says may not concern one replica
+        return verdict(STALE, apart, why or "") if stale else verdict(AGREES, apart)
     if why is None or not math.isfinite(apart):  # nothing in common is no difference that a reason explains
         return verdict(DIFFERS, apart, where)
     return verdict(DOCUMENTED, apart, why)

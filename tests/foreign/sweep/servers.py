@@ -17,16 +17,72 @@ from programs import Each, Run, flat
 import tfstyle_dist as tfd
 
 SECONDS = 60.0
+_clusters: list[Any] = []
 IN_COPIES = "a worker has copies of a program's own objects, and what a function counts or keeps in them stays there"
-_IN_COPIES: frozenset[str] = frozenset()
+NO_TRAVEL = "a function travels by pickle, and finds modules of Python as the worker has them"
+OF_THE_SERVER = "an optimizer draws random numbers of the server, and makes tensors of its default type"
+NO_GRAPH = "a server has gradients, and no graph of them"
+_DIFFER = {
+    IN_COPIES: {
+        "optimizers": """
+            ema_pytorch.KarrasEMA-outside-in-step
+        """,
+        "torch.optim": """
+            scaler-in-scope-unscale-inf scaler-in-scope-unscale scaler-in-scope-inf scaler-in-scope
+            scaler-outside-unscale-inf scaler-outside-unscale scaler-outside-inf scaler-outside
+            scaler-update-after-run scaler-in-parts-outside scaler-in-parts-unscale scaler-in-parts-step
+            scaler-in-parts-unscale-step scaler-in-parts-no_unscale scaler-in-parts-no_unscale-step
+            average-plain-outside-in-step average-ema-outside-in-step average-ema-foreach-outside-in-step
+            average-swa-foreach-outside-in-step average-buffers-outside-in-step average-own-outside-in-step
+        """,
+        "steps": """
+            attr-counter attr-containers attr-plain-tensors step-outside-run grads-edited-outside
+            opt-own-group-step state-dataclass ema-inplace-out ema-grad-out ema-sd-out ema-load-out
+            ema-data-out ema-foreach-out ema-EMA-in-step ema-EMA-out-step ema-EMADict-in-step
+            ema-EMADict-out-step ema-swap-in-step trainer-lambda trainer-lightning-like write-statecl
+            exception-after-backward step-kwargs step-callable param-keyed-dict
+            meter-object raises-before-backward-buffer raises-after-backward-buffer
+            stop-iteration-ends-an-epoch tensors-that-a-list-of-the-step-gets-late helper-of-a-module-counts
+            shadow-of-three-hundred-parameters object-with-a-long-list-of-tensors-and-a-model
+            gradients-are-views-of-one-tensor parameters-are-views-of-one-tensor
+            optimizer-over-views-of-one-tensor state-is-a-view-of-a-parameter latest-weights-averaged
+            module-is-a-dataclass
+        """,
+    },
+    NO_TRAVEL: {
+        "optimizers": """
+            ema_pytorch.EMA-in-scope-in-step ema_pytorch.EMA-in-scope-after-run
+            ema_pytorch.EMA-outside-in-step ema_pytorch.EMA-outside-after-run heavyball.SplitOpt
+        """,
+        "steps": """
+            par-orthogonal par-orthogonal-cayley par-spectral_norm par-old-weight_norm par-own-assign
+            par-cached-remove jit-trace jit-script spectral-gan-in-one-step step-static step-classmethod
+            step-other-module step-other-module-lambda step-other-module-state vq-ema-all_reduce
+            kept-in-in-sys kept-in-other-module lazy-opt-before written-lazy_layers write-numpy
+            channels_last
+        """,
+    },
+    OF_THE_SERVER: {
+        "optimizers": """
+            pytorch_optimizer.Gravity pytorch_optimizer.Kron pytorch_optimizer.APOLLO-low-rank
+            pytorch_optimizer.SPlus
+        """,
+        "steps": """
+            written-optimizer_that_draws_random_numbers
+        """,
+    },
+    NO_GRAPH: {
+        "optimizers": """
+            pytorch_optimizer.AdaHessian pytorch_optimizer.SophiaH torch_optimizer.Adahessian
+        """,
+    },
+}
 
 
 def differs(title: str) -> str | None:
-    """Why a case differs where its steps are made by a worker."""
-    return IN_COPIES if title in _IN_COPIES else None
-
-
-_clusters: list[Any] = []
+    """Why a case differs, or raises, where its steps are made by a worker and its updates by a server."""
+    group, _, name = title.replace(" ", "_").partition("/")
+    return next((why for why, groups in _DIFFER.items() if name in groups.get(group, "").split()), None)
 
 
 @contextlib.contextmanager

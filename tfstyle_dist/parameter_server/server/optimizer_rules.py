@@ -273,8 +273,13 @@ def without_a_step(kind: type) -> type:
     if not issubclass(kind, torch.optim.Optimizer):
         return kind
 
-    def step(self: Any, closure: Any = None) -> None:
+    def step(self: Any, closure: Any = None, **options: Any) -> None:
         """What happens here happens in the hooks before and after it."""
+        if options:
+            raise TypeError(
+                f"{kind.__name__}.step() was called with {', '.join(options)}. Parameter servers make the step, and "
+                "call it without arguments. Set what it is to know in the groups of the optimizer."
+            )
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
