@@ -70,6 +70,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "a copy of a recurrent layer": lambda: copy.deepcopy(Recurrent()),
     "a copy with a tied weight": lambda: copy.deepcopy(Tied()),
     "a copy of a part": WithTeacher,
+    "what it was already": lambda: Normed().float().cpu(),
     "double": lambda: Normed().double(),
     "a recurrent layer in double": lambda: Recurrent().double(),
     "bfloat16": lambda: nn.Linear(4, 1).bfloat16(),

@@ -49,7 +49,10 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if len(written) == 1 and result is stored:
             return target  # p += 1 must leave p what it is; likewise self.buffer = torch.mv(a, b, out=self.buffer)
     if args and isinstance(args[0], Replicated):
-        return aliased(args[0]._tfstyle_record, new_args[0], result)
+        record = args[0]._tfstyle_record
+        if result is new_args[0] and record.kind == "buffer":
+            return args[0]  # module.float() puts what buffer.float() gives in the buffer's place: itself, if it is one
+        return aliased(record, new_args[0], result)
     return result
 
 

@@ -32,7 +32,7 @@ REFUSALS = {
         r"|cannot be sent to another process|step\(closure\) under a parameter server|LBFGS needs the loss again"
         r"|have changed since the parameter servers were told|was made inside a scheduled function"
         r"|lives? on parameter servers already|on the parameter servers and cannot become"
-        r"|Parameter servers make (the|its) steps|The parameter groups of \w+ are of the class"
+        r"|Parameter servers make (the|its) steps?|The parameter groups of \w+ are of the class"
         r"|has a hook that was registered with register_step|parameter servers take over plain parameters"
         r"|its copies already share memory|The state of \w+ is on the parameter servers"
     ),
@@ -168,7 +168,8 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     if apart <= (case.tolerance or (ON_SERVERS if form == "servers" else TOLERANCE[dtype])):
         stale = why is not None and (own is not None or form != "servers")  # what "*" says may not concern one replica
         return verdict(STALE, apart, why or "") if stale else verdict(AGREES, apart)
-    if why is None or not math.isfinite(apart):  # nothing in common is no difference that a reason explains
+    # Nothing in common is no difference that a reason explains, but for lists that were filled in a worker's copy.
+    if why is None or not (math.isfinite(apart) or own == servers.IN_COPIES):
         return verdict(DIFFERS, apart, where)
     return verdict(DOCUMENTED, apart, why)
 

@@ -24,6 +24,10 @@ OF_THE_SERVER = "an optimizer draws random numbers of the server, and makes tens
 NO_GRAPH = "a server has gradients, and no graph of them"
 _DIFFER = {
     IN_COPIES: {
+        "schedulers": """
+            transformers-constant-in-scope-in-step transformers-constant-outside-in-step
+            transformers-reduce_lr_on_plateau-in-scope-in-step transformers-reduce_lr_on_plateau-outside-in-step
+        """,
         "optimizers": """
             ema_pytorch.KarrasEMA-outside-in-step
         """,
