@@ -358,3 +358,19 @@ def test_arguments_of_a_step_are_refused(cluster: Any) -> None:
     job.cluster.coordinator.schedule(step)
     with pytest.raises(TypeError, match=r"step\(\) was called with scale"):
         job.cluster.coordinator.join(timeout=30)
+
+
+def test_packages_that_list_optimizers_by_name_find_one_of_each(cluster: Any) -> None:
+    job = Job(lambda p: torch.optim.SGD(p, lr=0.1), cluster(workers=1, ps=1))
+    optimizer = job.optimizer
+
+    def names() -> list[str]:
+        optimizer.step()
+        found, left = [], [torch.optim.Optimizer]
+        while left:
+            found.append(left.pop())
+            left += found[-1].__subclasses__()
+        return [kind.__name__ for kind in found if not kind.__name__.startswith("_")]
+
+    listed = job.cluster.coordinator.schedule(names).get(timeout=30)
+    assert listed.count("SGD") == 1

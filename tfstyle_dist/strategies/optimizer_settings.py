@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
 from tfstyle_dist.strategies.state_on_servers import send_state
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def check_unchanged(sent: Mapping[Any, Sequence[Mapping[str, Any]] | None]) -> N
         changed = {key: (old.get(key), new[key]) for old, new in pairs for key in new if old.get(key) != new[key]}
         what = ", ".join(f"{key!r} from {old} to {new}" for key, (old, new) in changed.items()) or "its groups"
         raise RuntimeError(
-            f"A scheduled function changed settings of {type(optimizer).__name__}: {what}. Parameter servers make its "
+            f"A scheduled function changed settings of {name_of(optimizer)}: {what}. Parameter servers make its "
             "steps, and they learn of settings from the coordinator's program alone. Change them there, between two "
             "calls of schedule(), and make and step learning rate schedulers there too."
         )

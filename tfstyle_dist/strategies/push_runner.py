@@ -14,6 +14,7 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
+from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
 from tfstyle_dist.strategies.state_on_servers import ServerState
 from tfstyle_dist.variables import Record
 from tfstyle_dist.variables.known_tensors import find_record
@@ -110,7 +111,7 @@ def check_hooks_of(parameters: Sequence[torch.Tensor]) -> None:
 
 def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any]) -> None:
     if any(hooks):
-        kind = type(optimizer).__name__
+        kind = name_of(optimizer)
         raise TypeError(
             f"{kind} has a hook that was registered with register_step_pre_hook or register_step_post_hook. Under "
             "parameter servers step() sends the gradients before such hooks are called, and the servers make the step "
@@ -189,7 +190,7 @@ class PushRunner(UpdateRunner):
         if _may_count(optimizer):
             servers = {shard.server for record, _ in pairs for shard in record.shards}
             if self._pushed_to.setdefault(optimizer, servers) != servers:
-                kind = type(optimizer).__name__
+                kind = name_of(optimizer)
                 warn_once(
                     f"steps of {kind}",
                     f"Not every step of {kind} has gradients for the same parameter servers. Each makes the steps of "

@@ -34,7 +34,8 @@ REFUSALS = {
         r"|lives? on parameter servers already|on the parameter servers and cannot become"
         r"|Parameter servers make (the|its) steps?|The parameter groups of \w+ are of the class"
         r"|has a hook that was registered with register_step|parameter servers take over plain parameters"
-        r"|its copies already share memory|The state of \w+ is on the parameter servers"
+        r"|was given the memory of|of the buffer '\w+' of|its copies already share memory"
+        r"|The state of \w+ is on the parameter servers"
     ),
 }
 """What refusals of whole classes of programs say: what would be written for each replica where there is one copy

@@ -24,6 +24,15 @@ OF_THE_SERVER = "an optimizer draws random numbers of the server, and makes tens
 NO_GRAPH = "a server has gradients, and no graph of them"
 _DIFFER = {
     IN_COPIES: {
+        "packages": """
+            x_transformers.alibi
+        """,
+        "libraries": """
+            torchmetrics.accuracy torchmetrics.area-under-curve torchmetrics.mean torchmetrics.quantiles
+            torchmetrics.variance torchmetrics.correlation torchmetrics.collection torchmetrics.sum-of-two
+            torchmetrics.extremes torchmetrics.in-the-model skorch.NeuralNetRegressor laplace.Laplace
+            pykeen.ComplEx pykeen.DistMult
+        """,
         "schedulers": """
             transformers-constant-in-scope-in-step transformers-constant-outside-in-step
             transformers-reduce_lr_on_plateau-in-scope-in-step transformers-reduce_lr_on_plateau-outside-in-step
@@ -54,6 +63,9 @@ _DIFFER = {
         """,
     },
     NO_TRAVEL: {
+        "libraries": """
+            torchinfo+thop+fvcore
+        """,
         "optimizers": """
             ema_pytorch.EMA-in-scope-in-step ema_pytorch.EMA-in-scope-after-run
             ema_pytorch.EMA-outside-in-step ema_pytorch.EMA-outside-after-run heavyball.SplitOpt

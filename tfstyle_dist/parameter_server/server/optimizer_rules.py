@@ -268,7 +268,8 @@ def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
 def without_a_step(kind: type) -> type:
     """The class of an optimizer for a worker, which sends the gradients and makes no step.
 
-    A class may count or compute in ``step`` also where no parameter has a gradient.
+    A class may count or compute in ``step`` also where no parameter has a gradient. Its name is a private one: packages
+    list the subclasses of ``torch.optim.Optimizer`` by name, and would find the user's class twice.
     """
     if not issubclass(kind, torch.optim.Optimizer):
         return kind
@@ -287,5 +288,11 @@ def without_a_step(kind: type) -> type:
             "coordinator's program, outside of scheduled functions."
         )
 
-    own = {"step": step, "state_dict": refuse, "load_state_dict": refuse}
-    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    own = {"step": step, "state_dict": refuse, "load_state_dict": refuse, "_tfstyle_name": kind.__name__}
+    return type(f"_{kind.__name__}", (kind,), {**own, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def name_of(optimizer: Any) -> str:
+    """The name of the user's class, for messages; also where the class is that of ``without_a_step``."""
+    name: str = getattr(type(optimizer), "_tfstyle_name", type(optimizer).__name__)
+    return name
