@@ -314,3 +314,35 @@ def test_a_function_sees_the_settings_of_the_coordinators_program(cluster: Any) 
         assert [each.get() for each in found] == [(0.5 ** (number + 1), (0.8 - number / 8, 0.9))] * 4
         scheduler.step()
         optimizer.param_groups[0]["betas"] = (0.8 - (number + 1) / 8, 0.9)
+
+
+def test_an_entry_that_was_read_before_it_was_there_takes_nothing_away(cluster: Any) -> None:
+    """A program may look into the state while the first function is at work."""
+    job, reference = Job("momentum", cluster(workers=1, ps=1)), Job("momentum")
+    job.cluster.strategy.optimizer_number(job.optimizer)
+    entries = [job.optimizer.state[p] for p in job.net.parameters()]
+    assert entries == [{}] * 4
+    for each in (job, reference):
+        each.train(range(2))
+    assert all("momentum_buffer" in job.optimizer.state[p] for p in job.net.parameters())
+    for each in (job, reference):
+        each.train(range(2, 4))
+    torch.testing.assert_close(job.weights(), reference.weights(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_is_a_dict_like_any(cluster: Any) -> None:
+    job = Job("momentum", cluster(workers=1, ps=1))
+    job.train(range(2))
+    state, (one, two, three, four) = job.optimizer.state, job.net.parameters()
+    held = state[one]
+    assert state.setdefault(one, {}) is held
+    del state[two]
+    state[three] = {}
+    state.update({four: {"momentum_buffer": torch.ones_like(state[four]["momentum_buffer"])}})
+    copied = copy.deepcopy(job.optimizer)
+    assert len(copied.state_dict()["state"]) == 3
+    copied.load_state_dict(copied.state_dict())
+    job.cluster.coordinator.schedule(int)
+    job.cluster.coordinator.join(timeout=30)
+    assert [bool(state[p]) for p in (one, two, three, four)] == [True, False, False, True]
+    assert (state[four]["momentum_buffer"] == 1).all()

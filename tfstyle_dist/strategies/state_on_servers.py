@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -37,16 +38,17 @@ def keep_on_servers(strategy: ParameterServerStrategy, optimizer: Any, number: i
 
     def filled(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         strategy = reference()
-        if strategy is None or optimizer_slots.stays_there():
+        owned = _owned(optimizer)
+        if strategy is None or optimizer_slots.stays_there() or not owned:  # a copy of the optimizer has none
             return None
         strategy.send_hyperparameters()
-        counted = optimizer_slots.counted_in_groups(strategy.servers, number, next(iter(_owned(optimizer)))[0])
+        counted = optimizer_slots.counted_in_groups(strategy.servers, number, owned[0][0])
         groups = [{**here, **there} for here, there in zip(state["param_groups"], counted, strict=True)]
         return {**state, "param_groups": groups}
 
     def loaded(optimizer: torch.optim.Optimizer) -> None:
         strategy = reference()
-        if strategy is None:
+        if strategy is None or not _owned(optimizer):
             return
         if not optimizer_slots.stays_there():
             optimizer_slots.send(strategy.servers, number, _owned(optimizer), optimizer.state)
@@ -57,6 +59,10 @@ def keep_on_servers(strategy: ParameterServerStrategy, optimizer: Any, number: i
 
     optimizer.register_state_dict_post_hook(filled)
     optimizer.register_load_state_dict_post_hook(loaded)
+
+
+_UNKNOWN = [("", None, -1)]
+"""What the servers had is not known: whatever is there now goes to them."""
 
 
 class ServerState(defaultdict[Any, Any]):
@@ -81,9 +87,12 @@ class ServerState(defaultdict[Any, Any]):
 
     def send_changes(self) -> None:
         """The servers get what the program has written; entries that are got later are the servers' again."""
-        strategy, owned = self._strategy(), self._owned()
         self.makes_step = False  # one that raised has not ended
-        self._look_at_former()
+        if self._former:
+            self._look_at_former()
+        if not self._told and not dict.__len__(self):
+            return
+        strategy, owned = self._strategy(), self._owned()
         with optimizer_slots.state_stays_there():
             changed = [(record, p) for record, p in owned if self._is_changed(p)]
             if changed and strategy is not None:
@@ -125,8 +134,8 @@ class ServerState(defaultdict[Any, Any]):
 
     def _is_changed(self, parameter: Any) -> bool:
         told, now = self._told.get(id(parameter)), dict.get(self, parameter)
-        if told is None:
-            return now is not None
+        if told is None:  # an empty entry is what reading has made
+            return bool(now)
         return now is None or told != _as_told(now)
 
     def _get(self, record: RemoteRecord, parameter: Any) -> None:
@@ -158,6 +167,23 @@ class ServerState(defaultdict[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         self._get_one(key)
         return super().__getitem__(key)
+
+    def __missing__(self, key: Any) -> Any:
+        made: dict[str, Any] = {}
+        dict.__setitem__(self, key, made)
+        return made
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._told.setdefault(id(key), _UNKNOWN)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._get_one(key)
+        super().__delitem__(key)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """See ``dict``."""
+        return self[key] if key in self else super().setdefault(key, default)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """See ``dict``."""
@@ -228,7 +254,9 @@ def _refresh(entry: dict[str, Any], slots: Mapping[str, Any]) -> None:
 def _as_told(slots: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
     """Differs when something in an entry was changed, or is another object."""
     return [
-        (name, id(value), torch_internals.version_of(value)) if isinstance(value, torch.Tensor) else (name, value, 0)
+        (name, id(value), torch_internals.version_of(value))
+        if isinstance(value, torch.Tensor)
+        else (name, copy.deepcopy(value), 0)
         for name, value in slots.items()
     ]
 
