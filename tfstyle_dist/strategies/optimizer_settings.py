@@ -42,10 +42,9 @@ def settings_for_workers(strategy: ParameterServerStrategy) -> dict[int, list[di
     A list is another one when something in it is new. Workers take plain values (``only_plain``).
     """
     strategy.send_hyperparameters(for_functions=True)
-    for optimizer in list(strategy.sent_hyperparameters):
-        send_state(optimizer)
     found: dict[int, list[dict[str, Any]]] = {}
     for optimizer, groups in list(strategy.sent_hyperparameters.items()):
+        send_state(optimizer)
         number = strategy.known_optimizer_number(optimizer)
         if number is not None and isinstance(optimizer, torch.optim.Optimizer):
             found[number] = groups

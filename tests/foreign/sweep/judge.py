@@ -166,7 +166,8 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
     why = own or expected(case.differs, form)
-    if apart <= (case.tolerance or (ON_SERVERS if form == "servers" else TOLERANCE[dtype])):
+    least = ON_SERVERS if form == "servers" else 0.0
+    if apart <= (case.tolerance or max(TOLERANCE[dtype], least)):
         stale = why is not None and (own is not None or form != "servers")  # what "*" says may not concern one replica
         return verdict(STALE, apart, why or "") if stale else verdict(AGREES, apart)
     # Nothing in common is no difference that a reason explains, but for lists that were filled in a worker's copy.

@@ -117,7 +117,6 @@ def trained(recipe: Recipe, shares: bool) -> Program:
         each = run.each(lambda: list(model.parameters()))
         return {"weights": weights, "keys": " ".join(model.state_dict()), "each": each, "buffers": own}
 
-    program.recipe = recipe
     return program
 
 

@@ -79,10 +79,8 @@ def counted_in_groups(servers: Servers, rule: int, record: RemoteRecord) -> list
         rule: number of the optimizer.
         record: of one of them; its first server is asked.
     """
-    server = record.shards[0].server
-    groups: list[dict[str, Any]] = server_functions.call(servers, server, on_server.describe_slots, rule, [])[
-        "settings"
-    ]["groups"]
+    told = server_functions.call(servers, record.shards[0].server, on_server.describe_slots, rule, [])
+    groups: list[dict[str, Any]] = told["settings"]["groups"]
     return groups
 
 
