@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from quick import is_quick
 from tfstyle_dist.runtime import context
 from tfstyle_dist.testing.messages import RANK_PLUGIN_NAME
 
+SEES_GPUS = "TFSTYLE_TESTS_SEE_GPUS"
+"""Set where tests of GPUs were asked for (``pytest -m gpu``)."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and processes of tests that are to be interrupted would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +32,12 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) or sys.dont_write_bytecode:
 
 if on_devices.NAMES:
     on_devices.load()
+elif not ({"TFSTYLE_DEVICE_KIND", SEES_GPUS} & os.environ.keys()):
+    # The tests are about the CPU; on a machine with a GPU a strategy without devices would take that.
+    if any(re.search(r"(?<!not )\bgpu\b", argument) for argument in sys.argv):
+        os.environ[SEES_GPUS] = "1"  # also for the sessions of pytest-xdist
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 DEFAULT_MARKERS = "not gpu and not xla"
 """As in pyproject.toml."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from pathlib import Path
 
-import cloudpickle  # noqa: F401  # imported before the cases are forked, not in each of them
 import numpy as np
 import torch
-import zmq  # noqa: F401  # likewise
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
@@ -19,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import keras_rules
 import multi_worker
 import tf_data
+
+for _name in ("cloudpickle", "zmq"):  # of parameter servers; imported before the cases are forked, not in each of them
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 
 def _dtype(name):

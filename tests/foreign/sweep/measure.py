@@ -14,6 +14,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TFSTYLE_TIMEOUT_SECONDS", "40")
+# A package that asks for CUDA when it is imported would otherwise keep the forked processes from using it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import argparse
 import importlib
