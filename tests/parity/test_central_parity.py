@@ -49,7 +49,7 @@ def test_replicas_that_compute_with_copies(
         check_parity(strategy, name, optimizer, torch.float64, sizes, reduction, twice=False)
         contents = strategy.parameter_store.contents
         assert contents is not None
-        held = [vessel.numel() for row in contents._rows._vessels for vessel in row]
+        held = [vessel.numel() for row in contents.rows._vessels for vessel in row]
         assert not any(held), "a compute device holds the weights while a step runs only"
 
 

@@ -110,11 +110,8 @@ class _Update(Frame):
         """The objects are those of the update."""
         contents = self.strategy.parameter_store.contents
         if self.leads:
-            grads = [(r.tensor, r.components[0].grad) for r in self._records if r.kind == "parameter"]
             contents.switch(None)
-            for parameter, grad in grads:
-                if parameter is not None:
-                    parameter.grad = None if grad is None else grad.to(parameter.device)
+            contents.take_back(r.tensor for r in self._records if r.kind == "parameter")
         else:
             own = self.optimizer
             self._attributes = own.__dict__
@@ -130,7 +127,7 @@ class _Update(Frame):
         pop(self)
         contents = self.strategy.parameter_store.contents
         if self.leads:
-            contents.spread_parameters()
+            contents.rows.spread()
             contents.switch(0)
         else:
             self.drop()

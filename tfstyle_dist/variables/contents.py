@@ -38,7 +38,6 @@ class ReplicaContents:
     Args:
         worker: the local replicas.
         home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
-        elsewhere: whether some replica computes on another device than ``home``.
         adopt: called with a parameter that a module of the strategy got outside of every scope, and the module.
         run: the strategy's.
 
@@ -46,6 +45,7 @@ class ReplicaContents:
         count: the local replicas.
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
         first: the replica whose content cross-replica context shows.
+        rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
         generators: those that are content.
         random: the random numbers of the replicas.
@@ -59,7 +59,6 @@ class ReplicaContents:
         self,
         worker: Worker,
         home: torch.device | None,
-        elsewhere: bool,
         adopt: Callable[[torch.Tensor, torch.nn.Module], None],
         run: Callable[[Callable[[], None]], Any],
     ) -> None:
@@ -69,7 +68,7 @@ class ReplicaContents:
         self.on_take: Callable[[ObjectContent], None] | None = None
         self.common: CommonObjects | None = None
         self.may_differ = home is not None  # where there is one copy, none differs
-        self._rows = ParameterRows(worker.devices, home, elsewhere)
+        self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
         self._objects: list[ObjectContent] = []
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
@@ -78,11 +77,11 @@ class ReplicaContents:
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
-        self._data = DataWrites(lambda: self.active, self._places, self._rows, lambda: self._objects)
+        self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
-        self._counterparts = Counterparts(self._places, self.take, self.switch, self._rows.follow)
-        self._spreader = Spreader(self.count, self.take, self._rows, self._counterparts, adopt)
+        self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
+        self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt)
 
     # ---- the turn ---------------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class ReplicaContents:
         if replica == self.active:
             return
         before, after = self.shown, self.first if replica is None else replica
-        self._rows.switch(self._rows.base if replica is None else replica)
+        self.rows.switch(self.rows.base if replica is None else replica)
         if before != after:
             for thing, content in self._things:
                 content.dicts[before] = thing.__dict__
@@ -104,7 +103,7 @@ class ReplicaContents:
     def pause(self, replica: int) -> None:
         """See ``Content``."""
         self._settings.compare(replica)
-        self._rows.compare(replica)
+        self.rows.compare(replica)
 
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
@@ -119,7 +118,7 @@ class ReplicaContents:
         if (changed := self._marks.changed(self._things)) is not None:
             self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
-        left = self._rows.renew(everything=self._failed, begins=begins)
+        left = self.rows.renew(everything=self._failed, begins=begins)
         self._spreader.renew_views(left, self._things, self._others)
         self.generators.renew(everything=self._failed)
         self._failed = False
@@ -133,7 +132,7 @@ class ReplicaContents:
             self._marks.renew(self._things)
             for _, content in self._things:
                 content.fresh = ()  # what was taken meanwhile has been looked at
-        self._rows.mark()
+        self.rows.mark()
         self.generators.mark()
         self._data.begin()
         self._things = []
@@ -148,15 +147,15 @@ class ReplicaContents:
             self.enter()
             self.leave()
 
-    def spread_parameters(self) -> None:
-        """Central storage: an update was made, in cross-replica context, inside a run."""
-        self._rows.spread()
+    def take_back(self, parameters: Iterable[torch.Tensor | None]) -> None:
+        """Central storage: cross-replica context, inside a run, sees what the first replica did to parameters."""
+        self.rows.take_back(self._places[id(parameter)] for parameter in parameters if id(parameter) in self._places)
 
     def show(self, replica: int) -> None:
         """Cross-replica context shows another replica's content from now on; called between runs."""
         self.enter()
         self.switch(replica)
-        self.first, self.active, self._rows.base = replica, None, replica
+        self.first, self.active, self.rows.base = replica, None, replica
         self.leave()
 
     @property
@@ -204,7 +203,7 @@ class ReplicaContents:
             return True
         if not state_objects.is_trained(value) or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
             return False
-        self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
+        self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
         return True
 
     def take_object(self, value: Any, parts: bool = False) -> None:
@@ -216,7 +215,7 @@ class ReplicaContents:
         if id(value) in self._places:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
-            self._places[id(value)] = self._rows.add(value, when_gone(self._let_go, id(value)), self._running)
+            self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
             return
         state_objects.check_adoptable(value)
         now, active = value.__dict__, self.shown
@@ -239,7 +238,7 @@ class ReplicaContents:
 
     @property
     def _running(self) -> bool:
-        return self.active is not None or bool(self._things) or bool(self._rows.inside)
+        return self.active is not None or bool(self._things) or bool(self.rows.inside)
 
     def finish_taking(self) -> None:
         """All objects that name each other were taken."""
@@ -257,14 +256,14 @@ class ReplicaContents:
 
     def parameters(self) -> list[torch.Tensor]:
         """The living parameters, in the order in which they were taken."""
-        return [parameter for reference in self._rows.references if (parameter := reference()) is not None]
+        return [parameter for reference in self.rows.references if (parameter := reference()) is not None]
 
     def inside(self, parameter: torch.Tensor, replica: int) -> torch.Tensor:
         """The tensor that has a replica's data and gradient of a parameter now."""
-        if (self.active is None and replica == self.first) or replica == self._rows.row:
+        if (self.active is None and replica == self.first) or replica == self.rows.row:
             return parameter
         self._take_tensor(parameter)
-        return self._rows.vessel(self._places[id(parameter)], replica)
+        return self.rows.vessel(self._places[id(parameter)], replica)
 
     def attributes(self, thing: Any, replica: int) -> dict[str, Any]:
         """A replica's attributes of an object."""
@@ -288,13 +287,13 @@ class ReplicaContents:
             self._marks.forget()
             known.clear()
         elif type(known) is int:
-            self._rows.let_go(known)
+            self.rows.let_go(known)
 
     def _resolve(self) -> None:
         """Forgets what is gone, also what goes with it, and holds all else for the time of a run."""
-        while self._gone or not self._rows.resolve():
+        while self._gone or not self.rows.resolve():
             self._gone = False
-            self._places.update(self._rows.drop_dead())
+            self._places.update(self.rows.drop_dead())
             self._objects = [content for content in self._objects if content.reference() is not None]
             self.generators.drop_dead()
         self._things = self.objects()

@@ -123,11 +123,6 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return own.clone() if own.device == device else own.to(device)
 
 
-def attribute_of(value: Any, device: torch.device) -> Any:
-    """What one replica has of what a program put on a parameter: of a tensor that is not trained a copy of its own."""
-    return copied(value, device) if type(value) is torch.Tensor and not value.requires_grad else value
-
-
 _STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
 """Buffers that kernels write to without counting it: those of batch norm, and of fused fake quantization."""
 _COUNTER = "num_batches_tracked"  # batch norm counts its writes here

@@ -11,6 +11,8 @@ import torch
 from tfstyle_dist.core import torch_internals
 
 Hooks = tuple[Any, ...]
+Attributes = dict[str, tuple[Any, int]] | None
+"""By name: the value, and how often it was written to."""
 
 
 def address_of(parameter: torch.Tensor) -> Any:
@@ -48,9 +50,8 @@ def marks_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """What ``is_same`` compares."""
     grad = parameter.grad
     version = 0 if grad is None else torch_internals.version_of(grad)
-    attributes = dict(parameter.__dict__) if parameter.__dict__ else None
     written, trains = torch_internals.version_of(parameter), parameter.requires_grad
-    return written, address_of(parameter), trains, grad, version, hooks_of(parameter), attributes
+    return written, address_of(parameter), trains, grad, version, hooks_of(parameter), attributes_of(parameter)
 
 
 def is_same(parameter: torch.Tensor, marks: tuple[Any, ...]) -> bool:
@@ -94,6 +95,18 @@ def was_written(tensor: torch.Tensor, version: int, known: Set[int], left: Seque
         left: see ``left_memory``.
     """
     return torch_internals.version_of(tensor) != version or id(tensor) in known or has_memory_at(tensor, left)
+
+
+def is_own(value: Any) -> bool:
+    """Whether each replica has a copy of an attribute: of a tensor that is not trained. All else they share."""
+    return type(value) is torch.Tensor and not value.requires_grad
+
+
+def attributes_of(parameter: torch.Tensor) -> Attributes:
+    """What a program keeps on a parameter."""
+    if not parameter.__dict__:
+        return None
+    return {n: (v, torch_internals.version_of(v) if is_own(v) else 0) for n, v in parameter.__dict__.items()}
 
 
 def hooks_of(tensor: torch.Tensor) -> Hooks:

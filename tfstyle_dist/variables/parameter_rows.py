@@ -15,7 +15,9 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.copies import attribute_of, copied
+from tfstyle_dist.variables import parameter_attributes
+from tfstyle_dist.variables.copies import copied
+from tfstyle_dist.variables.home_row import HomeRow
 from tfstyle_dist.variables.parameter_marks import (
     address_of,
     are_alike,
@@ -59,7 +61,7 @@ class ParameterRows:
         self._marks: list[Any] = []
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
-        self._nothing, self._writes = torch.empty(0), SharedWrites()
+        self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(), HomeRow()
         self.inside: list[torch.Tensor] = []
         self.twins = Twins(self._pairs)
 
@@ -94,7 +96,7 @@ class ParameterRows:
         if value.grad is not None:
             vessel.grad = self._grad(row, value.grad, vessel.device)
         put_hooks(vessel, hooks_of(value))
-        vessel.__dict__.update({name: attribute_of(v, vessel.device) for name, v in value.__dict__.items()})
+        parameter_attributes.send(value, None, vessel)
         return vessel
 
     def _grad(self, row: int, grad: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -128,13 +130,7 @@ class ParameterRows:
         return self._vessels[row][place]
 
     def follow(self, parameter: torch.Tensor, row: int, own: torch.Tensor) -> None:
-        """What is written to a parameter in cross-replica context reaches another one, which a replica has for it.
-
-        Args:
-            parameter: one of these.
-            row: of the replica.
-            own: one of these, which the replica has.
-        """
+        """What is written to one in cross-replica context reaches another one, which a replica has for it."""
         place, its = self._place(parameter), self._place(own)
         self._followers[place].append((row, refer_to(own)))
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
@@ -231,6 +227,8 @@ class ParameterRows:
                 for place, parameter in enumerate(self.inside):
                     self._renew(place, parameter, dirty, left, everything)
         self.twins.forget()
+        if self._elsewhere:
+            self._home_row.lend(self.inside, self._vessels[0])
         return left
 
     def _renew(self, place: int, parameter: torch.Tensor, dirty: set[int], left: list[int], all_of_it: bool) -> None:
@@ -255,9 +253,8 @@ class ParameterRows:
                 put_hooks(vessel, hooks_now)
             if all_of_it:
                 vessel.__dict__, attributes = {}, None
-            for name, value in parameter.__dict__.items():  # what a replica put there itself stays
-                if attributes is None or value is not attributes.get(name):
-                    vessel.__dict__[name] = attribute_of(value, vessel.device)
+            if parameter.__dict__ or attributes:
+                parameter_attributes.send(parameter, attributes, vessel)  # what a replica put there itself stays
 
     def _write(self, vessel: torch.Tensor, parameter: torch.Tensor, row: int, moved: bool, counts: bool) -> None:
         at_home = row == len(self._devices)
@@ -265,7 +262,7 @@ class ParameterRows:
         part = None if self._shares else self.twins.noted(row, parameter)
         if part is not None and address_of(part) != address_of(vessel):
             vessel.data = part
-        elif moved and part is None and not self._shares and not self._elsewhere:
+        elif moved and part is None and not self._shares:
             vessel.data = self.twins.copy_part(row, parameter.detach(), device)  # it may have another one's memory now
         if self._shares:
             if address_of(vessel) != address_of(parameter):
@@ -287,12 +284,15 @@ class ParameterRows:
                     if row != self.row:
                         self._write(vessels[place], self.inside[place], row, False, counts)
 
+    def take_back(self, places: Iterable[int]) -> None:
+        """Cross-replica context sees what the first replica did to these parameters; see ``HomeRow``."""
+        if self._elsewhere:
+            self._home_row.take_back(self.inside, self._vessels[0], places)
+
     def mark(self) -> None:
         """Remembers the parameters as they are, and lets them go; compute devices keep values with a view alone."""
+        self.take_back(range(len(self.inside)))
         self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
-            with torch.no_grad():
-                for vessel in (v for row in range(len(self._devices)) for v in self._vessels[row]):
-                    if vessel.layout is not torch.strided or torch_internals.lie_alone(vessel):
-                        vessel.data = vessel.data.new_empty(0)
+            self._home_row.free(v for row in range(len(self._devices)) for v in self._vessels[row])
         self.inside = []

@@ -61,7 +61,7 @@ class ParameterStore:
         self.contents: ReplicaContents | None = None
         if worker.num_local_replicas > 1 or elsewhere:
             home = None if parameter_device is None else parameter_device.torch_device
-            self.contents = ReplicaContents(worker, home, elsewhere, self.adopt_stray, self._run)
+            self.contents = ReplicaContents(worker, home, self.adopt_stray, self._run)
             self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
