@@ -228,6 +228,21 @@ def test_weights_are_exchanged_for_averages_and_put_back(strategy: td.Strategy) 
     check(strategy, program)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_can_be_derived_again(strategy: td.Strategy) -> None:
+    def program(trained: Trained) -> list[bool]:
+        def step() -> None:
+            trained.loss().backward(create_graph=True)
+
+        trained.run(step)
+        kept = [p.grad is not None and p.grad.requires_grad for p in trained.model.parameters()]
+        trained.run(trained.optimizer.step)
+        trained.run(trained.optimizer.zero_grad)
+        return kept
+
+    check(strategy, program)
+
+
 def test_gradients_that_are_parts_of_one_tensor(strategy: td.Strategy) -> None:
     def program(trained: Trained) -> None:
         parameters = list(trained.model.parameters())

@@ -33,9 +33,9 @@ class HomeRow:
         places = [place for p in parameters if p.grad is not None and (place := memory_of(p.grad))]
         if len(set(places)) < len(places):
             raise RuntimeError(
-                "Gradients (p.grad) were given parts of one tensor. The replicas compute on other devices than the "
-                "parameters are on, and get copies of the gradients, so that what is written to that tensor would not "
-                "reach them. Give each parameter a tensor of its own, or use MirroredStrategy."
+                "Gradients (p.grad) were given parts of one tensor. Under central storage whose replicas compute on "
+                "other devices than the parameters are on, they get copies, and what is written to that tensor would "
+                "not reach them. Give each gradient a tensor of its own, or use MirroredStrategy."
             )
         self._lent = {place: _marks(vessel) for place, vessel in enumerate(vessels)}
 
@@ -81,8 +81,10 @@ def _take_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None, in_pl
     own = parameter.grad
     if gradient is None:
         parameter.grad = None
-    elif in_place and own is not None and are_alike(own, gradient) and own.layout is torch.strided:
+    elif in_place and own is not None and not gradient.requires_grad and are_alike(own, gradient) and own.layout is torch.strided:
         with torch.no_grad():
             own.copy_(gradient)  # where the program may have a view of it
+    elif gradient.requires_grad:  # of a graph that can be derived once more
+        parameter.grad = gradient.to(parameter.device)
     else:
         parameter.grad = copied(gradient, parameter.device)

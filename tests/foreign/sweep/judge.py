@@ -12,7 +12,7 @@ from typing import Any
 
 import servers
 import torch
-from forms import Answer, answers_of
+from forms import DEVICE, Answer, answers_of
 from programs import CASES, REPLICAS, Case, Each
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -168,7 +168,8 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     why = own or expected(case.differs, form)
     least = ON_SERVERS if form == "servers" else 0.0
     if apart <= (case.tolerance or max(TOLERANCE[dtype], least)):
-        stale = why is not None and (own is not None or form != "servers")  # what "*" says may not concern one replica
+        # What "*" says may not concern one replica, and devices may keep apart what shares memory on the CPU.
+        stale = why is not None and (own is not None or form != "servers") and DEVICE == "cpu"
         return verdict(STALE, apart, why or "") if stale else verdict(AGREES, apart)
     # Nothing in common is no difference that a reason explains, but for lists that were filled in a worker's copy.
     if why is None or not (math.isfinite(apart) or own == servers.IN_COPIES):
