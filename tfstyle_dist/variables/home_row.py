@@ -81,10 +81,10 @@ def _take_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None, in_pl
     own = parameter.grad
     if gradient is None:
         parameter.grad = None
-    elif in_place and own is not None and not gradient.requires_grad and are_alike(own, gradient) and own.layout is torch.strided:
-        with torch.no_grad():
-            own.copy_(gradient)  # where the program may have a view of it
     elif gradient.requires_grad:  # of a graph that can be derived once more
         parameter.grad = gradient.to(parameter.device)
+    elif in_place and own is not None and are_alike(own, gradient) and own.layout is torch.strided:
+        with torch.no_grad():
+            own.copy_(gradient)  # where the program may have a view of it
     else:
         parameter.grad = copied(gradient, parameter.device)
