@@ -53,6 +53,21 @@ def _trained(found: Any) -> Iterator[torch.Tensor]:
             yield from _trained(value)
 
 
+def _devices() -> list[Any]:
+    """Torch's modules for what has random numbers of its own: the CPU, and the default device."""
+    kind = torch.get_default_device().type
+    return [torch] if kind == "cpu" else [torch, torch.get_device_module(kind)]
+
+
+def _random_state() -> list[torch.Tensor]:
+    return [module.get_rng_state() for module in _devices()]
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    for module, state in zip(_devices(), states, strict=True):
+        module.set_rng_state(state)
+
+
 class _Shares:
     """One device's buffers and random numbers for each of the replicas that it stands for."""
 
@@ -62,14 +77,14 @@ class _Shares:
         self._random = []
         for share in range(count):
             torch.manual_seed(SEED + share)
-            self._random.append(torch.get_rng_state())
+            self._random.append(_random_state())
 
     def __iter__(self) -> Iterator[int]:
         for share, kept in enumerate(self._buffers):
             self._load(kept)
-            torch.set_rng_state(self._random[share])
+            _set_random_state(self._random[share])
             yield share
-            self._random[share] = torch.get_rng_state()
+            self._random[share] = _random_state()
             self._buffers[share] = [b.clone() for b in self._model.buffers()]
         self._load(self._buffers[0])
 
