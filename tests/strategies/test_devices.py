@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import tfstyle_dist as td
+from tfstyle_dist.core import devices
 from tfstyle_dist.core.devices import ReplicaDevice, parse, parse_replica_devices
+from tfstyle_dist.strategies.mirrored import own_devices
 
 pytestmark = pytest.mark.cpu_only("it is about the names of devices themselves")
 
@@ -77,3 +79,33 @@ def test_several_replicas_on_one_device() -> None:
         assert strategy.extended.worker_devices == ("cpu:0", "cpu:0#1")
     with pytest.raises(ValueError, match="cpu:0#1 is given more than once"):
         parse_replica_devices(["cpu:0#1", "cpu:0#1"])
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, count: int) -> None:
+    """This process is one of several of a host, and sees some GPUs."""
+    found = tuple(ReplicaDevice("cuda", number) for number in range(gpus))
+    monkeypatch.setattr(devices, "find_local_devices", lambda: found)
+    told = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_each_rank_has_its_own_device(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 4, rank, 4)
+    assert own_devices() == (ReplicaDevice("cuda", rank),)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_sees_one_device_alone_takes_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm shows each task its own; whether others see the same one is found when they meet."""
+    launched(monkeypatch, 1, rank, 4)
+    assert own_devices() == (ReplicaDevice("cuda", 0),)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_too_few_devices_are_refused_by_every_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those that would have one too: they would wait for the others."""
+    launched(monkeypatch, 2, rank, 4)
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=4, but each process of this host sees 2 devices"):
+        own_devices()

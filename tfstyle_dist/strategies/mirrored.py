@@ -122,6 +122,9 @@ def check_run_replicas(run_replicas: str | None) -> None:
 def own_devices(adopted: AdoptedGroup | None = None) -> tuple[ReplicaDevice, ...]:
     """The devices of this process: under a launcher the rank's own, else all that are found.
 
+    A rank that sees one device alone takes it, as where Slurm shows each task its own; ranks that share one notice it
+    when they meet.
+
     Args:
         adopted: the process group that is there already: with several members and no launcher, each takes its current
             device.
@@ -133,11 +136,12 @@ def own_devices(adopted: AdoptedGroup | None = None) -> tuple[ReplicaDevice, ...
     if launch is None and adopted is not None and adopted.size > 1:
         current = device_names.accelerator(found[0].type).current_device()
         return tuple(device for device in found if device.index == current)[:1]
-    if launch is None or launch.world_size == 1:
+    if launch is None or launch.world_size == 1 or len(found) == 1:
         return found
-    if launch.local_rank >= len(found):
+    if launch.local_world_size > len(found):
         raise ValueError(
-            f"LOCAL_RANK={launch.local_rank}, but this host shows {len(found)} GPU(s) to the process. Start at most "
-            "one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU."
+            f"LOCAL_WORLD_SIZE={launch.local_world_size}, but each process of this host sees {len(found)} devices of "
+            f"kind {found[0].type!r}. Start at most one process for each device, or hide them (for GPUs "
+            "CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return (found[launch.local_rank],)
