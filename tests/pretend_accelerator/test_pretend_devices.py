@@ -5,6 +5,7 @@ torch takes one backend of this kind for the rest of a process, and other tests 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -128,3 +129,20 @@ def test_models_in_parts_and_keras_on_ranks() -> None:
         ["-m", "distributed", "-k", names, *(f"tests/{file}" for file in files)],
         {on_devices.VARIABLE: LAYOUTS["two devices"]},
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("default", ["cpu", "pretend:0"])
+def test_keras_computes_where_the_strategy_does(default: str) -> None:
+    """Whichever device Keras would take, as a machine with a GPU does for a strategy on the CPU."""
+    environment = {**os.environ, "KERAS_TORCH_DEVICE": default}
+    command = [sys.executable, str(HERE / "keras_places.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT - 20, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(said) == 16
+    assert all(facts["places"] == [facts["wanted"]] for facts in said), said
+    expected = said[0]["losses"]  # the first values are drawn on the CPU, whatever the device
+    for facts in said:
+        if facts["losses"] is not None:
+            assert facts["losses"] == pytest.approx(expected, rel=1e-4), said

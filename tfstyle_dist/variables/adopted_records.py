@@ -77,8 +77,8 @@ def tie_buffer(record: Record, module: torch.nn.Module, name: str, known: list[R
 
 
 def move_in_place(tensor: torch.Tensor, home: torch.device) -> None:
-    """Moves a parameter or buffer to a device of another kind; the object stays."""
-    if tensor.device.type == home.type or isinstance(tensor, torch.nn.UninitializedParameter):
+    """Moves a parameter or buffer to another device; the object stays."""
+    if tensor.device == home or isinstance(tensor, torch.nn.UninitializedParameter):
         return
     with torch.no_grad():
         moved = tensor.detach().to(home)

@@ -101,9 +101,10 @@ class ParameterStore:
         own = self.worker.torch_device(0) if self.parameter_device is None else self.parameter_device.torch_device
         return is_accelerator(own.type)
 
-    def bring_home(self, tensor: torch.Tensor, home: torch.device | None = None) -> None:
+    def bring_home(self, tensor: torch.Tensor) -> None:
         """Moves a parameter or buffer that was made on the CPU to where it belongs, as TensorFlow does; in place."""
-        move_in_place(tensor, home or self.device(0, tensor.device))
+        if tensor.device.type != (home := self.device(0, tensor.device)).type:
+            move_in_place(tensor, home)
 
     def _run(self, function: Callable[[], None]) -> None:
         self.strategy.run(function)

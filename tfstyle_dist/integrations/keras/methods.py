@@ -21,7 +21,7 @@ from tfstyle_dist.integrations.keras.backend import get_data_adapter, keras, tra
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.data import DistributedInput
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
-from tfstyle_dist.integrations.keras.steps import Steps, divided
+from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies.base import Strategy
@@ -78,6 +78,20 @@ def _distributing(model: Any) -> Strategy | None:
             "use another strategy."
         )
     return strategy if strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy) else None
+
+
+@contextmanager
+def _on_its_device(model: Any) -> Iterator[None]:
+    """A strategy of one replica computes on its device, whichever one Keras would take."""
+    strategy, frame = strategy_of(model), current_frame()
+    inside = ALONE.active or (frame is not None and frame.replica is not None)
+    if strategy is None or inside or strategy.num_replicas_in_sync > 1 or isinstance(strategy, ParameterServerStrategy):
+        yield
+        return
+    device = strategy.worker.torch_device(0)
+    bring_to(device, model)
+    with keras.device(str(device)):
+        yield
 
 
 @contextmanager
@@ -141,7 +155,8 @@ def _compile(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = _distributing(self)
     if strategy is None:
-        return original(self, *args, **kwargs)
+        with _on_its_device(self):
+            return original(self, *args, **kwargs)
     given = _arguments(original, self, args, kwargs)
     if isinstance(strategy, ParameterServerStrategy):
         with _with_functions(self):
@@ -223,7 +238,8 @@ def _on_batch(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _as_keras(model: Any, original: Method, args: Any, kwargs: Any) -> Any:
     """The method as it was; inside a callback without the step functions of the ``fit`` around it."""
     if not ALONE.active or kwargs.get("_use_cached_eval_dataset"):
-        return original(model, *args, **kwargs)
+        with _on_its_device(model):
+            return original(model, *args, **kwargs)
     with _with_functions(model):
         return original(model, *args, **kwargs)
 

@@ -22,6 +22,7 @@ from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.variables.adopted_records import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
 
 # The variables of each model, its metrics and optimizer that have been made equal on all workers.
@@ -219,12 +220,16 @@ def divided(strategy: Strategy, batch: Any) -> Any:
     return group(moved)
 
 
+def bring_to(device: torch.device, model: Any) -> None:
+    """Moves all variables of a model to a device, wherever Keras has made them."""
+    for variable in every_variable(model):
+        move_in_place(variable.value, device)
+
+
 def adopt(strategy: Strategy, model: Any) -> None:
     """Makes a built model's variables the strategy's, wherever they were made."""
     store = strategy.parameter_store
-    device = strategy.worker.torch_device(0)
-    for variable in every_variable(model):
-        store.bring_home(variable.value, device)
+    bring_to(strategy.worker.torch_device(0), model)
     if strategy.adopts_modules:
         for variable in model.variables:
             store.adopt_parameter(variable.value, None, variable.path)
