@@ -15,11 +15,11 @@ from pretend_accelerator import load
 
 load()
 
-import keras
-import numpy as np
+import keras  # noqa: E402  # now that torch knows the accelerator
+import numpy as np  # noqa: E402
 
-import tfstyle_dist as tfd
-import tfstyle_dist.integrations.keras
+import tfstyle_dist as tfd  # noqa: E402
+import tfstyle_dist.integrations.keras  # noqa: E402
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
