@@ -77,9 +77,9 @@ def values_of(result: Any) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in result.items():
         if isinstance(value, Each):
-            kept[key] = Each(v.clone() for v in value)
+            kept[key] = Each(v.clone().cpu() for v in value)
         else:
-            kept[key] = value if isinstance(value, str) else flat(value)
+            kept[key] = value if isinstance(value, str) else flat(value).cpu()
     return kept
 
 
@@ -155,9 +155,40 @@ def worker_environments(count: int) -> Iterator[dict[str, str]]:
         yield {"TF_CONFIG": json.dumps(told)}
 
 
-def answers_of(case: Case, form: str, dtype: str, folder: Path, shares: int = 1) -> list[Answer]:
-    """Runs a case in one form, and returns the answer of each of its processes."""
+class _TooLong(BaseException):
+    """A case has not ended within its limit."""
+
+
+def _stop(*_: Any) -> None:
+    raise _TooLong
+
+
+def _answer_here(case: Case, form: str, dtype: str, shares: int) -> Answer:
+    """Runs a case in this process; what it leaves behind in torch, the next case finds."""
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(int(case.limit))
+    try:
+        with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            warnings.simplefilter("ignore")
+            return "values", execute(case, form, dtype, shares)
+    except _TooLong:
+        return "hang", f"not over after {case.limit:.0f} s"
+    except BaseException as error:
+        return "raised", f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+
+
+def answers_of(
+    case: Case, form: str, dtype: str, folder: Path, shares: int = 1, together: bool = False
+) -> list[Answer]:
+    """Runs a case in one form, and returns the answer of each of its processes; ``together``: see ``measure.py``."""
     count = PROCESSES[form]
+    if together and count == 1:
+        return [_answer_here(case, form, dtype, shares)]
     environments = list((worker_environments if form == "elastic" else rank_environments)(count)) if count > 1 else [{}]
     places = [folder / f"{form}-{dtype}-{shares}-{rank}" for rank in range(count)]
     for place in places:

@@ -178,19 +178,19 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
 
 
 def _references(
-    case: Case, form: str, dtype: str, folder: Path, known: dict[tuple[str, int], list[Answer]]
+    case: Case, form: str, dtype: str, folder: Path, known: dict[tuple[str, int], list[Answer]], together: bool
 ) -> list[Answer]:
     """The answers that together are expected: one device's, or those of all ranks."""
     shares = REPLICAS[form] if case.reference == "shares" else 1
     key = (dtype, shares)
     if key not in known:
         source = "ranks" if case.reference == "ranks" else "one"
-        known[key] = answers_of(case, source, dtype, folder, shares)
+        known[key] = answers_of(case, source, dtype, folder, shares, together)
     return known[key]
 
 
-def judge(title: str, forms: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs a case in those of its forms that are asked for."""
+def judge(title: str, forms: Sequence[str], together: bool = False) -> list[dict[str, Any]]:
+    """Runs a case in those of its forms that are asked for; ``together``: those of one process in this one."""
     case = CASES[title]
     known: dict[tuple[str, int], list[Answer]] = {}
     verdicts = []
@@ -198,11 +198,11 @@ def judge(title: str, forms: Sequence[str]) -> list[dict[str, Any]]:
         folder = Path(name)
         for form in [f for f in case.forms if f in forms]:
             for dtype in ("fp32", "fp64") if case.dtype == "auto" else (case.dtype,):
-                references = _references(case, form, dtype, folder, known)
+                references = _references(case, form, dtype, folder, known, together)
                 if case.reference == "ranks" and form == "ranks":
                     answers = references  # each rank is compared with the first, but for what is each replica's own
                 else:
-                    answers = answers_of(case, form, dtype, folder)
+                    answers = answers_of(case, form, dtype, folder, together=together)
                 verdict = _judged(case, form, dtype, _joined(references), answers)
                 if verdict.verdict != DIFFERS:
                     break

@@ -3,7 +3,7 @@
     make foreign                                                # all, in an environment of its own
     python tests/foreign/sweep/measure.py --group steps --case hook   # a part
     python tests/foreign/sweep/measure.py --installed                 # without the groups whose packages are missing
-    TFSTYLE_FOREIGN_DEVICE=cuda python tests/foreign/sweep/measure.py --forms replicas ranks   # on the first GPU
+    TFSTYLE_FOREIGN_DEVICE=cuda python tests/foreign/sweep/measure.py --forms replicas central --together   # a GPU
 
 The exit code is 1 if a case neither agrees nor is refused or explained in docs/status.md.
 """
@@ -18,6 +18,7 @@ os.environ.setdefault("TFSTYLE_TIMEOUT_SECONDS", "40")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import argparse
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import servers
 import torch
+from forms import PROCESSES
 from judge import Verdict, judge
 from programs import ALL_FORMS, CASES, Net, Run
 from report import written
@@ -72,6 +74,9 @@ def fill(groups: Sequence[str], installed: bool) -> list[str]:
         ImportError: a package is missing and ``installed`` is not given.
     """
     missing = []
+    if "libraries" in groups:  # pykeen lists all optimizers by name when it is imported, and no two may have the same
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("pykeen.models")
     for group in groups:
         for module in TABLES[group]:
             try:
@@ -119,16 +124,25 @@ def _warm(form: str) -> None:
     run.run(step)
 
 
-def _one(asked: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+def _one(asked: tuple[str, tuple[str, ...], bool]) -> list[dict[str, Any]]:
     return judge(*asked)
 
 
-def verdicts_of(titles: Sequence[str], forms: tuple[str, ...], jobs: int) -> Iterator[Verdict]:
+def _of_one_process(title: str, forms: Sequence[str]) -> bool:
+    case = CASES[title]
+    return case.reference != "ranks" and all(PROCESSES[form] == 1 for form in case.forms if form in forms)
+
+
+def verdicts_of(titles: Sequence[str], forms: tuple[str, ...], jobs: int, together: bool) -> Iterator[Verdict]:
     """The verdicts of the cases, as they come."""
     alone = tuple(form for form in forms if form != "servers")
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for answers in pool.imap_unordered(_one, [(title, alone) for title in titles]):
-            yield from (Verdict(**answer) for answer in answers)
+    parts: dict[bool, list[str]] = {False: [], True: []}  # a process that has used a device cannot be forked
+    for title in titles:
+        parts[together and _of_one_process(title, alone)].append(title)
+    for part, own in parts.items():
+        with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=25 if part else None) as pool:
+            for answers in pool.imap_unordered(_one, [(title, alone, part) for title in own]):
+                yield from (Verdict(**answer) for answer in answers)
     on_servers = [title for title in titles if "servers" in forms and "servers" in CASES[title].forms]
     if on_servers:
         with servers.cluster():
@@ -146,6 +160,11 @@ def main() -> int:
     parser.add_argument("--forms", nargs="+", choices=ALL_FORMS, default=list(ALL_FORMS))
     parser.add_argument("--jobs", type=int, default=2, help="how many cases at a time")
     parser.add_argument("--installed", action="store_true", help="leave out groups whose packages are missing")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="run cases of one process one after the other in one: much faster on a device that takes long to begin",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--json", type=Path, help="write the verdicts there as they come, a line each")
     parser.add_argument("--out", type=Path, help="write the table there")
@@ -161,7 +180,7 @@ def main() -> int:
     verdicts = []
     if asked.json:
         asked.json.write_text("", encoding="utf-8")
-    for verdict in verdicts_of(titles, tuple(asked.forms), asked.jobs):
+    for verdict in verdicts_of(titles, tuple(asked.forms), asked.jobs, asked.together):
         verdicts.append(verdict)
         if asked.json:
             with asked.json.open("a", encoding="utf-8") as lines:
