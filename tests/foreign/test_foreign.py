@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,11 +34,15 @@ FORMS = "replicas", "ranks", "shared"
 MODELS = ("transformers/mixtral", "transformers/t5", "transformers/vit-with-dropout")
 
 
-def measured(folder: Path, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
+OUTSIDE = ("outside", "scaler-in-parts", "average", "after-backward", "of-one-tensor", "EMADict", "clip", "edited")
+
+
+def measured(folder: Path, arguments: Sequence[str], device: str = "cpu") -> tuple[int, list[dict[str, Any]], str]:
     """Runs the measurement: its exit code, its verdicts and its table."""
     results, table = folder / "verdicts.json", folder / "table.md"
     command = [sys.executable, "-P", str(MEASURE), *arguments, "--json", str(results), "--out", str(table)]
     clean = {name: value for name, value in clean_environment().items() if not name.startswith("TFSTYLE_")}
+    clean["TFSTYLE_FOREIGN_DEVICE"] = device
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode in (0, 1), done.stderr
     verdicts = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
@@ -52,6 +57,16 @@ def test_a_part_of_the_cases_agrees(tmp_path: Path, group: str, parts: Sequence[
     assert code == 0, [v for v in verdicts if v["verdict"] not in ("agrees", "refused", "differs as documented")]
     assert all(any(part in v["case"] for v in verdicts) for part in parts), "a case was not run"
     assert {v["form"] for v in verdicts} == {*FORMS}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the pretend accelerator is compiled with g++")
+def test_what_is_done_outside_of_run_agrees_on_a_device(tmp_path: Path) -> None:
+    """Also where the parameters are on the CPU and the replicas compute on the device."""
+    what = ["--group", "torch", "steps", "--case", *OUTSIDE, "--forms", "replicas", "central", "--together"]
+    _, verdicts, _ = measured(tmp_path, what, "pretend")
+    good = ("agrees", "refused", "differs as documented")
+    assert not [v for v in verdicts if v["verdict"] not in (*good, "is no case")]
+    assert sum(v["verdict"] == "agrees" for v in verdicts) > 150
 
 
 def test_every_file_of_steps_is_in_the_table() -> None:

@@ -24,6 +24,11 @@ from tfstyle_dist.core import network
 
 DEVICE = os.environ.get("TFSTYLE_FOREIGN_DEVICE", "cpu")
 TWO = ("cpu:0", "cpu:1") if DEVICE == "cpu" else (f"{DEVICE}:0#0", f"{DEVICE}:0#1")
+if DEVICE == "pretend":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from pretend_accelerator import load
+
+    load()
 PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2, "servers": 1}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
 Answer = tuple[str, Any]
