@@ -418,3 +418,25 @@ def test_sums_of_several_workers_are_all_counted(cluster: Any) -> None:
         c.coordinator.schedule(step)
     c.coordinator.join(timeout=60)
     assert int(count) == 300
+
+
+def test_a_function_makes_tensors_of_the_programs_default_type(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+
+    def made() -> tuple[torch.dtype, torch.Tensor]:
+        return torch.zeros(2).dtype, torch.tensor(0.1)
+
+    def kept() -> torch.dtype:
+        return torch.zeros(1).dtype
+
+    assert made()[0] is torch.float32
+    assert c.coordinator.schedule(kept).fetch() is torch.float32
+    torch.set_default_dtype(torch.float64)  # the fixture of all tests sets it back
+    for _ in range(2):
+        dtype, value = c.coordinator.schedule(made).fetch()
+        assert dtype is torch.float64
+        assert float(value) == 0.1  # that of float32 is 0.10000000149
+        c.kill("worker", 0)
+        c.start("worker", 0)
+    torch.set_default_dtype(torch.float32)
+    assert c.coordinator.schedule(kept).fetch() is torch.float32

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.closure import Closure
 from tfstyle_dist.parameter_server.protocol.header import FLAG_KEEP
@@ -29,7 +31,14 @@ class Task:
         self.resources: set[int] = set()
         self.values: set[int] = set()  # results that the task should have
         self.settings: dict[int, Sequence[Any]] = {}  # of optimizers
+        self.dtype: torch.dtype | None = None  # its default one
         self.running: dict[int, Closure] = {}
+
+    def forget(self) -> None:
+        """It is another process now, which has nothing."""
+        for known in (self.functions, self.resources, self.values, self.settings):
+            known.clear()
+        self.dtype = None
 
     @property
     def socket(self) -> Any:
@@ -68,6 +77,9 @@ class Task:
                 parts = messages.parts_of(only_plain(groups))
                 messages.send(self.socket, messages.call({"method": "settings", "number": number}, parts))
                 self.settings[number] = groups
+        if (dtype := torch.get_default_dtype()) is not self.dtype:
+            messages.send(self.socket, messages.call({"method": "dtype", "number": 0}, messages.parts_of(dtype)))
+            self.dtype = dtype
         for value in closure.values:
             if value.number not in self.values:
                 parts = messages.parts_of(value.get())

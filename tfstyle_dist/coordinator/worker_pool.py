@@ -248,10 +248,7 @@ class WorkerPool:
             if task.ever and task in self._servers and not told.get("restored"):
                 self._queue.fail_all(self._empty_server(task))
             task.incarnation = incarnation
-            task.functions.clear()
-            task.resources.clear()
-            task.values.clear()
-            task.settings.clear()
+            task.forget()
         task.ready = task.ever = True
 
     def _empty_server(self, task: Task) -> UnavailableError:

@@ -6,6 +6,8 @@ import time
 import uuid
 from typing import Any
 
+import torch
+
 from tfstyle_dist.coordinator import messages
 from tfstyle_dist.coordinator.worker_session import Function, NoValueError, Session, error_parts, run_function
 from tfstyle_dist.core.errors import CancelledError, UnavailableError
@@ -158,6 +160,8 @@ class WorkerTask:
             self._session.values.put(number, parts)
         elif method == "settings":
             self._session.settings[number] = messages.value_of(parts)
+        elif method == "dtype":
+            torch.set_default_dtype(messages.value_of(parts))  # as it is in the coordinator's program
         else:
             raise ProtocolError(f"unknown method {method!r}")
 
