@@ -440,3 +440,18 @@ def test_a_function_makes_tensors_of_the_programs_default_type(cluster: Any) -> 
         c.start("worker", 0)
     torch.set_default_dtype(torch.float32)
     assert c.coordinator.schedule(kept).fetch() is torch.float32
+
+
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam])
+def test_servers_make_state_of_the_programs_default_type(cluster: Any, kind: Any) -> None:
+    """ASGD keeps its rate, NAdam a product of its decays in a tensor of the default type."""
+    c = cluster(workers=1, ps=2)
+    torch.set_default_dtype(torch.float64)  # the fixture of all tests sets it back
+    with c.strategy.scope():
+        model = build()
+    optimizer = kind(model.parameters(), lr=0.05)
+    alone = build()
+    alone_optimizer = kind(alone.parameters(), lr=0.05)
+    losses = [c.coordinator.schedule(lambda n=n: train(model, optimizer, n, 1)).fetch() for n in range(4)]
+    expected = [train(alone, alone_optimizer, n, 1) for n in range(4)]
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)

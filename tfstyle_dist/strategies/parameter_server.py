@@ -238,7 +238,7 @@ class ParameterServerStrategy(Strategy):
         if number is None:
             number = next(self._numbers)
             self.parameter_store.ensure_equal()
-            parts = pickling.dumps(optimizer_state(optimizer), self._shards_reference)
+            parts = pickling.dumps((*optimizer_state(optimizer), torch.get_default_dtype()), self._shards_reference)
             self.servers.call_all({"method": "optimizer", "number": number}, parts)
             self._optimizers[optimizer] = number
             self.sent_hyperparameters[optimizer] = hyperparameters(optimizer)

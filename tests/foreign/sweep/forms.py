@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import servers
 import torch
 from programs import REPLICAS, Case, Each, Run, flat
@@ -170,6 +172,8 @@ def _stop(*_: Any) -> None:
 
 def _answer_here(case: Case, form: str, dtype: str, shares: int) -> Answer:
     """Runs a case in this process; what it leaves behind in torch, the next case finds."""
+    random.seed(0)
+    np.random.seed(0)
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(int(case.limit))
     try:

@@ -16,8 +16,6 @@ from forms import DEVICE, Answer, answers_of
 from programs import CASES, REPLICAS, Case, Each
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
-ON_SERVERS = 1e-6
-"""Optimizers make tensors of the default type, such as the rate of ASGD; that of a server's process is float32."""
 AGREES, REFUSED, DOCUMENTED = "agrees", "refused", "differs as documented"
 DIFFERS, RAISES, HANGS, INVALID = "differs", "raises", "hangs", "is no case"
 STALE = "agrees, documented to differ"
@@ -166,8 +164,7 @@ def _judged(case: Case, form: str, dtype: str, reference: Answer, answers: Seque
     found = [difference(reference[1], v, rank) for rank, (_, v) in enumerate(answers)]
     apart, where = max(found, key=lambda pair: pair[0])
     why = own or expected(case.differs, form)
-    least = ON_SERVERS if form == "servers" else 0.0
-    if apart <= (case.tolerance or max(TOLERANCE[dtype], least)):
+    if apart <= (case.tolerance or TOLERANCE[dtype]):
         # What "*" says may not concern one replica, and devices may keep apart what shares memory on the CPU.
         stale = why is not None and (own is not None or form != "servers") and DEVICE == "cpu"
         return verdict(STALE, apart, why or "") if stale else verdict(AGREES, apart)

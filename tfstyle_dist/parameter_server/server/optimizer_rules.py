@@ -184,7 +184,7 @@ def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[tor
     """The rule of a pickled optimizer.
 
     Args:
-        parts: what ``pickling.dumps`` gave: class and state.
+        parts: what ``pickling.dumps`` gave: class, state, and the default dtype of the coordinator's program.
         find: the parameters of this server among some variable numbers.
     """
 
@@ -194,9 +194,11 @@ def make_rule(parts: Sequence[Any], find: Callable[[Sequence[int]], Sequence[tor
             raise ValueError(f"an optimizer cannot refer to a {kind}")
         return LocalParameters(find(numbers))
 
-    optimizer = restore_optimizer(*pickling.loads(parts, resolve))
-    rule = TorchRule(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else TFRule(optimizer)
+    kind, state, *dtype = pickling.loads(parts, resolve)  # a snapshot of an earlier version has no dtype
+    optimizer = restore_optimizer(kind, state)
+    rule: Any = TorchRule(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else TFRule(optimizer)
     rule.parts = [bytes(part) for part in parts]  # for snapshots
+    rule.dtype = dtype[0] if dtype else torch.float32
     return rule
 
 

@@ -13,7 +13,13 @@ from tfstyle_dist.parameter_server.server.owner_segments import SMALLEST, OwnerS
 
 
 class GradientRule(Protocol):
-    """What turns gradients into new values: the server's side of an optimizer."""
+    """What turns gradients into new values: the server's side of an optimizer.
+
+    Attributes:
+        dtype: the default one of the program that has made it.
+    """
+
+    dtype: torch.dtype
 
     def apply(self, pairs: Sequence[tuple[torch.Tensor, torch.nn.Parameter]]) -> None:
         """Updates the parameters of ``(gradient, parameter)`` pairs in one step."""

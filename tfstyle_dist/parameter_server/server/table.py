@@ -170,10 +170,16 @@ class VariableTable:
         return answer
 
     def _step(self, steps: _Steps) -> None:
+        before = torch.get_default_dtype()
         try:
             for number, pairs in steps.items():
-                self.rules[number].apply([(grad, stored.parameter) for grad, stored in pairs])
+                rule = self.rules[number]
+                if rule.dtype is not torch.get_default_dtype():
+                    torch.set_default_dtype(rule.dtype)
+                rule.apply([(grad, stored.parameter) for grad, stored in pairs])
         finally:
+            if before is not torch.get_default_dtype():
+                torch.set_default_dtype(before)
             _end(steps)
 
     def _pull(
