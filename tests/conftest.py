@@ -34,7 +34,7 @@ if on_devices.NAMES:
     on_devices.load()
 elif not ({"TFSTYLE_DEVICE_KIND", SEES_GPUS} & os.environ.keys()):
     # The tests are about the CPU; on a machine with a GPU a strategy without devices would take that.
-    if any(re.search(r"(?<!not )\bgpu\b", argument) for argument in sys.argv):
+    if any(re.search(r"(?<!not )\bgpu\b", argument) for argument in sys.argv[1:]):
         os.environ[SEES_GPUS] = "1"  # also for the sessions of pytest-xdist
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
