@@ -188,6 +188,27 @@ def test_an_attribute_of_a_parameter_is_written_to_outside(strategy: td.Strategy
     check(strategy, program)
 
 
+@pytest.mark.cpu_only("it makes tensors in inference mode, which the pretend accelerator cannot copy")
+def test_an_attribute_that_was_made_in_inference_mode(strategy: td.Strategy) -> None:
+    def program(trained: Trained) -> torch.Tensor:
+        weight: Any = trained.model[0].weight
+        with torch.inference_mode():
+            weight.importance = torch.ones_like(weight) * 2
+
+        def step() -> None:
+            trained.optimizer.zero_grad()
+            trained.loss().backward()
+            with torch.no_grad():
+                weight.grad.mul_(weight.importance)
+            trained.optimizer.step()
+
+        trained.run(step)
+        trained.run(step)
+        return weight.importance.cpu().clone()
+
+    check(strategy, program)
+
+
 def test_weights_are_exchanged_for_averages_and_put_back(strategy: td.Strategy) -> None:
     """The averages are in the place of the weights for a while, and go on as what they were."""
 

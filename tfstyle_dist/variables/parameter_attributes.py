@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.parameter_marks import Attributes, are_alike, is_own
+from tfstyle_dist.variables.parameter_marks import Attributes, are_alike, is_own, writes_to
 
 
 def send(parameter: torch.Tensor, before: Attributes, to: torch.Tensor) -> None:
@@ -25,7 +24,7 @@ def send(parameter: torch.Tensor, before: Attributes, to: torch.Tensor) -> None:
         if not is_own(value):
             if value is not old or name not in known:
                 to.__dict__[name] = value
-        elif value is not old or torch_internals.version_of(value) != version:
+        elif value is not old or writes_to(value) != version:
             own: Any = to.__dict__.get(name)
             if value is old and is_own(own) and are_alike(own, value):
                 with torch.no_grad():

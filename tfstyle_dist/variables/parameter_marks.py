@@ -102,11 +102,14 @@ def is_own(value: Any) -> bool:
     return type(value) is torch.Tensor and not value.requires_grad
 
 
+def writes_to(value: Any) -> int:
+    """How often an attribute was written to, where that is known: tensors of inference mode do not count it."""
+    return torch_internals.version_of(value) if is_own(value) and not value.is_inference() else 0
+
+
 def attributes_of(parameter: torch.Tensor) -> Attributes:
     """What a program keeps on a parameter."""
-    if not parameter.__dict__:
-        return None
-    return {n: (v, torch_internals.version_of(v) if is_own(v) else 0) for n, v in parameter.__dict__.items()}
+    return {name: (v, writes_to(v)) for name, v in parameter.__dict__.items()} if parameter.__dict__ else None
 
 
 def hooks_of(tensor: torch.Tensor) -> Hooks:
