@@ -170,16 +170,23 @@ def test_an_attribute_of_a_parameter_is_written_to_outside(strategy: td.Strategy
     def program(trained: Trained) -> None:
         weight: Any = trained.model[0].weight
         weight.mask, weight.rate = torch.ones_like(weight).detach(), 1.0
+        weight.kept = {"steps": 0, "sums": [torch.zeros_like(weight).detach()]}
 
         def step() -> None:
             trained.optimizer.zero_grad()
             trained.loss().backward()
+            weight.kept["steps"] += 1
+            weight.kept["sums"][0].add_(weight.grad)
             weight.grad.mul_(weight.mask * getattr(weight, "rate", 3.0))
+            weight.grad.add_(weight.kept["sums"][0], alpha=0.01 * weight.kept["steps"])
             trained.optimizer.step()
 
         trained.run(step)
         weight.mask[1:].zero_()
         trained.run(step)
+        weight.kept["sums"][0].mul_(0.5)
+        trained.run(step)
+        weight.kept["steps"] = 1
         weight.rate = 2.0
         trained.run(step)
         del weight.rate

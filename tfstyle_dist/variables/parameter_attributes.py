@@ -1,4 +1,7 @@
-"""What programs keep as attributes of parameters, such as a mask: what changed reaches the other replicas' copies."""
+"""What programs keep as attributes of parameters, such as a mask: what changed reaches the other replicas' copies.
+
+As of the attributes of a module, each replica has tensors that are not trained, and containers, of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.copies import copied
-from tfstyle_dist.variables.parameter_marks import Attributes, are_alike, is_own, writes_to
+from tfstyle_dist.variables.copies import PLAIN_TENSORS, Copier, copied, unchanged
+from tfstyle_dist.variables.parameter_marks import Attributes, are_alike
 
 
 def send(parameter: torch.Tensor, before: Attributes, to: torch.Tensor) -> None:
@@ -18,19 +21,23 @@ def send(parameter: torch.Tensor, before: Attributes, to: torch.Tensor) -> None:
         before: what it had when the two were last alike; ``None``: nothing.
         to: what keeps them for a replica, or for cross-replica context.
     """
-    known, now = before or {}, parameter.__dict__
+    marks, now = before or {}, parameter.__dict__
+    copier = Copier(lambda _: False, lambda tensor: copied(tensor, to.device))
     for name, value in now.items():
-        old, version = known.get(name, (None, 0))
-        if not is_own(value):
-            if value is not old or name not in known:
-                to.__dict__[name] = value
-        elif value is not old or writes_to(value) != version:
-            own: Any = to.__dict__.get(name)
-            if value is old and is_own(own) and are_alike(own, value):
-                with torch.no_grad():
-                    own.copy_(value)  # in place: others may have it
-            else:
-                to.__dict__[name] = copied(value, to.device)
-    for name in known:
+        if name in marks and unchanged(value, marks[name]):
+            continue
+        own: Any = to.__dict__.get(name)
+        if name in marks and _is_written_in_place(value, marks[name], own):
+            with torch.no_grad():
+                own.copy_(value)  # others may have it
+        else:
+            to.__dict__[name] = copier(value)
+    for name in marks:
         if name not in now:
             to.__dict__.pop(name, None)
+
+
+def _is_written_in_place(value: Any, mark: Any, own: Any) -> bool:
+    if type(value) not in PLAIN_TENSORS or type(own) not in PLAIN_TENSORS:
+        return False
+    return bool(value is getattr(mark, "value", None)) and are_alike(own, value)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.copies import marked
 
 Hooks = tuple[Any, ...]
-Attributes = dict[str, tuple[Any, int]] | None
-"""By name: the value, and how often it was written to."""
+Attributes = dict[str, Any] | None
+"""The marks of values by name."""
 
 
 def address_of(parameter: torch.Tensor) -> Any:
@@ -97,19 +98,9 @@ def was_written(tensor: torch.Tensor, version: int, known: Set[int], left: Seque
     return torch_internals.version_of(tensor) != version or id(tensor) in known or has_memory_at(tensor, left)
 
 
-def is_own(value: Any) -> bool:
-    """Whether each replica has a copy of an attribute: of a tensor that is not trained. All else they share."""
-    return type(value) is torch.Tensor and not value.requires_grad
-
-
-def writes_to(value: Any) -> int:
-    """How often an attribute was written to, where that is known: tensors of inference mode do not count it."""
-    return torch_internals.version_of(value) if is_own(value) and not value.is_inference() else 0
-
-
 def attributes_of(parameter: torch.Tensor) -> Attributes:
-    """What a program keeps on a parameter."""
-    return {name: (v, writes_to(v)) for name, v in parameter.__dict__.items()} if parameter.__dict__ else None
+    """What a program keeps on a parameter, marked."""
+    return {name: marked(value) for name, value in parameter.__dict__.items()} if parameter.__dict__ else None
 
 
 def hooks_of(tensor: torch.Tensor) -> Hooks:
