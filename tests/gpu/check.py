@@ -93,6 +93,7 @@ def sections() -> list[Section]:
         made.append(suites("suites: TensorFlow's programs", "tests/conformance"))
         drawn = "test_programs and not central and not ranks"
         made.append(suites("suites: random programs", "tests/random_programs/test_random_programs.py", "-k", drawn))
+        made.append(foreign("other people's steps, torch.optim", "torch", "steps"))
         made.append(Section("quickstart", ["examples/quickstart.py"], 90.0, pytest=False))
         made.append(measured("steps: speed", "step_overhead.py", "--device", KIND, "--rounds", "1"))
         made.append(measured("sums: speed", "aggregation_gpu.py", "--budget", "60"))
@@ -102,6 +103,13 @@ def sections() -> list[Section]:
         made.append(cases("kernels in Triton's interpreter", kernels, limit=120, environment=interpreted))
         made.append(measured("sums: the script", "aggregation_gpu.py", "--smoke", environment=interpreted))
     return made
+
+
+def foreign(name: str, *groups: str) -> Section:
+    """A section of programs that other people wrote, against one device."""
+    forms = ["--forms", "replicas", "central", "--together", "--jobs", "4"]
+    command = ["tests/foreign/sweep/measure.py", "--group", *groups, *forms]
+    return Section(name, command, 240.0, pytest=False, environment={"TFSTYLE_FOREIGN_DEVICE": KIND})
 
 
 def measured(name: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> Section:

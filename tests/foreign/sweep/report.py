@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from judge import AGREES, DOCUMENTED, HANGS, REFUSED, Verdict
+from judge import AGREES, DOCUMENTED, FOR_THE_CPU, HANGS, REFUSED, Verdict
 from programs import ALL_FORMS
 
 PACKAGES = (
@@ -45,10 +45,9 @@ def _cell(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return "-"
     count = Counter(v.verdict for v in verdicts)
-    judged = len(verdicts) - count[REFUSED] - count[DOCUMENTED]
-    extra = [
-        f"{count[word]} {text}" for word, text in ((REFUSED, "refused"), (DOCUMENTED, "documented")) if count[word]
-    ]
+    besides = {REFUSED: "refused", DOCUMENTED: "documented", FOR_THE_CPU: "for the CPU"}
+    judged = len(verdicts) - sum(count[word] for word in besides)
+    extra = [f"{count[word]} {text}" for word, text in besides.items() if count[word]]
     return " + ".join([f"{count[AGREES]} of {judged}", *extra]) + (f", **{count[HANGS]} hang**" if count[HANGS] else "")
 
 
