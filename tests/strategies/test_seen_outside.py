@@ -271,6 +271,45 @@ def test_gradients_that_can_be_derived_again(strategy: td.Strategy) -> None:
     check(strategy, program)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_an_optimizer_that_derives_in_its_step(strategy: td.Strategy) -> None:
+    """As those with a Hessian do; the one copy is not what the loss was computed with on another device."""
+
+    class Curved(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            parameters = self.param_groups[0]["params"]
+            if parameters:
+                slope = torch.stack([p.grad.square().sum() for p in parameters]).sum()
+                curves = torch.autograd.grad(slope, parameters)
+                with torch.no_grad():
+                    for p, curve in zip(parameters, curves, strict=True):
+                        p.sub_(p.grad / (1 + curve.abs()), alpha=0.1)
+
+    def program(trained: Trained) -> None:
+        optimizer = Curved(trained.model.parameters())
+        if trained.strategy is not None:
+            trained.strategy.experimental_adopt(optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            trained.loss().backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        trained.run(step)
+        trained.run(step)
+
+    if isinstance(strategy, td.MirroredStrategy):
+        check(strategy, program)
+    elif on_devices.KIND == "cpu":  # what it derives is reduced, by one replica alone
+        with pytest.raises(td.errors.CollectiveMismatchError):
+            check(strategy, program)
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            check(strategy, program)
+        assert "An optimizer that derives in its step" in "".join(caught.value.__notes__)
+
+
 def test_gradients_that_are_parts_of_one_tensor(strategy: td.Strategy) -> None:
     def program(trained: Trained) -> None:
         parameters = list(trained.model.parameters())
