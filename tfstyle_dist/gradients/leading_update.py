@@ -114,7 +114,8 @@ class _Update(Frame):
 
     def computes_elsewhere(self) -> tuple[torch.device, torch.device] | None:
         """Where the parameters are, and where this replica computes, if that is another device."""
-        home, own = self.strategy.parameter_store.parameter_device.torch_device, self.replica.device
+        home = self.strategy.parameter_store.parameter_device.torch_device
+        own = self.strategy.worker.torch_device(self.replica.local_replica_id)
         return (home, own) if home != own else None
 
     @untraced
