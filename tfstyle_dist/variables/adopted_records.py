@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm import mesh
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -74,16 +73,3 @@ def tie_buffer(record: Record, module: torch.nn.Module, name: str, known: list[R
         known.append(record)
     if isinstance(record.components, BufferCopies):
         record.components.register(module, name)
-
-
-def move_in_place(tensor: torch.Tensor, home: torch.device) -> None:
-    """Moves a parameter or buffer to another device; the object stays."""
-    if tensor.device == home or isinstance(tensor, torch.nn.UninitializedParameter):
-        return
-    with torch.no_grad():
-        moved = tensor.detach().to(home)
-        moved.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
-            moved.grad = tensor.grad.to(home)
-        torch.clear_autocast_cache()  # it may refer to the inside
-        torch_internals.swap_insides(tensor, moved)

@@ -2,8 +2,8 @@
 
 A replica finds its own content in the same objects: of a module, an optimizer, a scheduler the ``__dict__``, of a
 parameter the inside (data, gradient, version counter, what accumulates its gradient), of a ``torch.Generator`` the
-state. Identity never changes. Cross-replica context shows replica 0's content. What was written there reaches the other
-replicas when the next run begins (``enter``): cheap marks are compared, and only what changed is copied.
+state. Identity never changes. Cross-replica context shows replica 0's content. What was written there reaches the
+others when the next run begins (``enter``): cheap marks are compared, and only what changed is copied.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.data_reads import DataReads
 from tfstyle_dist.variables.data_writes import DataWrites
 from tfstyle_dist.variables.generator_states import GeneratorStates
+from tfstyle_dist.variables.home_buffers import HomeBuffers
 from tfstyle_dist.variables.object_content import ObjectContent, ObjectMarks, when_gone
 from tfstyle_dist.variables.parameter_rows import ParameterRows
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.shared_settings import SharedSettings
 from tfstyle_dist.variables.shared_tensors import SharedTensors
 from tfstyle_dist.variables.spreading import Spreader
-
-_set = object.__setattr__
 
 
 class ReplicaContents:
@@ -47,8 +46,7 @@ class ReplicaContents:
         first: the replica whose content cross-replica context shows.
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
-        generators: those that are content.
-        random: the random numbers of the replicas.
+        generators, random: those that are content; the random numbers of the replicas.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
@@ -69,6 +67,7 @@ class ReplicaContents:
         self.common: CommonObjects | None = None
         self.may_differ = home is not None  # where there is one copy, none differs
         self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
+        self._buffers = HomeBuffers(home, worker.torch_device(0))
         self._objects: list[ObjectContent] = []
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
@@ -94,7 +93,7 @@ class ReplicaContents:
         if before != after:
             for thing, content in self._things:
                 content.dicts[before] = thing.__dict__
-                _set(thing, "__dict__", content.dicts[after])
+                object.__setattr__(thing, "__dict__", content.dicts[after])
             self.generators.switch(before, after)
             self.random.switch(after)
         self.active = replica
@@ -121,10 +120,12 @@ class ReplicaContents:
         left = self.rows.renew(everything=self._failed, begins=begins)
         self._spreader.renew_views(left, self._things, self._others)
         self.generators.renew(everything=self._failed)
+        self._buffers.lend(self._things)
         self._failed = False
 
     def leave(self) -> None:
         """See ``Content``."""
+        self._buffers.take_back()
         self._shared.say_written()
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):

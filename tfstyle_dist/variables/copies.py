@@ -123,7 +123,20 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return own.clone() if own.device == device else own.to(device)
 
 
-_STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
+def move_in_place(tensor: torch.Tensor, home: torch.device) -> None:
+    """Moves a parameter or buffer to another device; the object stays."""
+    if tensor.device == home or isinstance(tensor, torch.nn.UninitializedParameter):
+        return
+    with torch.no_grad():
+        moved = tensor.detach().to(home)
+        moved.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            moved.grad = tensor.grad.to(home)
+        torch.clear_autocast_cache()  # it may refer to the inside
+        torch_internals.swap_insides(tensor, moved)
+
+
+SILENT_STATISTICS = ("running_mean", "running_var", "min_val", "max_val", "scale", "zero_point")
 """Buffers that kernels write to without counting it: those of batch norm, and of fused fake quantization."""
 _COUNTER = "num_batches_tracked"  # batch norm counts its writes here
 
@@ -160,10 +173,10 @@ class Mark:
             self._flat = not any(type(mark) is Mark for mark in self._marks)
 
     def _watch_statistics(self, buffers: dict[Any, Any]) -> None:
-        if any(name in buffers for name in _STATISTICS):
+        if any(name in buffers for name in SILENT_STATISTICS):
             counter = buffers.get(_COUNTER)
             for name, mark in zip(buffers, self._marks, strict=True):
-                if name in _STATISTICS and type(mark) is Mark and isinstance(mark.value, torch.Tensor):
+                if name in SILENT_STATISTICS and type(mark) is Mark and isinstance(mark.value, torch.Tensor):
                     mark._look_beside(counter if isinstance(counter, torch.Tensor) else mark.value)
 
     def _look_beside(self, counter: torch.Tensor) -> None:

@@ -12,8 +12,9 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.adopted_records import buffer_record, move_in_place, parameter_record, tie_buffer
+from tfstyle_dist.variables.adopted_records import buffer_record, parameter_record, tie_buffer
 from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components

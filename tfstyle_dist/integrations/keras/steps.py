@@ -22,7 +22,7 @@ from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.variables.adopted_records import move_in_place
+from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
 
 # The variables of each model, its metrics and optimizer that have been made equal on all workers.

@@ -38,7 +38,7 @@ class TorchRule:
             group["params"] = [p for entry in group["params"] for p in entry.parameters]
         self._optimizer = optimizer
         self._stayed: list[str] = optimizer.__dict__.pop(_STAYED, [])
-        self.parts: list[bytes] = []
+        self.parts, self.dtype = list[bytes](), torch.float32
         self._rates: dict[int, float] | None = None  # by id of the parameter, of those with plain steps
 
     def plain_rate(self, parameter: torch.nn.Parameter) -> float | None:
