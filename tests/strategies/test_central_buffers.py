@@ -124,6 +124,40 @@ def test_buffers_are_those_of_mirrored_replicas(program: Any, tmp_path: Path) ->
     assert places == {"cpu"}  # beside the parameters
 
 
+class Tied(nn.Module):
+    """Has a buffer that is the memory of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1, dtype=torch.float64)
+        nn.init.constant_(self.layer.weight, 0.5)
+        nn.init.zeros_(self.layer.bias)
+        self.register_buffer("same", self.layer.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.same.T
+
+
+def test_a_buffer_that_is_the_memory_of_a_parameter() -> None:
+    def weights_of(kind: Any) -> torch.Tensor:
+        with kind(TWO) as strategy:
+            with strategy.scope(), torch.device("cpu"):
+                model = Tied()
+                optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 3, dtype=torch.float64).to(model.layer.weight.device)).square().sum().backward()
+                optimizer.step()
+
+            for _ in range(3):
+                strategy.run(step)
+            return model.layer.weight.detach().cpu()
+
+    central = weights_of(td.experimental.CentralStorageStrategy)
+    torch.testing.assert_close(central, weights_of(td.MirroredStrategy), rtol=1e-12, atol=1e-12)
+
+
 def test_buffers_that_the_program_put_on_the_device_stay_there() -> None:
     with td.experimental.CentralStorageStrategy(TWO) as strategy:
         with strategy.scope():

@@ -58,7 +58,9 @@ class HomeBuffers:
 
     def _on_device(self, buffer: torch.Tensor, name: str) -> _Lent:
         known, silent = self._kept.get(id(buffer)), name in SILENT_STATISTICS
-        if known is None or known.buffer is not buffer or silent or known.state != tensor_state(buffer):
+        # What shares its memory, such as a parameter, may have been written to without its version telling.
+        alone = buffer.layout is torch.strided and torch_internals.lie_alone(buffer)
+        if known is None or known.buffer is not buffer or silent or not alone or known.state != tensor_state(buffer):
             other = copied(buffer, self._device)
         else:
             other = known.other
