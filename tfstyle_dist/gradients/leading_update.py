@@ -73,12 +73,14 @@ class LeadingUpdateRunner(UpdateRunner):
             update.drop()
         within = [update for update in left if update.is_in_step]
         leading = next((update for update in within if update.leads), None)
-        if error is not None and leading is not None and (where := leading.computes_elsewhere()):
-            error.add_note(
-                f"[tfstyle_dist] raised in {type(leading.optimizer).__name__}.step(), which the first replica makes "
-                f"for all with the parameters on {where[0]}; the loss was computed with their copies on {where[1]}. An "
-                "optimizer that derives in its step (torch.autograd.grad) needs MirroredStrategy."
-            )
+        if error is not None and leading is not None:
+            home = leading.strategy.parameter_store.parameter_device.torch_device
+            if leading.strategy.worker.computes_elsewhere(home):
+                error.add_note(
+                    f"[tfstyle_dist] raised in {type(leading.optimizer).__name__}.step(), which the first replica "
+                    f"makes for all with the parameters on {home}; the loss was computed with copies of them. An "
+                    "optimizer that derives in its step (torch.autograd.grad) needs MirroredStrategy."
+                )
         if error is not None and within and not any(update.leads for update in within):
             name = type(within[0].optimizer).__name__
             raise RuntimeError(
@@ -111,12 +113,6 @@ class _Update(Frame):
     def leads(self) -> bool:
         """Whether the update is made in this replica."""
         return self.replica.local_replica_id == 0
-
-    def computes_elsewhere(self) -> tuple[torch.device, torch.device] | None:
-        """Where the parameters are, and where this replica computes, if that is another device."""
-        home = self.strategy.parameter_store.parameter_device.torch_device
-        own = self.strategy.worker.torch_device(self.replica.local_replica_id)
-        return (home, own) if home != own else None
 
     @untraced
     def begin(self) -> None:

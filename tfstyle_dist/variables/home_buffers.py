@@ -39,7 +39,7 @@ class HomeBuffers:
         self._home, self._device = home, device
         self._lent: dict[int, _Lent] = {}  # by id, during a run
         self._kept: dict[int, _Lent] = {}  # between runs: the copies on the device
-        self._slots: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._slots: list[tuple[dict[str, torch.Tensor | None], str]] = []  # where they were found
 
     def lend(self, things: Iterable[tuple[Any, ObjectContent]]) -> None:
         """The buffers of these objects that are modules go to the device."""
@@ -57,15 +57,15 @@ class HomeBuffers:
         self._kept = {}
 
     def _on_device(self, buffer: torch.Tensor, name: str) -> _Lent:
-        known, silent = self._kept.get(id(buffer)), name in SILENT_STATISTICS
+        known = self._kept.get(id(buffer))
         # What shares its memory, such as a parameter, may have been written to without its version telling.
         alone = buffer.layout is torch.strided and torch_internals.lie_alone(buffer)
-        if known is None or known.buffer is not buffer or silent or not alone or known.state != tensor_state(buffer):
-            other = copied(buffer, self._device)
-        else:
+        if known is not None and known.buffer is buffer and alone and known.state == tensor_state(buffer):
             other = known.other
+        else:
+            other = copied(buffer, self._device)
         torch_internals.swap_insides(buffer, other)
-        return _Lent(buffer, other, None if silent else tensor_state(buffer))
+        return _Lent(buffer, other, None if name in SILENT_STATISTICS else tensor_state(buffer))
 
     def take_back(self) -> None:
         """They are beside the parameters again, with the values that the step has left in them."""
@@ -78,7 +78,8 @@ class HomeBuffers:
                         buffer.copy_(other)
                 else:
                     buffer.data = copied(other, buffer.device)
-            self._kept[number] = _Lent(buffer, other, tensor_state(buffer))
+            if lent.state is not None:  # else it is copied each time
+                self._kept[number] = _Lent(buffer, other, tensor_state(buffer))
         for buffers, name in self._slots:  # what the step has put in their places
             put = buffers.get(name)
             if put is not None and type(put) in PLAIN_TENSORS and id(put) not in self._lent:
