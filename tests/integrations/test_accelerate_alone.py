@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -81,6 +82,32 @@ class Outputs(nn.Module):
         if self.what is not None:
             return self.what(inputs)
         return {"loss": result.mean(), "pair": (result, [inputs]), "none": mask, "size": 7}
+
+
+class Counted(nn.Module):
+    """Divides its sum by the number that it is told, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, *, scale: torch.Tensor, inputs: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        errors = self.linear(inputs).square() * scale
+        return errors.mean() if num_items_in_batch is None else errors.sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("items", [None, 8, torch.tensor(8)])
+def test_local_replicas_take_named_arguments_and_divide_by_their_items(items: Any) -> None:
+    inputs, scale = torch.randn(5, 2), torch.tensor(2.0)
+    own = Counted()
+    loss = own(scale=scale, inputs=inputs, num_items_in_batch=items)
+    expected = loss, *torch.autograd.grad(loss, list(own.parameters()))
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+        accelerator = StrategyAccelerator(strategy=strategy, cpu=True)
+        model = accelerator.prepare(own)
+        loss = model(scale=scale, inputs=inputs, num_items_in_batch=items)
+        accelerator.backward(loss)
+    torch.testing.assert_close((loss, *(p.grad for p in own.parameters())), expected)
 
 
 def test_outputs_of_local_replicas_are_put_together() -> None:
@@ -186,6 +213,8 @@ def test_a_strategy_made_before_the_accelerator_takes_the_device_too(monkeypatch
 
 def test_the_mixin_needs_no_transformers() -> None:
     class Base:
+        args = SimpleNamespace(n_gpu=0)
+
         def __init__(self) -> None:
             self.create_accelerator_and_postprocess()
 

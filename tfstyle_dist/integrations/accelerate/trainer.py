@@ -11,7 +11,9 @@ from tfstyle_dist.strategies import Strategy
 class StrategyTrainerMixin:
     """Put it before ``Trainer``: gradients are summed by a strategy, everything else is the trainer's.
 
-    The trainer is made with the argument ``strategy`` more: as for ``StrategyAccelerator``. Under torchrun on CPUs
+    The trainer is made with the argument ``strategy`` more: as for ``StrategyAccelerator``. Where one process sees
+    several GPUs, those of the strategy compute, not the trainer's own ``DataParallel``: ``per_device_train_batch_size``
+    is then the batch of the process, which its replicas divide. Under torchrun on CPUs
     ``TrainingArguments(use_cpu=True)`` joins the processes.
 
     Args:
@@ -40,7 +42,9 @@ class StrategyTrainerMixin:
         return strategy
 
     def create_accelerator_and_postprocess(self) -> None:
-        """See ``Trainer``; the accelerator it makes gets the strategy."""
+        """See ``Trainer``; the accelerator it makes gets the strategy, which also says what computes where."""
         me: Any = self
+        if me.args.n_gpu > 1:  # one process that sees several GPUs: the trainer would use DataParallel on all of them
+            me.args._n_gpu = 1
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         attach(me.accelerator, self._tfstyle_given)

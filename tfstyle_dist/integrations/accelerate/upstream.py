@@ -7,7 +7,7 @@ from typing import Any
 try:
     from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
     from accelerate.data_loader import BatchSamplerShard
-    from accelerate.utils import DistributedDataParallelKwargs, find_batch_size, recursively_apply
+    from accelerate.utils import DistributedDataParallelKwargs, recursively_apply
 except ModuleNotFoundError as missing:
     if missing.name != "accelerate":
         raise
@@ -23,7 +23,6 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
-    "find_batch_size",
     "map_tensors",
 ]
 

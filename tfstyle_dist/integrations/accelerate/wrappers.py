@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_parts
-from tfstyle_dist.integrations.accelerate.upstream import find_batch_size, map_tensors
+from tfstyle_dist.integrations.accelerate.upstream import map_tensors
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -91,21 +91,38 @@ class LocalReplicas(Wrapped):
             TypeError: an output that cannot be put together.
         """
         worker = self.strategy.worker
-        count = find_batch_size((args, kwargs)) or 0
+        count = _count_examples((args, kwargs))
         cuts = [count * place // worker.num_local_replicas for place in range(worker.num_local_replicas + 1)]
         shares = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start] or [(0, count)]
         devices = [worker.torch_device(place) for place in range(len(shares))]
         names, parameters = zip(*self.module.named_parameters(), strict=True)
         copies = _Spread.apply(tuple(devices), self.strategy.cross_device_ops, *parameters)  # type: ignore[no-untyped-call]
+        weights = [(stop - start) / max(count, 1) for start, stop in shares]
         outputs = []
         for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
             own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True))
             if place > 0 or any(b.device != device for b in self.module.buffers()):
                 own |= {name: b.detach().to(device, copy=True) for name, b in self.module.named_buffers()}
             mine, named = map_tensors(_Cut(share, count, device), (args, kwargs))
+            if named.get("num_items_in_batch") is not None:
+                # The Trainer says by how many tokens the model divides its sum. By its part of them, so that the
+                # mean of the shares' losses is the loss of the whole batch.
+                named["num_items_in_batch"] = named["num_items_in_batch"] * weights[place]
             outputs.append(torch.func.functional_call(self.module, own, mine, named))
-        weights = [(stop - start) / max(count, 1) for start, stop in shares]
         return outputs[0] if len(outputs) == 1 else _together(outputs, weights, devices[0])
+
+
+def _count_examples(data: Any) -> int:
+    """The length of the first tensor that is no single number; 0 without one."""
+    lengths: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() > 0:
+            lengths.append(tensor.shape[0])
+        return tensor
+
+    map_tensors(note, data)
+    return lengths[0] if lengths else 0
 
 
 class _Cut:
