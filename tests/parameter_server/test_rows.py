@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from collections.abc import Callable
@@ -223,3 +224,126 @@ def test_a_table_larger_than_the_worker(cluster: Any) -> None:
     found = module(numbers)
     torch.testing.assert_close(found.detach(), torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])[:, None].expand(5, 64))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 << 20
+
+
+LOOKUPS: dict[str, Callable[[torch.nn.Embedding, torch.Tensor], torch.Tensor]] = {
+    "called": lambda module, numbers: module(numbers),
+    "indexed": lambda module, numbers: module.weight[numbers],
+    "selected": lambda module, numbers: module.weight.index_select(0, numbers),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("how", LOOKUPS)
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_the_coordinators_own_steps_have_the_gradients_of_torch(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, how: str, shared_memory: str
+) -> None:
+    """Dense ones, unless the module asks for rows: the norm is taken of them, and Adam updates every row."""
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared_memory)
+
+    def step(module: torch.nn.Embedding, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+        numbers = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        (LOOKUPS[how](module, numbers) - 1.0).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        return norm
+
+    def made() -> torch.nn.Embedding:
+        torch.manual_seed(0)
+        return torch.nn.Embedding(10, 2, padding_idx=3)
+
+    c = cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2))
+    with c.strategy.scope():
+        module, rows = made(), torch.nn.Embedding(10, 2, sparse=True)
+    plain = made()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (module, plain)]
+    for seed in range(4):
+        torch.testing.assert_close(step(module, optimizers[0], seed), step(plain, optimizers[1], seed))
+    torch.testing.assert_close(module.weight * 1, plain.weight * 1)
+    module(NUMBERS).sum().backward()
+    rows(NUMBERS).sum().backward()
+    assert [one.weight.grad.is_sparse for one in (module, rows)] == [False, True]
+
+
+class Learner:
+    """One tensor on the servers, or on one device, whose rows are picked and which is read whole."""
+
+    def __init__(self, kind: str, strategy: Any = None) -> None:
+        torch.manual_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            if kind == "of the servers" and strategy:
+                module = strategy.embedding(10, 2, initializer=("constant", 0.5, 0.0))
+            else:
+                module = torch.nn.Embedding(10, 2, sparse=kind != "dense")
+                if kind == "of the servers":
+                    module.weight.data.fill_(0.5)
+        self.module, self.weight = module, module.weight
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+
+    def rows(self) -> torch.Tensor:
+        return self.module(NUMBERS).square().sum()
+
+    def whole(self) -> torch.Tensor:
+        return (self.weight * 3.0).sigmoid().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "of the servers"])
+@pytest.mark.parametrize("reads", ["rows whole", "whole rows", "rows whole rows"])
+def test_the_coordinator_reads_rows_and_the_whole(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, kind: str, reads: str, shared_memory: str
+) -> None:
+    """As a language model does that has one table for its words and its output: the gradient is that of both."""
+    monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", shared_memory)
+    c = cluster(workers=1, ps=1)
+    here, there = Learner(kind), Learner(kind, c.strategy)
+    for _ in range(3):
+        for one in (here, there):
+            one.optimizer.zero_grad()
+            sum(getattr(one, read)() for read in reads.split()).backward()
+        gradients = [
+            one.weight.grad.to_dense() if one.weight.grad.is_sparse else one.weight.grad for one in (there, here)
+        ]
+        torch.testing.assert_close(*gradients)
+        for one in (here, there):
+            one.optimizer.step()
+    torch.testing.assert_close(there.weight * 1, here.weight * 1)
+
+
+def test_a_gradient_outlives_a_value_that_changes(cluster: Any) -> None:
+    """Micro-batches of the coordinator between which the value changes, and a graph that is older than the change."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        layer = torch.nn.Linear(2, 1, bias=False)
+
+    layer(torch.ones(1, 2)).sum().backward()
+    later = layer(torch.full((1, 2), 10.0)).sum()
+    before = (layer.weight * 1).detach()
+    layer.weight.data = before + 1.0
+    torch.testing.assert_close((layer.weight * 1).detach(), before + 1.0)
+    assert layer.weight.grad.tolist() == [[1.0, 1.0]]
+    later.backward()
+    assert layer.weight.grad.tolist() == [[11.0, 11.0]]
+    layer(torch.full((1, 2), 100.0)).sum().backward()
+    assert layer.weight.grad.tolist() == [[111.0, 111.0]]
+
+
+def test_what_was_read_in_inference_mode_can_be_trained(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    torch.manual_seed(0)
+    with c.strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    inputs = torch.ones(4, 2)
+    for _ in range(2):
+        with torch.inference_mode():
+            before = model(inputs).clone()
+        model(inputs).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.inference_mode():
+        assert model(inputs).sum() < before.sum()
+    for parameter in model.parameters():
+        parameter.data.mul_(0.0)
+    assert not model(inputs).any()

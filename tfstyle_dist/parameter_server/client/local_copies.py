@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,9 @@ class Pull:
             record.versions[index] = version
         if self._target is not None and not self._in_place:
             if self._fresh:
-                record.components[0] = renewed(record.components[0], self._target)
+                old, record.components[0] = record.components[0], renewed(record.components[0], self._target)
+                if self._steps is None and old.requires_grad:
+                    hand_over_gradients(old, record)
             else:
                 record.components[0].data = self._target.to(self._local.device)  # a function may have moved it
             record.leased = self._owner
@@ -115,6 +118,27 @@ def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         if name.startswith("_tfstyle"):
             fresh.__dict__[name] = value
     return fresh
+
+
+def hand_over_gradients(old: torch.Tensor, record: RemoteRecord) -> None:
+    """The gradient of a copy that was replaced is that of the new one, also what graphs made with it bring later.
+
+    Outside of functions a program may read before and after a value has changed, and take one gradient of both.
+    """
+    record.components[0].grad, old.grad = old.grad, None
+    known = weakref.ref(record)
+
+    def pass_on(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad, kept = leaf.grad, None, known()
+        if kept is None or gradient is None:
+            return
+        current = kept.components[0]
+        if current.grad is None:
+            current.grad = gradient
+        else:  # torch adds rows to a whole tensor, not the other way round
+            current.grad = gradient + current.grad if current.grad.is_sparse else current.grad + gradient
+
+    old.register_post_accumulate_grad_hook(pass_on)
 
 
 def give_back(record: RemoteRecord) -> None:

@@ -73,7 +73,10 @@ class RemoteRecord(Record):
 
     def read(self) -> torch.Tensor:
         """The local copy, fresh enough for the calling context."""
-        if self.created:
+        if self.created and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # the copy is kept, and later steps train with it
+                self.store.servers.read(self)  # type: ignore[attr-defined]
+        elif self.created:
             self.store.servers.read(self)  # type: ignore[attr-defined]
         return self.components[0]
 

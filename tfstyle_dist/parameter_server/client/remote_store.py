@@ -227,7 +227,7 @@ class RemoteStore(ParameterStore):
             key=description["key"],
             shards=description["shards"],
         )
-        record.fixed = not table
+        record.table, record.fixed = table, not table
         if table:
             tensor._tfstyle_record = record
         self._add(record, None, description["name"])

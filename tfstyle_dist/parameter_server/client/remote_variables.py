@@ -52,7 +52,7 @@ class _OnServers(RowMethods, Replicated):
             bound_rows(args[1]._tfstyle_record, args[0], kwargs["max_norm"], kwargs["norm_type"])
             kwargs = {**kwargs, "max_norm": None}
         picked = row_numbers(func, args, kwargs or {}) if func in _ROW_FUNCTIONS else None
-        if picked is not None and _is_made(picked[0]):
+        if picked is not None and _is_made(picked[0]) and not _has_dense_gradient(picked[0], kwargs or {}):
             return lookup(picked[0]._tfstyle_record, *picked[1:])
         if func in _SUMS and len(args) == 2 and not kwargs and isinstance(args[0], _OnServers):
             return args[0]._tfstyle_sum(_SUMS[func], args[1])
@@ -86,6 +86,12 @@ class _OnServers(RowMethods, Replicated):
 
 def _is_made(table: Any) -> bool:
     return isinstance(table, _OnServers) and table._tfstyle_record.created
+
+
+def _has_dense_gradient(table: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the gradient of picked rows has all rows, as in torch; not if the module asks for rows."""
+    learns = torch.is_grad_enabled() and isinstance(table, ServerParameter) and table.requires_grad
+    return learns and not table._tfstyle_record.table and not kwargs.get("sparse")
 
 
 class ServerVariable(_OnServers, Variable):  # type: ignore[misc]
