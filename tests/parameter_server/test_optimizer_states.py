@@ -251,6 +251,17 @@ def test_methods_of_an_optimizer_find_its_state(cluster: Any) -> None:
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-12, atol=1e-12)
 
 
+def _starts_again(kind: str) -> bool:
+    """Whether this torch makes a state anew that a program took away; Adagrad of 2.9 does not."""
+    job = Job(kind)
+    job.optimizer.state.clear()
+    try:
+        job.train(range(1))
+    except KeyError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("kind", ["adam", "adagrad"])
 def test_what_is_read_and_written_in_the_state_is_the_servers(cluster: Any, kind: str) -> None:
     jobs = Job(kind), Job(kind, cluster(workers=1, ps=2, partitioner=FixedShardsPartitioner(2)))
@@ -263,7 +274,7 @@ def test_what_is_read_and_written_in_the_state_is_the_servers(cluster: Any, kind
             assert len(state) == len(parameters)
             if number == 0:
                 next(value for name, value in state[parameters[0]].items() if name != "step").mul_(0.5)
-            elif number == 1:
+            elif number == 1 and _starts_again(kind):
                 state.pop(parameters[0])
                 state[parameters[1]] = copy.deepcopy(state[parameters[1]])
         assert [*read[0]] == [*read[1]]

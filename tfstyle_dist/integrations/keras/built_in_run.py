@@ -1,11 +1,11 @@
-"""Layers that are built by their first call inside ``strategy.run``: their variables become the strategy's there."""
+"""Layers that are built by their first call: in ``strategy.run`` their variables become the strategy's there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.backend import in_stateless_scope, keras
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame
 
@@ -13,6 +13,7 @@ from tfstyle_dist.runtime.context import current_frame
 def install() -> None:
     """Lets every layer say when it was built."""
     wrap(keras.layers.Layer, "_post_build", _post_build)
+    wrap(keras.layers.Layer, "_post_track_variable", _post_track_variable)
 
 
 def _post_build(original: Callable[[Any], None], layer: Any) -> None:
@@ -25,3 +26,11 @@ def _post_build(original: Callable[[Any], None], layer: Any) -> None:
         store.adopt_parameter(variable.value, None, variable.path)
     store.ensure_equal()
     store.prepare(None, (layer,))  # the other replicas of this process find it built
+
+
+def _post_track_variable(original: Callable[[Any, Any], None], layer: Any, variable: Any) -> None:
+    """While Keras computes shapes a variable has no value yet; it would register one of the meta device for good."""
+    if not in_stateless_scope():
+        original(layer, variable)
+    elif hasattr(layer, "_torch_params"):
+        del layer._torch_params  # made again when it is asked for

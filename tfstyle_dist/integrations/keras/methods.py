@@ -12,6 +12,7 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.integrations.keras import (
     built_in_run,
     checkpoint,
+    losses,
     metric_state,
     optimizers,
     server_state,
@@ -39,6 +40,7 @@ def install() -> None:
     server_state.install()
     built_in_run.install()
     metric_state.install()
+    losses.install()
     checkpoint.install()
     travel.install()
     for name, wrapper in _WRAPPERS.items():

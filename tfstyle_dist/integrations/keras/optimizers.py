@@ -79,8 +79,8 @@ def claim(strategy: Strategy, variables: Sequence[Any], grads: Sequence[Any] = (
         reduced_already = (
             bool(grads) and grads[place] is not None and any(grads[place] is c.grad for c in record.components)
         )
-        # The sum of the replicas' equal means is the sum of their gradients, so that the first step is right as well.
-        if reduced_already and (CURRENT.count is not None or record.policy.scale is not ReduceOp.MEAN):
+        # The replicas' gradients are equal means by now, and so is what is made of them: the first step is right too.
+        if reduced_already and record.policy.scale is not ReduceOp.MEAN:
             raise RuntimeError(
                 f"apply was given the gradient of {variable.path!r} that backward() has averaged over the replicas "
                 "already. Compile the model in the scope, or call strategy.set_gradient_policy(reduce_at='apply') "

@@ -80,6 +80,12 @@ class MakeModel:
         """On a worker: its copy."""
         with entered(Frame(default_strategy())):  # the copy's own variables are nobody's
             model = keras.saving.deserialize_keras_object(self._config, custom_objects=self._custom, safe_mode=False)
+        if getattr(model, "optimizer", None) is None:
+            raise RuntimeError(
+                f"The copy of the {type(model).__name__} on a worker is not compiled: its compile() has arguments of "
+                "its own. Give the class get_compile_config() and compile_from_config(), as for saving it, or keep "
+                "to the arguments of keras.Model.compile."
+            )
         return WorkerModel(model, experimental_get_current_worker_index())
 
 
@@ -95,13 +101,14 @@ class WorkerModel:
         self.model, self._index = model, index
         self._ledger: Ledger | None = None
 
-    def train(self, batch: Any, pulled: Sequence[torch.Tensor], optimizer: ServerOptimizer) -> torch.Tensor:
+    def train(self, batch: Any, pulled: Sequence[torch.Tensor], optimizer: ServerOptimizer, steps: int) -> torch.Tensor:
         """One step; sends gradients and the changes of moving statistics to the servers.
 
         Args:
             batch: this worker's.
             pulled: the values on the servers, in the order of ``model.variables``.
             optimizer: what the servers apply.
+            steps: how many were scheduled before this one; what a step reads as ``optimizer.iterations``.
 
         Returns:
             The number of examples, and the changes of the metrics' state.
@@ -109,12 +116,14 @@ class WorkerModel:
         model = self.model
         ledger = self._built(batch)
         seeds = {id(v) for v, rule in ledger.entries if rule == "seed"}
-        own = list(zip(model.variables, pulled, strict=True))
-        places = {id(v): tensor for v, tensor in own}
+        places = {id(v): tensor for v, tensor in zip(model.variables, pulled, strict=True)}
+        began: dict[int, torch.Tensor] = {}  # a push makes what was pulled new
         with torch.no_grad():
-            for variable, tensor in own:
+            for variable in model.variables:
                 if id(variable) not in seeds:
-                    variable.value.copy_(tensor)
+                    variable.value.copy_(places[id(variable)])
+                    began[id(variable)] = variable.value.clone()
+            model.optimizer.iterations.assign(steps)
         strategy: Any = get_strategy()
 
         def push(grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -123,18 +132,29 @@ class WorkerModel:
             ]
             strategy.push_gradients(optimizer, pairs)
 
-        CURRENT.push = push
+        def assign(variable: Any, value: torch.Tensor) -> None:
+            if id(variable) not in places:
+                raise RuntimeError(
+                    f"The step assigned to the Keras variable {variable.path!r}, which is no variable of the model: on "
+                    "a worker of ParameterServerStrategy that would change a copy. Make it with model.add_weight, or "
+                    "assign to it in a callback."
+                )
+            with torch.no_grad():
+                variable.value.copy_(value)
+
+        CURRENT.push, CURRENT.assign = push, assign
         model.train()
         try:
-            _, told = on_replica(batch, model.train_step, ledger, 0)
+            _, told = on_replica(batch, model.train_step, ledger, 0, ledger.begin(0))
         finally:
-            CURRENT.push = None
+            CURRENT.push = CURRENT.assign = None
         ledger.settle(told[1 : 1 + ledger.numel], float(told[0]))
         with torch.no_grad():
-            for variable, rule in ledger.entries:
-                if rule == "mean" and id(variable) in places:
-                    on_servers = places[id(variable)]
-                    strategy.servers.write(find_record(on_servers), Op.ADD, variable.value - on_servers)
+            for variable in model.variables:
+                before = began.get(id(variable))
+                if before is not None and not torch.equal(variable.value, before):
+                    change = _difference(variable.value, before)
+                    strategy.servers.write(find_record(places[id(variable)]), Op.ADD, change)
         return told[: 1 + metrics_numel(model)]
 
     def _built(self, batch: Any) -> Ledger:
@@ -149,11 +169,15 @@ class WorkerModel:
         return self._ledger
 
 
+def _difference(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return now - before if now.dtype != torch.bool else now ^ before  # servers add what is true or false as "or"
+
+
 def train_on_worker(
-    model: WorkerModel, batches: Batches, pulled: Sequence[torch.Tensor], optimizer: ServerOptimizer
+    model: WorkerModel, batches: Batches, pulled: Sequence[torch.Tensor], optimizer: ServerOptimizer, steps: int
 ) -> torch.Tensor:
     """The function that is scheduled for each step."""
-    return model.train(batches.next(), pulled, optimizer)
+    return model.train(batches.next(), pulled, optimizer, steps)
 
 
 def look_at_batch(batches: Batches) -> Any:

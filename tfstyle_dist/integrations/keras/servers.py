@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from tfstyle_dist.integrations.keras.server_tasks import (
     train_on_worker,
 )
 from tfstyle_dist.integrations.keras.steps import adopt
+from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 4
@@ -79,7 +82,11 @@ def fit_on_servers(
         work = _Work(strategy, model, optimizer, dataset_fn)
         model.train_function = work.train
         given.update(x=work, y=None, sample_weight=None, class_weight=None, steps_per_epoch=steps)
-        return original(model, **given)
+        try:
+            return original(model, **given)
+        except Exception:
+            work.forget()
+            raise
 
 
 def _dataset_fn(given: dict[str, Any]) -> tuple[Callable[[InputContext], Any], int]:
@@ -124,7 +131,8 @@ class _Arrays:
             order = np.roll(order, -(self.count * context.input_pipeline_id // context.num_input_pipelines))
         for start in range(0, self.count, self._size):
             rows = order[start : start + self._size]
-            yield keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], self._arrays)
+            taken = keras.tree.map_structure(lambda leaf, rows=rows: None if leaf is None else leaf[rows], self._arrays)
+            yield keras.utils.pack_x_y_sample_weight(*taken)
 
 
 class _Work(DataAdapter):  # type: ignore[misc]
@@ -147,7 +155,10 @@ class _Work(DataAdapter):  # type: ignore[misc]
     def get_torch_dataloader(self) -> Iterable[Any]:
         """An entry for each step; at first an example of a batch, from which the model is built."""
         if self._builds:
-            return [self._coordinator.fetch(self._coordinator.schedule(look_at_batch, args=(self._batches,)))]
+            batch = self._coordinator.fetch(self._coordinator.schedule(look_at_batch, args=(self._batches,)))
+            with entered(Frame(default_strategy())):  # Keras computes shapes with weights that are none yet
+                self._model._symbolic_build(data_batch=batch)
+            return [batch]
         return itertools.repeat(None)  # Keras counts the steps
 
     def on_epoch_end(self) -> None:
@@ -157,6 +168,12 @@ class _Work(DataAdapter):  # type: ignore[misc]
         while self._pending:
             self._take()
         if finished:
+            self._coordinator.join()
+
+    def forget(self) -> None:
+        """Waits for what was scheduled when a step failed; what failed in it does not fail the next ``fit``."""
+        self._pending.clear()
+        with suppress(Exception):
             self._coordinator.join()
 
     num_batches = None
@@ -174,7 +191,8 @@ class _Work(DataAdapter):  # type: ignore[misc]
             ).send_if_loaded()
             self._copies = self._coordinator.create_per_worker_resource(MakeModel(model))
         pulled = [v.value for v in model.variables]
-        arguments = (self._copies, self._batches, pulled, self._optimizer)
+        steps = int(model.optimizer.iterations) + len(self._pending)
+        arguments = (self._copies, self._batches, pulled, self._optimizer, steps)
         self._pending.append(self._coordinator.schedule(train_on_worker, args=arguments))
         if len(self._pending) > self._most:
             self._take()

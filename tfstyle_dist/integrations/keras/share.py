@@ -21,22 +21,26 @@ class _Current(threading.local):
     Attributes:
         count: examples behind the gradients of this replica; ``None`` outside of ``fit``.
         push: takes gradients and variables in place of the optimizer (parameter servers).
+        assign: takes a variable that is not in the ledger, and the value that the step assigns to it.
+        losses: whether the losses that ``compile`` was given are being computed.
     """
 
     def __init__(self) -> None:
         self.count: int | None = None
         self.push: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
+        self.assign: Callable[[Any, torch.Tensor], None] | None = None
+        self.losses = False
 
 
 CURRENT = _Current()
 
 
 class Ledger:
-    """The variables that a step changes besides the weights, and how the replicas' changes become one.
+    """The variables that steps change besides the weights, and how the replicas' changes become one.
 
     Metrics are summed over the replicas, as their ``aggregation`` says. Moving statistics (BatchNorm) become the mean,
     weighted by examples. Whole numbers follow the first replica; the state of seed generators is another one on each
-    replica, so that dropout differs.
+    replica, so that dropout differs. What a step assigns to other variables is for ``assigned.StepScope``.
 
     Args:
         model: a built Keras model.
@@ -60,11 +64,15 @@ class Ledger:
             if training or rule != "mean":
                 self.entries.append((variable, rule))
 
-    def begin(self, replica: int, device: torch.device | None = None) -> list[tuple[Any, torch.Tensor]]:
+    def begin(
+        self, replica: int, replicas: int | None = None, device: torch.device | None = None
+    ) -> list[tuple[Any, torch.Tensor]]:
         """The values with which a replica's step begins.
 
         Args:
             replica: its number among all replicas.
+            replicas: among which a sum is divided, so that what a step reads of a metric is what it is up to now;
+                ``None`` lets each begin with nothing.
             device: where it computes; the variables themselves live on the first replica's device.
 
         Returns:
@@ -74,7 +82,7 @@ class Ledger:
         with torch.no_grad():
             for variable, rule in self.entries:
                 value = variable.value
-                start = torch.zeros_like(value) if rule == "sum" else value.clone()
+                start = _part(value, replica, replicas) if rule == "sum" else value.clone()
                 if rule == "seed" and replica:
                     start[0] = (start[0].to(torch.int64) + replica * APART) % 2**31
                 if device is not None and device.type == start.device.type:
@@ -149,6 +157,15 @@ class Ledger:
 def is_seed(variable: Any) -> bool:
     """Whether a variable is the state of a seed generator: each replica and worker has its own."""
     return bool(variable.name == _SEED_STATE and tuple(variable.shape) == (2,))
+
+
+def _part(value: torch.Tensor, replica: int, replicas: int | None) -> torch.Tensor:
+    if replicas is None:
+        return torch.zeros_like(value)
+    if value.is_floating_point() or value.is_complex():
+        return value / replicas
+    share = value // replicas
+    return share if replica else value - share * (replicas - 1)
 
 
 def _rule(variable: Any) -> str:

@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
 from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
 from tfstyle_dist.integrations.keras import metric_state
+from tfstyle_dist.integrations.keras.assigned import StepScope, assign_together
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
 from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
@@ -22,8 +24,11 @@ from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.values import Share, cut_evenly, note_batch
 from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
+
+Mapping = list[tuple[Any, torch.Tensor]]
 
 # The variables of each model, its metrics and optimizer that have been made equal on all workers.
 _shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
@@ -92,11 +97,20 @@ class Steps:
         if training not in self._ledgers:
             self._ledgers[training] = Ledger(self.model, training, [self._seeds.state])
         ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
+        worker, replicas = self.strategy.worker, self.strategy.num_replicas_in_sync
+        begun = [
+            ledger.begin(worker.replica_id(local), replicas, worker.torch_device(local))
+            for local in range(worker.num_local_replicas)
+        ]
 
         def replica(batch: Any) -> torch.Tensor:
             context = self._replica()
-            device = self.strategy.worker.torch_device(context.local_replica_id)
-            logs, told = on_replica(batch, function, ledger, context.replica_id, device, self._context())
+            before, CURRENT.assign = CURRENT.assign, partial(assign_together, context)
+            mapping = begun[context.local_replica_id]
+            try:
+                logs, told = on_replica(batch, function, ledger, context.replica_id, mapping, self._context())
+            finally:
+                CURRENT.assign = before
             if context.local_replica_id == 0:
                 keys.extend(logs)
             return told
@@ -128,7 +142,7 @@ class Steps:
 
 
 def on_replica(
-    batch: Any, function: Any, ledger: Ledger, replica: int, device: torch.device | None = None, context: Any = None
+    batch: Any, function: Any, ledger: Ledger, replica: int, mapping: Mapping, context: Any = None
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One replica's part of a step.
 
@@ -137,7 +151,7 @@ def on_replica(
         function: ``train_step`` or ``test_step``.
         ledger: the variables that change.
         replica: its number among all replicas.
-        device: where it computes.
+        mapping: the values with which the step begins, from ``ledger.begin``.
         context: entered around the step.
 
     Returns:
@@ -146,11 +160,10 @@ def on_replica(
     """
     count, batch = usable(batch)
     with context if context is not None else nullcontext():
-        mapping = ledger.begin(replica, device)
         began = [start.clone() for _, start in mapping]
         before, CURRENT.count = CURRENT.count, count
         try:
-            with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            with StepScope(mapping) as scope:
                 for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
                     scope.state_mapping[id(variable)] = variable.value
                 logs = function(batch)
@@ -213,10 +226,12 @@ def divided(strategy: Strategy, batch: Any) -> Any:
     worker, size = strategy.worker, leading_size(batch)
     layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
     ((pieces, _),) = steps_of_batch(size, size, layout, AutoShardPolicy.DATA)
-    parts = [slice_batch(batch, piece) for piece in pieces]
+    division = cut_evenly(size, strategy.num_replicas_in_sync)
     moved = []
-    for replica, part in enumerate(parts):
-        moved.append(map_leaves(operator.methodcaller("to", worker.torch_device(replica)), part))
+    for replica, piece in enumerate(pieces):
+        part = map_leaves(operator.methodcaller("to", worker.torch_device(replica)), slice_batch(batch, piece))
+        note_batch(part, Share(leading_size(part), division))
+        moved.append(part)
     return group(moved)
 
 
@@ -234,7 +249,8 @@ def adopt(strategy: Strategy, model: Any) -> None:
         for variable in model.variables:
             store.adopt_parameter(variable.value, None, variable.path)
     store.ensure_equal()
-    claim(strategy, model.trainable_variables)
+    if type(model).train_step is keras.Model.train_step:  # another one may use optimizers of torch: apply claims
+        claim(strategy, model.trainable_variables)
     known = _shared.setdefault(model, set())
     known |= {id(v) for v in model.variables}
     fresh = [v for v in every_variable(model) if id(v) not in known]

@@ -6,9 +6,12 @@ the pickle as raw buffers.
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,9 +68,17 @@ def _pickler() -> Any:
             return None if self._reference is None else self._reference(value)
 
         def reducer_override(self, value: Any) -> Any:
-            """Plain tensors travel as raw buffers."""
+            """Plain tensors travel as raw buffers, modules by name, also those that are of a class of their own.
+
+            ``torch.ops``, ``torch.classes`` and ``torch.backends`` are such; a function that says ``torch`` and, for a
+            module of Keras or an attribute of its own, ``ops`` or ``classes`` refers to them for cloudpickle.
+            """
             if type(value) is torch.Tensor and value.layout is torch.strided and value.is_leaf:
                 return _reduce_tensor(value)
+            if isinstance(value, ModuleType) and type(value) is not ModuleType:
+                name = value.__name__
+                if sys.modules.get(name) is value:
+                    return importlib.import_module, (name,)
             return super().reducer_override(value)
 
     _pickler_class = Pickler
