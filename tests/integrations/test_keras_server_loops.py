@@ -108,6 +108,20 @@ losses = run(torch_step, 20)
 moved = not np.array_equal(before, state(again, other)[0])
 print("torch.optim:", np.median(losses[-10:]) < np.median(losses[:2]) / 2, "weights moved:", moved)
 
+with strategy.scope():
+    count, scale = keras.Variable(0, trainable=False, dtype="int64"), keras.Variable(1.0, trainable=False)
+    seeds = keras.random.SeedGenerator(3)
+
+
+def counts():
+    count.assign_add(2)
+    scale.assign(scale * 0.5)
+    return float(keras.random.uniform((), seed=seeds))
+
+
+drawn = [run(counts, 1)[0] for _ in range(3)]
+print("variables of the program:", int(count), float(scale), "drawn:", len(set(drawn)))
+
 kernel = again.trainable_variables[0]
 before = kernel.numpy().copy()
 keras.optimizers.SGD(1.0).apply([torch.ones(4, 8)], [kernel])
@@ -141,6 +155,7 @@ refused("not built", lambda: lazy(x))
 refused("compute_metrics", lambda: compiled.compute_metrics(x, y, y))
 refused("global_clipnorm", lambda: clipped.apply([], model.trainable_variables))
 refused("made inside", makes_an_optimizer)
+refused("rate", lambda: setattr(optimizer, "learning_rate", 0.1))
 strategy.close()
 """
 
@@ -160,5 +175,7 @@ def test_a_loop_of_ones_own_on_servers(tmp_path: Path) -> None:
         "compute_metrics - RuntimeError compute_metrics in a scheduled function: the metrics that compile was given",
         "global_clipnorm - ValueError Adam(global_clipnorm=1.0) under ParameterServerStrategy",
         "made inside - RuntimeError SGD was made inside a scheduled function",
+        "variables of the program: 6 0.125 drawn: 3",
+        "rate - RuntimeError A scheduled function sets 'adam/learning_rate'",
     ):  # fmt: skip
         assert line.lower() in output.lower(), output

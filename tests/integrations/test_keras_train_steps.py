@@ -282,3 +282,50 @@ def test_a_model_that_fit_builds_has_its_parameters(strategy: tfd.Strategy) -> N
     values = {id(variable.value) for variable in model.trainable_variables}
     assert {id(p) for p in model.parameters() if p.requires_grad} == values
     assert not any(p.is_meta for p in model.parameters())
+
+
+class Loop:
+    """A loop of the program's own: what its step assigns besides what the optimizer does."""
+
+    def __init__(self) -> None:
+        self.net, self.teacher = network(), network()
+        self.optimizer, self.seeds = keras.optimizers.SGD(0.1), keras.random.SeedGenerator(3)
+        self.scale = keras.Variable(1.0, trainable=False)
+        self.count = keras.Variable(0, trainable=False, dtype="int64")
+
+    def step(self, x: Any) -> None:
+        factor = self.scale + keras.random.uniform((), seed=self.seeds)
+        weights = self.net.trainable_variables
+        loss = ops.sum((self.net(x) - ops.flip(x, 1)) ** 2) / 24 * factor
+        gradients = torch.autograd.grad(loss, [w.value for w in weights])
+        with torch.no_grad():
+            self.optimizer.apply(gradients, weights)
+        self.optimizer.learning_rate = self.optimizer.learning_rate * 0.9
+        self.scale.assign(self.scale * 0.9)
+        self.count.assign_add(1)
+        for own, other in zip(self.teacher.weights, weights, strict=True):
+            own.assign(0.7 * own + 0.3 * other)
+
+    def told(self) -> np.ndarray:
+        numbers = [float(self.optimizer.learning_rate), float(self.scale), int(self.count)]
+        return np.array([*weights_of(self.net), *weights_of(self.teacher), *numbers, *self.seeds.state.numpy()])
+
+
+@ALL
+def test_a_loop_of_ones_own_assigns_once(strategy: tfd.Strategy) -> None:
+    """And not once for each replica of the process."""
+    found = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(3)
+        with scope:
+            loop = Loop()
+        loader = torch.utils.data.DataLoader(torch.tensor(X[:20]), batch_size=4)
+        if not found:
+            for batch in loader:
+                loop.step(batch)
+        else:
+            strategy.set_gradient_policy([v.value for v in loop.net.trainable_variables], reduce_at="apply")
+            for batch in strategy.experimental_distribute_dataset(loader):
+                strategy.run(loop.step, args=(batch,))
+        found.append(loop.told())
+    np.testing.assert_allclose(found[1], found[0], atol=2e-5)

@@ -1,4 +1,8 @@
-"""What a step assigns to variables that not every step changes: weights, learning rates, variables of the program."""
+"""What a step assigns to variables that not every step changes: weights, learning rates, variables of the program.
+
+In ``fit`` all replicas of all workers assign as one. In a loop of the program's own, a variable of which each replica
+has a value is assigned to there; one that the replicas of a worker share is assigned to once for them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
             CURRENT.assign(variable, value.detach())
 
 
-def assign_together(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> None:
+def assign_on_all(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> None:
     """Assigns to a variable for all replicas together, at once: as TensorFlow does it for a mirrored variable.
 
     Metrics that are not the model's, such as one of the program, keep a part for each replica, as in ``strategy.run``.
@@ -54,23 +58,61 @@ def assign_together(replica: ReplicaContext, variable: Any, value: torch.Tensor)
     what = f"assigning to a Keras variable {variable.name!r} in a step"  # paths have numbers that differ by worker
 
     def joint(payloads: list[tuple[torch.Tensor, int]]) -> list[None]:
-        together = _together(strategy, payloads, what)
-        if together is not None:
+        reduced = _reduced(strategy, payloads, what)
+        if reduced is not None:
             with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
-                variable.assign(together.to(variable.value.device, variable.value.dtype))
+                variable.assign(reduced.to(variable.value.device, variable.value.dtype))
         return [None] * len(payloads)
 
     replica.barrier(what, (value, 1 if CURRENT.count is None else CURRENT.count), joint)
 
 
-def _together(strategy: Strategy, payloads: Sequence[tuple[torch.Tensor, int]], what: str) -> torch.Tensor | None:
+def assign_once(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> None:
+    """Assigns to a variable that the replicas of this worker share, once, as each of two workers would.
+
+    Args:
+        replica: that calls it; all replicas of this worker must.
+        variable: of Keras. If the replicas name different ones, each is assigned its own value.
+        value: this replica's; merged as in ``assign_on_all``, over the replicas of this worker.
+    """
+    strategy, share = replica.strategy, replica.share
+
+    def joint(payloads: list[tuple[Any, torch.Tensor, int]]) -> list[None]:
+        groups: dict[int, list[tuple[Any, torch.Tensor, int]]] = {}
+        for payload in payloads:
+            groups.setdefault(id(payload[0]), []).append(payload)
+        with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
+            for group in groups.values():
+                shared = group[0][0]
+                shared.assign(_merged([(own, count) for _, own, count in group]).to(shared.value.device))
+        return [None] * len(payloads)
+
+    examples = 1 if share is None else share.examples
+    replica.barrier(f"assigning to a Keras variable {variable.name!r}", (variable, value.detach(), examples), joint)
+
+
+def _merged(values: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    first, total = values[0][0], sum(count for _, count in values)
+    if not _has_a_fraction(first) or not total or all(torch.equal(v.to(first), first) for v, _ in values):
+        return first
+    dtype = torch.promote_types(first.dtype, torch.float64)
+    mean = sum(v.to(first.device, dtype) * count for v, count in values) / total
+    return torch.as_tensor(mean).to(first.dtype)
+
+
+def _has_a_fraction(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _reduced(strategy: Strategy, payloads: Sequence[tuple[torch.Tensor, int]], what: str) -> torch.Tensor | None:
     """The replicas' values as one; ``None`` where no replica has an example."""
     worker = strategy.worker
-    averaged = payloads[0][0].is_floating_point()
+    averaged = _has_a_fraction(payloads[0][0])
+    dtype = torch.promote_types(payloads[0][0].dtype, torch.float64 if averaged else torch.int64)
     column, counts = [], []
     for local, (value, count) in enumerate(payloads):
         device = worker.torch_device(local)
-        number = value.to(device, torch.float64 if averaged else torch.int64)
+        number = value.to(device, dtype)
         column.append(number * (count if averaged else int(worker.replica_id(local) == 0)))
         counts.append(torch.tensor([float(count)], device=device))
     total, examples = reduce_columns(strategy, ReduceOp.SUM, [column, counts], what)

@@ -29,7 +29,6 @@ if keras.backend.backend() != "torch":
     )
 
 from keras.src.backend.common import global_state  # noqa: E402
-from keras.src.backend.common.stateless_scope import in_stateless_scope  # noqa: E402
 from keras.src.losses import loss as loss_module  # noqa: E402
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator  # noqa: E402
 from keras.src.trainers.data_adapters import get_data_adapter  # noqa: E402
@@ -44,7 +43,6 @@ __all__ = [
     "TorchDataLoaderAdapter",
     "every_variable",
     "get_data_adapter",
-    "in_stateless_scope",
     "keras",
     "loss_module",
     "outside_stateless_scope",

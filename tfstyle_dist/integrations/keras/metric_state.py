@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.integrations.keras import travel
+from tfstyle_dist.integrations.keras.assigned import assign_once
 from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
-from tfstyle_dist.variables import DistributedVariable, Placement, Record, VariableComponent
+from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.variables import DistributedVariable, Placement, Record, VariableComponent, find_record
 from tfstyle_dist.variables.component import checked, read_across_replicas, write_component
 
 
@@ -138,14 +140,24 @@ def _add_variable(original: Callable[..., Any], metric: Any, *args: Any, **kwarg
 def _direct_assign(original: Callable[..., None], variable: Any, value: Any) -> None:
     if travel.write_on_servers(variable, value):
         return
+    frame = current_frame()
+    replica = None if frame is None else frame.replica
     if variable._synchronization == "on_read":
-        frame = current_frame()
-        if frame is not None and frame.replica is not None:
+        if frame is not None and replica is not None:
             adopt(variable, frame.strategy)
         if isinstance(variable._value, MetricState):
             variable._value.assign(value)
             return
+    if replica is not None and replica.strategy.worker.num_local_replicas > 1 and _is_shared(variable):
+        assign_once(cast(ReplicaContext, replica), variable, value)
+        return
     original(variable, value)
+
+
+def _is_shared(variable: Any) -> bool:
+    """Whether all replicas of a worker have one value: nobody's, or one of central storage."""
+    record = None if variable._value is None else find_record(variable._value)
+    return record is None or record.placement is Placement.CENTRAL
 
 
 def _init(original: Callable[..., None], metric: Any, *args: Any, **kwargs: Any) -> None:

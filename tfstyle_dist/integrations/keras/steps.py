@@ -16,7 +16,7 @@ from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
 from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
 from tfstyle_dist.integrations.keras import metric_state
-from tfstyle_dist.integrations.keras.assigned import StepScope, assign_together
+from tfstyle_dist.integrations.keras.assigned import StepScope, assign_on_all
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
 from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
@@ -105,7 +105,7 @@ class Steps:
 
         def replica(batch: Any) -> torch.Tensor:
             context = self._replica()
-            before, CURRENT.assign = CURRENT.assign, partial(assign_together, context)
+            before, CURRENT.assign = CURRENT.assign, partial(assign_on_all, context)
             mapping = begun[context.local_replica_id]
             try:
                 logs, told = on_replica(batch, function, ledger, context.replica_id, mapping, self._context())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tfstyle_dist.coordinator import references
 from tfstyle_dist.coordinator.references import Incoming, Outgoing
@@ -28,7 +29,8 @@ from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
 _numbers = itertools.count(1)
-_numbered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbered = WeakIdKeyDictionary()  # variables of Keras have no hash
+_RATE = "tfstyle_rate_of_a_copy"
 _made: weakref.WeakKeyDictionary[ParameterServerStrategy, dict[int, Any]] = weakref.WeakKeyDictionary()
 """On a worker: the objects of this process by their number in the coordinator's program."""
 
@@ -42,7 +44,8 @@ def install() -> None:
 
 
 def _number(thing: Any) -> int:
-    return _numbered.setdefault(thing, next(_numbers))
+    number: int = _numbered.setdefault(thing, next(_numbers))
+    return number
 
 
 def _once(incoming: Incoming, number: int, make: Callable[[], Any]) -> Any:
@@ -99,7 +102,15 @@ def write_on_servers(variable: Any, value: torch.Tensor) -> bool:
 
     Returns:
         Whether it is such a variable: then nothing else is to be done.
+
+    Raises:
+        RuntimeError: it is the learning rate of a worker's own optimizer, of which the servers hear nothing.
     """
+    if getattr(variable, _RATE, False):
+        raise RuntimeError(
+            f"A scheduled function sets {variable.path!r}, but the servers take the learning rate from the "
+            "coordinator's program. Set optimizer.learning_rate there, between the functions."
+        )
     record = find_record(variable._value)
     if not isinstance(record, RemoteRecord) or not record.fixed:
         return False
@@ -200,6 +211,8 @@ def make_optimizer(incoming: Incoming, description: Any) -> Any:
         with entered(Frame(default_strategy())):
             optimizer = server.make()
         know(optimizer, server)
+        if isinstance(optimizer._learning_rate, keras.Variable):
+            setattr(optimizer._learning_rate, _RATE, True)
         return optimizer
 
     return _once(incoming, number, make)
@@ -214,4 +227,14 @@ def make_variable(incoming: Incoming, description: Any) -> Any:
     """A worker's own variable over its copy of the servers' value."""
     number, parts = description
     tensor, name, trainable = pickling.loads(parts, incoming)
-    return _once(incoming, number, lambda: keras.Variable(tensor, trainable=trainable, name=name))
+
+    def make() -> Any:
+        with entered(Frame(default_strategy())):
+            variable = keras.Variable(tensor, trainable=trainable, name=name)
+        if is_seed(variable):
+            variable.assign([(int(tensor[0]) + incoming.index * APART) % 2**31, int(tensor[1])])
+        else:
+            _bind(f"The variable {name!r}", [variable], [tensor])
+        return variable
+
+    return _once(incoming, number, make)
