@@ -152,9 +152,13 @@ class WorkerModel:
         with torch.no_grad():
             for variable in model.variables:
                 before = began.get(id(variable))
-                if before is not None and not torch.equal(variable.value, before):
-                    change = _difference(variable.value, before)
-                    strategy.servers.write(find_record(places[id(variable)]), Op.ADD, change)
+                if before is None or torch.equal(variable.value, before):
+                    continue
+                record, now = find_record(places[id(variable)]), variable.value
+                if now.dtype is torch.bool:
+                    strategy.servers.write(record, Op.ASSIGN, now)
+                else:
+                    strategy.servers.write(record, Op.ADD, now - before)
         return told[: 1 + metrics_numel(model)]
 
     def _built(self, batch: Any) -> Ledger:
@@ -167,10 +171,6 @@ class WorkerModel:
                     if rule == "seed":
                         variable.value[0] = (int(variable.value[0]) + self._index * APART) % 2**31
         return self._ledger
-
-
-def _difference(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return now - before if now.dtype != torch.bool else now ^ before  # servers add what is true or false as "or"
 
 
 def train_on_worker(

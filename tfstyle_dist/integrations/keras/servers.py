@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from tfstyle_dist.coordinator import ClusterCoordinator
+from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras import server_state
 from tfstyle_dist.integrations.keras.backend import DataAdapter, keras
@@ -30,6 +31,7 @@ from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 4
+_PATIENCE = 10.0  # seconds
 
 
 class DatasetCreator:
@@ -171,10 +173,17 @@ class _Work(DataAdapter):  # type: ignore[misc]
             self._coordinator.join()
 
     def forget(self) -> None:
-        """Waits for what was scheduled when a step failed; what failed in it does not fail the next ``fit``."""
+        """After an error: lets what is under way end, so that what fails in it does not fail the next ``fit``."""
         self._pending.clear()
-        with suppress(Exception):
-            self._coordinator.join()
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            try:
+                self._coordinator.join(timeout=1.0)
+            except UnavailableError:
+                return
+            except Exception:
+                continue
+            return
 
     num_batches = None
     batch_size = None

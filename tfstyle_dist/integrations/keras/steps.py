@@ -28,7 +28,7 @@ from tfstyle_dist.values import Share, cut_evenly, note_batch
 from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
 
-Mapping = list[tuple[Any, torch.Tensor]]
+Pairs = list[tuple[Any, torch.Tensor]]
 
 # The variables of each model, its metrics and optimizer that have been made equal on all workers.
 _shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
@@ -142,7 +142,7 @@ class Steps:
 
 
 def on_replica(
-    batch: Any, function: Any, ledger: Ledger, replica: int, mapping: Mapping, context: Any = None
+    batch: Any, function: Any, ledger: Ledger, replica: int, mapping: Pairs, context: Any = None
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One replica's part of a step.
 
