@@ -13,6 +13,7 @@ from keras import ops
 from keras_models import QUIET, central_ranks, weights_of
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.testing.strategies import NamedStrategy, strategy_combinations
 
 pytestmark = QUIET
@@ -329,3 +330,17 @@ def test_a_loop_of_ones_own_assigns_once(strategy: tfd.Strategy) -> None:
                 strategy.run(loop.step, args=(batch,))
         found.append(loop.told())
     np.testing.assert_allclose(found[1], found[0], atol=2e-5)
+
+
+def test_an_assignment_that_one_replica_makes_names_the_line() -> None:
+    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    variable = keras.Variable(1.0, trainable=False, name="rate")
+
+    def step() -> None:
+        context = tfd.get_replica_context()
+        if context is not None and context.replica_id_in_sync_group == 1:
+            variable.assign(2.0)
+
+    with pytest.raises(CollectiveMismatchError, match=r"'rate' at .*test_keras_train_steps\.py:\d+"):
+        strategy.run(step)
+    assert float(variable) == 1.0

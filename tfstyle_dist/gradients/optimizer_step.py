@@ -13,9 +13,9 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.core.program_line import program_line
 from tfstyle_dist.gradients import local_gradients
 from tfstyle_dist.runtime.context import Replica, StrategyInForce, current_frame
-from tfstyle_dist.runtime.turn_reports import users_line
 from tfstyle_dist.variables.record import Record
 
 
@@ -90,7 +90,7 @@ class UpdateRunner:
             made = self._steps[number].setdefault(f"{type(optimizer).__name__}.step", [0, ""])
             made[0] += 1
             if made[0] == 1:
-                made[1] = users_line(sys._getframe(2))
+                made[1] = program_line(sys._getframe(2))
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:

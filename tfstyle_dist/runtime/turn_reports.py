@@ -11,16 +11,8 @@ from typing import Any
 
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import CollectiveMismatchError, DeadlineExceededError
+from tfstyle_dist.core.program_line import program_line
 from tfstyle_dist.runtime.replica_run import Action
-
-_NOT_THE_USERS = ("tfstyle_dist.", "torch", "contextlib")
-
-
-def users_line(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is not of this package or of torch, as ``file:line``."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Call:
@@ -39,7 +31,7 @@ class Call:
 
     def describe(self) -> str:
         """The call and the user's line."""
-        line = users_line(self.frame)
+        line = program_line(self.frame)
         return f"{self.kind} at {line}" if line else self.kind
 
 

@@ -13,19 +13,8 @@ import torch
 from tfstyle_dist.comm.peers import diagnosis
 from tfstyle_dist.comm.peers.peer import Peer
 from tfstyle_dist.core.errors import DeadlineExceededError, PeerLostError, UnavailableError
+from tfstyle_dist.core.program_line import program_line
 
-_NOT_THE_USER = {
-    "tfstyle_dist",
-    "torch",
-    "threading",
-    # Libraries with loops of their own, under which users' programs run.
-    "accelerate",
-    "keras",
-    "lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "transformers",
-}
 _TIMED_OUT = ("timed out", "timeout", "Timed out", "Timeout")
 
 
@@ -52,14 +41,8 @@ class Operation:
 
 
 def call_site() -> str:
-    """``file:line`` of the innermost frame outside this package, torch and what calls a strategy for the user."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in _NOT_THE_USER:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown"
+    """``file:line`` of the user's call that led here."""
+    return program_line(sys._getframe(1)) or "unknown"
 
 
 def name_of(dtype: torch.dtype) -> str:

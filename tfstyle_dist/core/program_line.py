@@ -1,0 +1,35 @@
+"""The line of the user's program from which something was called, for messages."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+_NOT_THE_USERS = {
+    "tfstyle_dist",
+    "torch",
+    "contextlib",
+    "threading",
+    # Libraries with loops of their own, under which users' programs run.
+    "accelerate",
+    "keras",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "transformers",
+}
+
+
+def program_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack outside this package, torch and what calls a strategy for the user.
+
+    Args:
+        frame: where the stack begins.
+
+    Returns:
+        ``file:line``; empty if there is none.
+    """
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
