@@ -93,10 +93,10 @@ def test_random_programs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "names"), [("two devices", ("parity", "loops", "metrics")), ("one device", ("parity",))]
+    ("layout", "names"), [("two devices", ("parity", "loops", "metrics", "train_steps")), ("one device", ("parity",))]
 )
 def test_keras(layout: str, names: tuple[str, ...]) -> None:
-    """``fit``, metrics, regularizers, loops of one's own."""
+    """``fit``, metrics, regularizers, loops and steps of one's own."""
     files = [f"tests/integrations/test_keras_{name}.py" for name in names]
     run_pytest(
         ["-m", "not distributed", "-k", "mirrored_2] or test_keras_loops", *files],
