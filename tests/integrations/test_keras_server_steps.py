@@ -82,6 +82,29 @@ class Counting(Plain):
         return super().loss_of(x, y) * (1 + ops.cast(self.optimizer.iterations, "float32"))
 
 
+class Drawing(Plain):
+    # by Keras' own seed; and a list of metrics without the loss
+    @property
+    def metrics(self):
+        return []
+
+    def train_step(self, data):
+        x, y = data
+        noise = keras.random.normal((len(x), 6))
+        loss = super().train_step((x + 0 * noise, y))
+        return {"loss": loss["loss"]}
+
+
+class OtherOptimizer(Plain):
+    def prepare(self):
+        self.other = keras.optimizers.SGD(0.1)
+
+    def train_step(self, data):
+        weights = self.trainable_weights
+        self.other.apply([torch.zeros_like(w.value) for w in weights], weights)
+        return super().train_step(data)
+
+
 class Slower(Plain):
     def loss_of(self, x, y):
         self.optimizer.learning_rate = 0.05
@@ -97,14 +120,19 @@ def trained(kind, scope):
     return history["loss"], [keras.ops.convert_to_numpy(w) for w in model.weights]
 
 
+drawing = Drawing()
+with strategy.scope():
+    drawing.compile(keras.optimizers.SGD(0.05), "mse")
+drawing.fit(x, y, batch_size=5, verbose=0)
+print("Drawing agrees:", True)
 for kind in (Plain, Clipped, ClippedByTorch, Counting, Plain):
     losses, weights = trained(kind, contextlib.nullcontext())
     theirs, their_weights = trained(kind, strategy.scope())
     close = [np.allclose(a, b, atol=2e-5) for a, b in zip(weights, their_weights, strict=True)]
     print(kind.__name__, "agrees:", all(close) and np.allclose(losses, theirs, atol=2e-5))
-    if kind is ClippedByTorch:  # an error in between does not fail the fit that follows
-        try:
-            trained(Slower, strategy.scope())
+    for wrong in (Slower, OtherOptimizer) if kind is ClippedByTorch else ():
+        try:  # an error in between does not fail the fit that follows
+            trained(wrong, strategy.scope())
         except RuntimeError as error:
             print("refused:", error)
 
@@ -136,7 +164,8 @@ def test_steps_of_ones_own_on_servers(tmp_path: Path) -> None:
     result = run_script(argv, timeout=120, cwd=tmp_path, env=ENVIRONMENT)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     found = re.findall(r"(\w+) agrees: (\w+)", result.stdout)
-    assert found == [(name, "True") for name in ("Plain", "Clipped", "ClippedByTorch", "Counting", "Plain")]
-    assert result.stdout.count("refused:") == 2, result.stdout
+    assert found == [(name, "True") for name in ("Drawing", "Plain", "Clipped", "ClippedByTorch", "Counting", "Plain")]
+    assert result.stdout.count("refused:") == 3, result.stdout
     assert "which is no variable of the model" in result.stdout
+    assert "but the servers have the optimizer that compile was given" in result.stdout
     assert "get_compile_config() and compile_from_config()" in result.stdout

@@ -125,11 +125,9 @@ class Loose(Plain):
         OF_THE_PROGRAM["count"] = keras.Variable(0, trainable=False, dtype="int64")
         OF_THE_PROGRAM["adam"] = keras.optimizers.Adam(0.05)
         OF_THE_PROGRAM["mean"] = keras.metrics.Mean()
-        OF_THE_PROGRAM["seeds"] = keras.random.SeedGenerator(3)
 
     def loss_of(self, x: Any) -> Any:
-        scale = OF_THE_PROGRAM["scale"] + keras.random.uniform((), seed=OF_THE_PROGRAM["seeds"])
-        return super().loss_of(x) * scale
+        return super().loss_of(x) * OF_THE_PROGRAM["scale"]
 
     def optimize(self, loss: Any) -> None:
         weights = self.net.trainable_weights
@@ -144,7 +142,7 @@ class Loose(Plain):
 
     def told(self) -> list[float]:
         scale, count, mean = (OF_THE_PROGRAM[name] for name in ("scale", "count", "mean"))
-        return [float(scale), float(count), float(mean.result()), *OF_THE_PROGRAM["seeds"].state.numpy()]
+        return [float(scale), float(count), float(mean.result()), float(mean.count)]
 
 
 class OfTorch(Plain):
@@ -157,6 +155,14 @@ class OfTorch(Plain):
         self.sgd.zero_grad()
         loss.backward()
         self.sgd.step()
+
+
+class Unstable(Plain):
+    """What a replica without examples computes is infinite."""
+
+    def after(self, x: Any) -> None:
+        self.optimizer.learning_rate.assign(0.01 / ops.mean(ops.abs(x)))
+        self.optimizer.learning_rate.assign(0.01)
 
 
 class StartsAgain(Plain):
@@ -173,25 +179,26 @@ class Normalised(Plain):
         self.net = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(6)])
 
 
-KINDS = (Plain, Teacher, SetTeacher, Clipped, ClippedFirst, Slower, Loose, OfTorch, StartsAgain, Normalised)
+KINDS = (Plain, Teacher, SetTeacher, Clipped, ClippedFirst, Slower, Loose, OfTorch, Unstable, StartsAgain, Normalised)
 
 
-def trained(scope: Any, kind: type[Plain]) -> tuple[dict[str, list[float]], np.ndarray]:
+def trained(scope: Any, kind: type[Plain], rows: int) -> tuple[dict[str, list[float]], np.ndarray]:
     """History, and all that the training left."""
     keras.utils.set_random_seed(3)
     with scope:
         model = kind()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-    history = model.fit(X, batch_size=5, epochs=3, shuffle=False, verbose=0).history
+    history = model.fit(X[:rows], batch_size=5, epochs=3, shuffle=False, verbose=0).history
     return history, np.array([*weights_of(model), *model.told()])
 
 
 @ALL
 def test_steps_of_ones_own_agree_with_one_device(strategy: tfd.Strategy) -> None:
     """Uneven shares, and a replica without an example at the end of each epoch."""
+    rows = 20 + strategy.num_replicas_in_sync - 1
     for kind in KINDS:
-        history, weights = trained(contextlib.nullcontext(), kind)
-        theirs, their_weights = trained(strategy.scope(), kind)
+        history, weights = trained(contextlib.nullcontext(), kind, rows)
+        theirs, their_weights = trained(strategy.scope(), kind, rows)
         np.testing.assert_allclose(their_weights, weights, atol=2e-5, err_msg=kind.__name__)
         np.testing.assert_allclose(theirs["tracked"], history["tracked"], atol=2e-5, err_msg=kind.__name__)
         assert theirs["twice"] == pytest.approx(history["twice"], rel=0.1), kind.__name__  # of what it knows itself
@@ -220,6 +227,13 @@ def pairs(loss: Any) -> keras.Model:
     return model
 
 
+class Mean(keras.losses.Loss):
+    """Is one number already, which Keras does not sum."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(y_true, y_pred))
+
+
 @ALL
 def test_losses_that_are_no_mean_over_the_examples(strategy: tfd.Strategy) -> None:
     """Sums, and means over what a mask leaves or over weights."""
@@ -230,6 +244,7 @@ def test_losses_that_are_no_mean_over_the_examples(strategy: tfd.Strategy) -> No
         ("sum and mean", lambda: pairs(crossentropy(reduction="sum")), X, [Y, X[:, :1]], None),
         ("over weights", lambda: classes(crossentropy(reduction="mean_with_sample_weight")), X, Y, WEIGHTS[:, 0]),
         ("no weights", lambda: classes(crossentropy(reduction="mean_with_sample_weight")), X, Y, None),
+        ("one number", lambda: classes(Mean(reduction="sum")), X, Y, None),
         ("a class left out", lambda: classes(crossentropy(ignore_class=1)), X, Y, None),
         ("masked", lambda: words(crossentropy()), WORDS, WORDS % 3, None),
         ("masked sum", lambda: words(crossentropy(reduction="sum")), WORDS, WORDS % 3, None),
@@ -247,6 +262,48 @@ def test_losses_that_are_no_mean_over_the_examples(strategy: tfd.Strategy) -> No
             single = model.train_on_batch(x[:5], batch, return_dict=True)
             results.append((*fitted["loss"], measured["loss"], single["loss"], *weights_of(model)))
         np.testing.assert_allclose(results[1], results[0], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+class Drawing(Plain):
+    """Draws by Keras' own seed, its own and one of the program."""
+
+    def prepare(self) -> None:
+        self.seeds = keras.random.SeedGenerator(100)
+        OF_THE_PROGRAM["seeds"] = keras.random.SeedGenerator(200)
+
+    def call(self, x: Any) -> Any:
+        size = (len(x), 1)
+        return ops.concatenate(
+            [keras.random.normal(size, seed=seed) for seed in (None, self.seeds, OF_THE_PROGRAM["seeds"])], 1
+        )
+
+
+@strategy_combinations("mirrored_2", CENTRAL, "mirrored_2_workers")
+def test_predictions_that_draw_numbers_differ_between_replicas(strategy: tfd.Strategy) -> None:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = Drawing()
+    drawn = np.concatenate([model.predict(X[:12], batch_size=6, verbose=0) for _ in range(2)])
+    assert np.unique(drawn).size == drawn.size == 2 * 12 * 3
+
+
+@strategy_combinations("mirrored_2", "mirrored_2_workers")
+def test_torch_trains_after_keras(strategy: tfd.Strategy) -> None:
+    """``fit`` lets the gradients be as they were before it."""
+    found = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(3)
+        with scope:
+            net = network()
+            net.compile(keras.optimizers.SGD(0.1), "mse")
+            net.fit(X, X[:, ::-1].copy(), batch_size=5, shuffle=False, verbose=0)
+            model = OfTorch()
+            model.net = net
+            model.prepare()
+            model.compile("sgd")
+        model.fit(X, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        found.append(weights_of(net))
+    np.testing.assert_allclose(found[1], found[0], atol=2e-5)
 
 
 class Measured(Plain):

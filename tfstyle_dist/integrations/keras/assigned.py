@@ -7,35 +7,80 @@ has a value is assigned to there; one that the replicas of a worker share is ass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
-from tfstyle_dist.integrations.keras.share import CURRENT
-from tfstyle_dist.runtime.context import Frame, entered
+from tfstyle_dist.integrations.keras.share import CURRENT, is_seed, seed_state
+from tfstyle_dist.runtime.context import Frame, current_frame, entered
+from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.reductions import reduce_columns
 from tfstyle_dist.strategies.replica_context import ReplicaContext
+from tfstyle_dist.variables import find_record
 
 
 class StepScope(keras.StatelessScope):  # type: ignore[misc]
     """Keeps what a replica's step assigns to the ledger's variables; everything else goes to ``CURRENT.assign``.
 
+    The state of a seed generator that is not in the ledger, such as one of the program or Keras' own, is another one on
+    each replica too.
+
     Args:
         mapping: the ledger's variables, each with its value on this replica.
+        replica: its number among all replicas.
     """
 
-    def __init__(self, mapping: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    def __init__(self, mapping: Sequence[tuple[Any, torch.Tensor]], replica: int) -> None:
         super().__init__(mapping, collect_losses=True)
         self._mapped = {id(variable) for variable, _ in mapping}
+        self._replica = replica
+        frame = current_frame()
+        self._device = None if frame is None or frame.replica is None else cast(ReplicaContext, frame.replica).device
+        self._seeds: list[Any] = []
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Keras asks for each value."""
+        if id(variable) not in self.state_mapping and is_seed(variable) and variable._value is not None:
+            self._seeds.append(variable)
+            self._mapped.add(id(variable))
+            self.state_mapping[id(variable)] = seed_state(variable._value.detach(), self._replica)
+        value = super().get_current_value(variable)
+        if value is None and self._is_elsewhere(variable._value):
+            return variable._value.to(self._device)
+        return value
+
+    def _is_elsewhere(self, value: torch.Tensor | None) -> bool:
+        """Whether it is nobody's, and on the device of another replica."""
+        if value is None or self._device is None or value.device.type != self._device.type:
+            return False
+        return value.device != self._device and find_record(value) is None
+
+    def advance_seeds(self, worker: Worker | None = None) -> None:
+        """After the step, for the first replica of a worker: what it drew is drawn.
+
+        Args:
+            worker: this one, with all others, which take over the states of the first one; ``None``: they are its own.
+        """
+        if not self._seeds:
+            return
+        states = torch.stack([self.state_mapping[id(variable)].to("cpu", torch.int64) for variable in self._seeds])
+        if worker is not None and worker.group.size > 1:
+            states = states.to(worker.torch_device(0))
+            worker.group.broadcast(states, 0, "states of Keras seeds")
+        with torch.no_grad():
+            for variable, state in zip(self._seeds, states, strict=True):
+                variable.assign(state.to(variable.value.device, variable.value.dtype))
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Keras calls it for each ``assign``."""
         variable, value = update
-        if id(variable) in self._mapped or CURRENT.assign is None:
+        if id(variable) in self._mapped:
             super().add_update(update)
+        elif CURRENT.assign is None:
+            variable._direct_assign(value)
         else:
             CURRENT.assign(variable, value.detach())
 
@@ -92,9 +137,10 @@ def assign_once(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> 
 
 
 def _merged(values: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    first, total = values[0][0], sum(count for _, count in values)
-    if not _has_a_fraction(first) or not total or all(torch.equal(v.to(first), first) for v, _ in values):
+    first, values = values[0][0], [(value, count) for value, count in values if count]
+    if not _has_a_fraction(first) or all(torch.equal(v.to(first), first) for v, _ in values):
         return first
+    total = sum(count for _, count in values)
     dtype = torch.promote_types(first.dtype, torch.float64)
     mean = sum(v.to(first.device, dtype) * count for v, count in values) / total
     return torch.as_tensor(mean).to(first.dtype)
@@ -113,7 +159,8 @@ def _reduced(strategy: Strategy, payloads: Sequence[tuple[torch.Tensor, int]], w
     for local, (value, count) in enumerate(payloads):
         device = worker.torch_device(local)
         number = value.to(device, dtype)
-        column.append(number * (count if averaged else int(worker.replica_id(local) == 0)))
+        weight = count if averaged else int(worker.replica_id(local) == 0)
+        column.append(number * weight if weight else torch.zeros_like(number))  # not 0 times infinity
         counts.append(torch.tensor([float(count)], device=device))
     total, examples = reduce_columns(strategy, ReduceOp.SUM, [column, counts], what)
     total = total.view(payloads[0][0].shape)

@@ -41,12 +41,14 @@ def _reduce(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
+    count, frame = CURRENT.count, current_frame()
+    if not CURRENT.losses or count is None or frame is None or frame.replica is None:
+        return original(values, sample_weight, mask, reduction, dtype)
     if mask is not None and isinstance(sample_weight, torch.Tensor):
         sample_weight = sample_weight.clone()  # Keras multiplies it by the mask in place: the replicas' are one tensor
     value = original(values, sample_weight, mask, reduction, dtype)
-    count, frame = CURRENT.count, current_frame()
-    if not CURRENT.losses or count is None or frame is None or frame.replica is None:
-        return value
+    if not keras.ops.ndim(values):
+        return value  # Keras divides what is one number by nothing
     if reduction == "sum":
         own = torch.ones(())
     else:
@@ -73,5 +75,8 @@ def _divisor(sample_weight: Any, mask: Any, reduction: str | None) -> torch.Tens
         weights = []
     if not weights:
         return None
-    total: torch.Tensor = ops.sum(math.prod(ops.cast(ops.convert_to_tensor(w), "float32") for w in weights))
+    weights = [ops.cast(ops.convert_to_tensor(weight), "float32") for weight in weights]
+    if len(weights) == 2:
+        weights = loss_module.squeeze_or_expand_to_same_rank(*weights)
+    total: torch.Tensor = ops.sum(math.prod(weights))
     return total

@@ -121,7 +121,8 @@ def _running(strategy: Strategy, model: Any) -> Iterator[Steps]:
     if getattr(model, "jit_compile", False) and model.compiled:
         warn_once("keras jit_compile", "jit_compile=True is not used under a strategy with several replicas.")
     functions = {"train_function": steps.train, "test_function": steps.test, "predict_function": steps.predict}
-    with strategy.scope(), keras.device(str(strategy.worker.torch_device(0))), _with_functions(model, **functions):
+    device = keras.device(str(strategy.worker.torch_device(0)))
+    with strategy.scope(), device, _with_functions(model, **functions), optimizers.claims_of(model):
         try:
             yield steps
         except BaseException as error:

@@ -146,7 +146,8 @@ def _direct_assign(original: Callable[..., None], variable: Any, value: Any) -> 
         if frame is not None and replica is not None:
             adopt(variable, frame.strategy)
         if isinstance(variable._value, MetricState):
-            variable._value.assign(value)
+            if replica is None or CURRENT.count != 0:  # fit invents an example where a replica has none
+                variable._value.assign(value)
             return
     if replica is not None and replica.strategy.worker.num_local_replicas > 1 and _is_shared(variable):
         assign_once(cast(ReplicaContext, replica), variable, value)

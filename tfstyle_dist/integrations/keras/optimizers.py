@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,7 @@ def _apply(original: Apply, self: Any, grads: Sequence[Any], trainable_variables
             "None where there is none."
         )
     if CURRENT.push is not None:
-        CURRENT.push(grads, variables)
+        CURRENT.push(self, grads, variables)
         return None
     assert replica is not None
     strategy = cast(Strategy, replica.strategy)
@@ -87,6 +88,28 @@ def claim(strategy: Strategy, variables: Sequence[Any], grads: Sequence[Any] = (
                 "before the first backward()."
             )
         record.policy.reduce_at = "apply"
+
+
+@contextmanager
+def claims_of(model: Any) -> Iterator[None]:
+    """What ``claim`` does to a model's weights inside holds inside: a loop with an optimizer of torch may follow.
+
+    Args:
+        model: of Keras.
+    """
+    before = {id(policy) for policy in _policies_of_apply(model)}
+    try:
+        yield
+    finally:
+        for policy in _policies_of_apply(model):
+            if id(policy) not in before:
+                policy.reduce_at = "backward"
+
+
+def _policies_of_apply(model: Any) -> list[Any]:
+    records = [find_record(v._value) for v in model.trainable_variables if v._value is not None]
+    policies = [record.policy for record in records if record is not None and record.policy is not None]
+    return [policy for policy in policies if policy.reduce_at == "apply"]
 
 
 def reduced(

@@ -9,7 +9,7 @@ import torch
 
 from tfstyle_dist.coordinator.current_worker import experimental_get_current_worker_index
 from tfstyle_dist.input.options import InputContext
-from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.backend import keras, process_seeds
 from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer
 from tfstyle_dist.integrations.keras.share import APART, CURRENT, Ledger
 from tfstyle_dist.integrations.keras.steps import on_replica
@@ -126,14 +126,24 @@ class WorkerModel:
             model.optimizer.iterations.assign(steps)
         strategy: Any = get_strategy()
 
-        def push(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        def push(applied: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+            if applied is not model.optimizer:
+                raise RuntimeError(
+                    f"The step applies gradients with {applied.name!r}, but the servers have the optimizer that "
+                    f"compile was given ({model.optimizer.name!r}). Under ParameterServerStrategy use self.optimizer "
+                    "alone; for several optimizers write a loop with ClusterCoordinator.schedule."
+                )
             pairs = [
                 (find_record(places[id(v)]), g.detach()) for g, v in zip(grads, variables, strict=True) if g is not None
             ]
             strategy.push_gradients(optimizer, pairs)
 
+        trackers = {
+            id(v) for part in (model._loss_tracker, model._compile_loss) for v in getattr(part, "variables", ())
+        }
+
         def assign(variable: Any, value: torch.Tensor) -> None:
-            if id(variable) not in places:
+            if id(variable) not in places and id(variable) not in trackers:
                 raise RuntimeError(
                     f"The step assigned to the Keras variable {variable.path!r}, which is no variable of the model: on "
                     "a worker of ParameterServerStrategy that would change a copy. Make it with model.add_weight, or "
@@ -142,12 +152,14 @@ class WorkerModel:
             with torch.no_grad():
                 variable.value.copy_(value)
 
+        process_seeds()
         CURRENT.push, CURRENT.assign = push, assign
         model.train()
         try:
-            _, told = on_replica(batch, model.train_step, ledger, 0, ledger.begin(0))
+            _, told, scope = on_replica(batch, model.train_step, ledger, 0, ledger.begin(0))
         finally:
             CURRENT.push = CURRENT.assign = None
+        scope.advance_seeds()
         ledger.settle(told[1 : 1 + ledger.numel], float(told[0]))
         with torch.no_grad():
             for variable in model.variables:

@@ -20,14 +20,14 @@ class _Current(threading.local):
 
     Attributes:
         count: examples behind the gradients of this replica; ``None`` outside of ``fit``.
-        push: takes gradients and variables in place of the optimizer (parameter servers).
+        push: takes the optimizer, gradients and variables in place of the optimizer's ``apply`` (parameter servers).
         assign: takes a variable that is not in the ledger, and the value that the step assigns to it.
         losses: whether the losses that ``compile`` was given are being computed.
     """
 
     def __init__(self) -> None:
         self.count: int | None = None
-        self.push: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
+        self.push: Callable[[Any, Sequence[Any], Sequence[Any]], None] | None = None
         self.assign: Callable[[Any, torch.Tensor], None] | None = None
         self.losses = False
 
@@ -64,15 +64,13 @@ class Ledger:
             if training or rule != "mean":
                 self.entries.append((variable, rule))
 
-    def begin(
-        self, replica: int, replicas: int | None = None, device: torch.device | None = None
-    ) -> list[tuple[Any, torch.Tensor]]:
+    def begin(self, replica: int, parts: int = 0, device: torch.device | None = None) -> list[tuple[Any, torch.Tensor]]:
         """The values with which a replica's step begins.
 
         Args:
             replica: its number among all replicas.
-            replicas: among which a sum is divided, so that what a step reads of a metric is what it is up to now;
-                ``None`` lets each begin with nothing.
+            parts: into how many a sum is divided, so that what a step reads of a metric is what it is up to now; 0:
+                this replica begins with nothing.
             device: where it computes; the variables themselves live on the first replica's device.
 
         Returns:
@@ -82,9 +80,9 @@ class Ledger:
         with torch.no_grad():
             for variable, rule in self.entries:
                 value = variable.value
-                start = _part(value, replica, replicas) if rule == "sum" else value.clone()
-                if rule == "seed" and replica:
-                    start[0] = (start[0].to(torch.int64) + replica * APART) % 2**31
+                start = _part(value, replica, parts) if rule == "sum" else value.clone()
+                if rule == "seed":
+                    start = seed_state(start, replica)
                 if device is not None and device.type == start.device.type:
                     start = start.to(device)
                 mapping.append((variable, start))
@@ -159,13 +157,23 @@ def is_seed(variable: Any) -> bool:
     return bool(variable.name == _SEED_STATE and tuple(variable.shape) == (2,))
 
 
-def _part(value: torch.Tensor, replica: int, replicas: int | None) -> torch.Tensor:
-    if replicas is None:
+def seed_state(state: torch.Tensor, replica: int) -> torch.Tensor:
+    """The state of a seed generator as a replica begins with it, a tensor of its own."""
+    state = state.clone()
+    if replica:
+        state[0] = (state[0].to(torch.int64) + replica * APART) % 2**31
+    return state
+
+
+def _part(value: torch.Tensor, replica: int, parts: int) -> torch.Tensor:
+    if not parts:
         return torch.zeros_like(value)
     if value.is_floating_point() or value.is_complex():
-        return value / replicas
-    share = value // replicas
-    return share if replica else value - share * (replicas - 1)
+        return value / parts
+    if value.dtype is torch.bool:
+        return torch.zeros_like(value) if replica else value.clone()
+    share = value // parts
+    return share if replica else value - share * (parts - 1)
 
 
 def _rule(variable: Any) -> str:

@@ -24,7 +24,7 @@ from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.values import Share, cut_evenly, note_batch
+from tfstyle_dist.values import Share, cut_evenly, note_batch, share_of_arguments
 from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.first_values import in_messages
 
@@ -75,15 +75,19 @@ class Steps:
             with torch.no_grad():
                 self.model.predict_step(usable(self.strategy.experimental_local_results(data[0])[0])[1])
         self.prepare()
+        scopes: dict[int, StepScope] = {}
 
         def replica(batch: Any) -> Any:
             count, batch = usable(batch)
-            with self._context(), torch.no_grad():
+            context = self._replica()
+            with self._context(), StepScope([], context.replica_id) as scope, torch.no_grad():
                 outputs = self.model.predict_step(batch)
+            scopes[context.local_replica_id] = scope
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
         with metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(data[0],))
+        scopes[0].advance_seeds(self.strategy.worker)
         outputs, counts = self.strategy.gather(told, axis=0)
         worker = self.strategy.worker
         if worker.group.size == 1 or worker.num_local_replicas == 1:
@@ -97,26 +101,26 @@ class Steps:
         if training not in self._ledgers:
             self._ledgers[training] = Ledger(self.model, training, [self._seeds.state])
         ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
-        worker, replicas = self.strategy.worker, self.strategy.num_replicas_in_sync
-        begun = [
-            ledger.begin(worker.replica_id(local), replicas, worker.torch_device(local))
-            for local in range(worker.num_local_replicas)
-        ]
+        begun = self._begun(ledger, batch)
+        scopes: dict[int, StepScope] = {}
 
         def replica(batch: Any) -> torch.Tensor:
             context = self._replica()
             before, CURRENT.assign = CURRENT.assign, partial(assign_on_all, context)
-            mapping = begun[context.local_replica_id]
+            local = context.local_replica_id
             try:
-                logs, told = on_replica(batch, function, ledger, context.replica_id, mapping, self._context())
+                logs, told, scopes[local] = on_replica(
+                    batch, function, ledger, context.replica_id, begun[local], self._context()
+                )
             finally:
                 CURRENT.assign = before
-            if context.local_replica_id == 0:
+            if local == 0:
                 keys.extend(logs)
             return told
 
         with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(batch,))
+        scopes[0].advance_seeds(self.strategy.worker)
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
@@ -129,6 +133,16 @@ class Steps:
             key: metrics[ledger.names[int(place) - 1]] if place >= 1 and place == int(place) else mean
             for key, (mean, place) in zip(keys, means, strict=True)
         }
+
+    def _begun(self, ledger: Ledger, batch: Any) -> list[Pairs]:
+        """The values with which each local replica begins; sums are divided among the replicas with examples."""
+        worker, begun = self.strategy.worker, []
+        for local, part in enumerate(self.strategy.experimental_local_results(batch)):
+            share, parts = share_of_arguments([part]), self.strategy.num_replicas_in_sync
+            if share is not None and share.division is not None:
+                parts = parts - share.division.empty if share.examples else 0
+            begun.append(ledger.begin(worker.replica_id(local), parts, worker.torch_device(local)))
+        return begun
 
     def _replica(self) -> ReplicaContext:
         frame = current_frame()
@@ -143,7 +157,7 @@ class Steps:
 
 def on_replica(
     batch: Any, function: Any, ledger: Ledger, replica: int, mapping: Pairs, context: Any = None
-) -> tuple[dict[str, Any], torch.Tensor]:
+) -> tuple[dict[str, Any], torch.Tensor, StepScope]:
     """One replica's part of a step.
 
     Args:
@@ -155,15 +169,15 @@ def on_replica(
         context: entered around the step.
 
     Returns:
-        The logs, and the numbers to be summed: the examples, the changes, and for logs that are not just the model's
-        metrics each times the examples, with the place of the metric whose result it is.
+        The logs; the numbers to be summed: the examples, the changes, and for logs that are not just the model's
+        metrics each times the examples, with the place of the metric whose result it is; and the scope of the step.
     """
     count, batch = usable(batch)
     with context if context is not None else nullcontext():
         began = [start.clone() for _, start in mapping]
         before, CURRENT.count = CURRENT.count, count
         try:
-            with StepScope(mapping) as scope:
+            with StepScope(mapping, replica) as scope:
                 for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
                     scope.state_mapping[id(variable)] = variable.value
                 logs = function(batch)
@@ -184,7 +198,7 @@ def on_replica(
             numbers = torch.tensor([_number(logs[name]), float(place)], dtype=torch.float64)
             weighted.append(numbers * count if count else torch.zeros(2))
         parts = [torch.tensor([float(count)], dtype=torch.float64), *parts, *weighted]
-        return logs, torch.cat([p.to(device, torch.float64) for p in parts])
+        return logs, torch.cat([p.to(device, torch.float64) for p in parts]), scope
 
 
 def _in_order(gathered: torch.Tensor, counts: Sequence[int], workers: int) -> torch.Tensor:
