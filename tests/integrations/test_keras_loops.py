@@ -12,6 +12,7 @@ import torch
 from keras_models import QUIET, weights_of
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.testing.strategies import strategy_combinations
 
 pytestmark = QUIET
@@ -151,3 +152,17 @@ def test_the_policy_may_be_set_for_any_number_of_replicas(devices: list[str]) ->
         strategy.set_gradient_policy([v.value for v in model.trainable_variables], reduce_at="apply")
         with pytest.raises(ValueError, match="reduce_at must be one of"):
             strategy.set_gradient_policy(reduce_at="sometime")
+
+
+def test_an_assignment_that_one_replica_makes_names_the_line() -> None:
+    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    variable = keras.Variable(1.0, trainable=False, name="rate")
+
+    def step() -> None:
+        context = tfd.get_replica_context()
+        if context is not None and context.replica_id_in_sync_group == 1:
+            variable.assign(2.0)
+
+    with pytest.raises(CollectiveMismatchError, match=r"'rate' at .*test_keras_loops\.py:\d+"):
+        strategy.run(step)
+    assert float(variable) == 1.0

@@ -117,19 +117,16 @@ def trained(kind, scope):
         model = kind()
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
     history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
-    return history["loss"], [keras.ops.convert_to_numpy(w) for w in model.weights]
+    return history.get("loss"), [keras.ops.convert_to_numpy(w) for w in model.weights]
 
 
-drawing = Drawing()
-with strategy.scope():
-    drawing.compile(keras.optimizers.SGD(0.05), "mse")
-drawing.fit(x, y, batch_size=5, verbose=0)
-print("Drawing agrees:", True)
-for kind in (Plain, Clipped, ClippedByTorch, Counting, Plain):
+for kind in (Drawing, Plain, Clipped, ClippedByTorch, Counting, Plain):
     losses, weights = trained(kind, contextlib.nullcontext())
     theirs, their_weights = trained(kind, strategy.scope())
     close = [np.allclose(a, b, atol=2e-5) for a, b in zip(weights, their_weights, strict=True)]
-    print(kind.__name__, "agrees:", all(close) and np.allclose(losses, theirs, atol=2e-5))
+    # A number that is no metric of the model stays on the worker.
+    same = theirs is None if kind is Drawing else np.allclose(losses, theirs, atol=2e-5)
+    print(kind.__name__, "agrees:", all(close) and same)
     for wrong in (Slower, OtherOptimizer) if kind is ClippedByTorch else ():
         try:  # an error in between does not fail the fit that follows
             trained(wrong, strategy.scope())

@@ -274,8 +274,9 @@ def test_what_is_read_and_written_in_the_state_is_the_servers(cluster: Any, kind
             assert len(state) == len(parameters)
             if number == 0:
                 next(value for name, value in state[parameters[0]].items() if name != "step").mul_(0.5)
-            elif number == 1 and _starts_again(kind):
-                state.pop(parameters[0])
+            elif number == 1:
+                if _starts_again(kind):
+                    state.pop(parameters[0])
                 state[parameters[1]] = copy.deepcopy(state[parameters[1]])
         assert [*read[0]] == [*read[1]]
         for name, value in read[0].items():

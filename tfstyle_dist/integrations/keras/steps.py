@@ -75,19 +75,20 @@ class Steps:
             with torch.no_grad():
                 self.model.predict_step(usable(self.strategy.experimental_local_results(data[0])[0])[1])
         self.prepare()
-        scopes: dict[int, StepScope] = {}
+        first: list[StepScope] = []
 
         def replica(batch: Any) -> Any:
             count, batch = usable(batch)
             context = self._replica()
             with self._context(), StepScope([], context.replica_id) as scope, torch.no_grad():
                 outputs = self.model.predict_step(batch)
-            scopes[context.local_replica_id] = scope
+            if context.local_replica_id == 0:
+                first.append(scope)
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
         with metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(data[0],))
-        scopes[0].advance_seeds(self.strategy.worker)
+        first[0].advance_seeds(self.strategy.worker)
         outputs, counts = self.strategy.gather(told, axis=0)
         worker = self.strategy.worker
         if worker.group.size == 1 or worker.num_local_replicas == 1:
@@ -102,25 +103,26 @@ class Steps:
             self._ledgers[training] = Ledger(self.model, training, [self._seeds.state])
         ledger, keys = self._ledgers[training], []  # type: Ledger, list[str]
         begun = self._begun(ledger, batch)
-        scopes: dict[int, StepScope] = {}
+        first: list[StepScope] = []
 
         def replica(batch: Any) -> torch.Tensor:
             context = self._replica()
             before, CURRENT.assign = CURRENT.assign, partial(assign_on_all, context)
             local = context.local_replica_id
             try:
-                logs, told, scopes[local] = on_replica(
+                logs, told, scope = on_replica(
                     batch, function, ledger, context.replica_id, begun[local], self._context()
                 )
             finally:
                 CURRENT.assign = before
             if local == 0:
                 keys.extend(logs)
+                first.append(scope)
             return told
 
         with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(batch,))
-        scopes[0].advance_seeds(self.strategy.worker)
+        first[0].advance_seeds(self.strategy.worker)
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
