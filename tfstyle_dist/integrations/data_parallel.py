@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm.rendezvous.bootstrap import before_default_group, default_process_group
-from tfstyle_dist.cross_device_ops.collective import widened_type
+from tfstyle_dist.cross_device_ops.collective import sparse_sum_over_workers, widened_type
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -55,12 +55,15 @@ def mean_of_bucket(strategy: Strategy, bucket: Any) -> torch.futures.Future[torc
     group = strategy.worker.group
     if group.size > 1:
         name = f"gradients[{bucket.index()}]"
-        # DistributedDataParallel has compared the models: the workers' buckets are of one size.
         ops = strategy.cross_device_ops
         method = ops.aggregation_method
         if ops.own_sum is not None:
             flat = ops.own_sum([flat])
-        group.all_reduce_async(flat, name, agreed=True, method=method).wait()
+        if flat.is_sparse:  # of one parameter, such as the table of an Embedding(sparse=True)
+            flat = sparse_sum_over_workers(strategy.worker, flat, name)
+        else:
+            # DistributedDataParallel has compared the models: the workers' buckets are of one size.
+            group.all_reduce_async(flat, name, agreed=True, method=method).wait()
         flat.div_(group.size)
     if flat is not buffer:
         buffer.copy_(flat)

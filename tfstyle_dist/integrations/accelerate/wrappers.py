@@ -15,6 +15,7 @@ import torch
 
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_parts
+from tfstyle_dist.integrations.accelerate.attributes import Attributes
 from tfstyle_dist.integrations.accelerate.upstream import map_tensors
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
     def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
         torch.nn.Module.__init__(self)
         self.module, self._strategy = module, [strategy]  # a list, so that no state_dict looks into it
+        self.register_load_state_dict_pre_hook(_with_own_prefix)  # type: ignore[no-untyped-call]
 
     @property
     def strategy(self) -> Strategy:
@@ -49,6 +51,12 @@ class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the names of ``state_dict``."""
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _with_own_prefix(_: torch.nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Where a module around this one is loaded: the names of ``state_dict`` as torch looks for them."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
 
 
 class Adopted(Wrapped):
@@ -77,7 +85,8 @@ class LocalReplicas(Wrapped):
 
     The parameters stay where they are. A replica computes with copies on its device (on the same device: with the
     parameters' own memory) and its gradients come back by autograd, added in the order of the aggregation method. The
-    replicas run one after the other. Buffers: those of the first replica are kept, as ``DataParallel`` does.
+    replicas run one after the other, and each begins with the same buffers and attributes. The first replica's
+    buffers are kept, as ``DataParallel`` does; what the forward leaves in attributes is put together (``Attributes``).
 
     Args:
         module: the model.
@@ -95,21 +104,32 @@ class LocalReplicas(Wrapped):
         cuts = [count * place // worker.num_local_replicas for place in range(worker.num_local_replicas + 1)]
         shares = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start] or [(0, count)]
         devices = [worker.torch_device(place) for place in range(len(shares))]
-        names, parameters = zip(*self.module.named_parameters(), strict=True)
-        copies = _Spread.apply(tuple(devices), self.strategy.cross_device_ops, *parameters)  # type: ignore[no-untyped-call]
-        weights = [(stop - start) / max(count, 1) for start, stop in shares]
-        outputs = []
+        parameters = dict(self.module.named_parameters())
+        names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        trained = [parameters.pop(name) for name in names]
+        copies = _Spread.apply(tuple(devices), self.strategy.cross_device_ops, *trained)  # type: ignore[no-untyped-call]
+        lengths = [stop - start for start, stop in shares]
+        weights = [length / max(count, 1) for length in lengths]
+        buffers = [self._buffers_for(place, device) for place, device in enumerate(devices)]
+        outputs, attributes = [], Attributes(self.module)
         for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
-            own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True))
-            if place > 0 or any(b.device != device for b in self.module.buffers()):
-                own |= {name: b.detach().to(device, copy=True) for name, b in self.module.named_buffers()}
+            own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True)) | buffers[place]
+            own |= {name: frozen.detach().to(device) for name, frozen in parameters.items()}
             mine, named = map_tensors(_Cut(share, count, device), (args, kwargs))
             if named.get("num_items_in_batch") is not None:
                 # The Trainer says by how many tokens the model divides its sum. By its part of them, so that the
                 # mean of the shares' losses is the loss of the whole batch.
                 named["num_items_in_batch"] = named["num_items_in_batch"] * weights[place]
             outputs.append(torch.func.functional_call(self.module, own, mine, named))
+            attributes.take()
+        attributes.combine(lengths)
         return outputs[0] if len(outputs) == 1 else _together(outputs, weights, devices[0])
+
+    def _buffers_for(self, place: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Copies of the buffers for a replica; none where it can use the model's own."""
+        if place == 0 and all(buffer.device == device for buffer in self.module.buffers()):
+            return {}
+        return {name: buffer.detach().to(device, copy=True) for name, buffer in self.module.named_buffers()}
 
 
 def _count_examples(data: Any) -> int:

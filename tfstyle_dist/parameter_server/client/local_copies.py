@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.client.outdated import has_changed, make_current
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, parts_by_shard
 
@@ -111,12 +112,23 @@ class Pull:
 
 
 def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A leaf like ``old`` with other data."""
+    """A leaf like ``old`` with other data, and the program's hooks."""
     fresh = data.as_subclass(type(old)) if type(old) is not torch.nn.Parameter else torch.nn.Parameter(data, False)
+    for name, hooks in zip(torch_internals.HOOKS, torch_internals.hooks_of(old), strict=True):
+        if hooks:  # the same dict: handles that remove refer to it
+            setattr(fresh.requires_grad_(), name, hooks)
+            setattr(old, name, hooks.copy())  # for graphs that are there already
     fresh.requires_grad_(old.requires_grad)
     for name, value in old.__dict__.items():
         if name.startswith("_tfstyle"):
             fresh.__dict__[name] = value
+    return fresh
+
+
+def adopted(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    """The local copy of a parameter that the servers take over, with the hooks and the gradient that it has by then."""
+    fresh = renewed(parameter, data)
+    fresh.grad = parameter.grad
     return fresh
 
 

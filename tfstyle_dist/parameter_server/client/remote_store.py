@@ -12,7 +12,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.parameter_server.client.local_copies import is_placeholder, placeholder
+from tfstyle_dist.parameter_server.client.local_copies import adopted, is_placeholder, placeholder
 from tfstyle_dist.parameter_server.client.partitioning import split_rows
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
@@ -271,7 +271,7 @@ class RemoteStore(ParameterStore):
             )
         # An expanded tensor stands for values that the servers make: it must not become real here.
         data = tensor.detach() if is_placeholder(tensor) else tensor.detach().contiguous()
-        component = torch.nn.Parameter(data, tensor.requires_grad) if kind == "parameter" else data
+        component = adopted(tensor, data) if kind == "parameter" else data
         shards = self.place(tuple(data.shape), data.dtype, name)
         tensor.__class__ = new_class
         record = RemoteRecord(
