@@ -16,6 +16,7 @@ OTHERS = {"accelerate", "builtins", "keras", "logging", "os", "signal", "sys", "
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## What is changed in other packages")[2].partition("\n## ")[0]
 NAMES = {"torch_internals.RUN_BACKWARD": torch_internals.RUN_BACKWARD}
+NAMES |= {f"FUNC_WRAPS['{module}']": name for module, name in torch_internals.FUNC_WRAPS.items()}
 # Of names that a comprehension wraps.
 TABLES = {name: getattr(torch_internals, name) for name in ("LIST_WRITES", "UNMARKED_WRITES")}
 

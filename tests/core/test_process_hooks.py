@@ -64,6 +64,48 @@ def test_a_patch_under_another_one_works_again_when_somebody_needs_it_again() ->
     assert Library.function is theirs
 
 
+class Counted(Library):
+    """With a class method, which knows the class that it is called of."""
+
+    @classmethod
+    def made(cls, value: int) -> tuple[str, int]:
+        return cls.__name__, value
+
+
+class Derived(Counted):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Counted, Derived])
+def test_a_class_method_is_given_the_class_that_it_is_called_of(owner: type) -> None:
+    stored = Counted.__dict__["made"]
+    patch = Patch(owner, "made", lambda original, cls, value: original(cls, value + 1))
+    patch.install()
+    try:
+        assert Derived.made(1) == ("Derived", 2)
+        assert Derived.made.__name__ == "made"
+        assert Counted.made(1) == ("Counted", 2 if owner is Counted else 1)
+    finally:
+        patch.uninstall()
+    assert Counted.__dict__["made"] is stored
+    assert "made" not in Derived.__dict__
+    assert Derived.made(1) == ("Derived", 1)
+
+
+def test_a_class_method_of_torch_that_is_written_in_c() -> None:
+    class Made(dict[str, int]):
+        pass
+
+    patch = Patch(Made, "fromkeys", lambda original, cls, keys, value: original(cls, keys, value + 1))
+    patch.install()
+    try:
+        made = Made.fromkeys("ab", 1)
+        assert (type(made), made) == (Made, {"a": 2, "b": 2})
+    finally:
+        patch.uninstall()
+    assert Made.fromkeys("a", 1) == {"a": 1}
+
+
 def test_a_patch_that_another_library_has_removed_comes_back_with_the_next_user() -> None:
     patch = plus_one()
     patch.install()

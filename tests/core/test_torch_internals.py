@@ -22,6 +22,7 @@ from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.testing.runner import run_script
 
 ELSEWHERE = {"LIST_WRITES", "UNMARKED_WRITES", "share_graph_trees"}  # in test_torch_on_devices.py
+ELSEWHERE |= {"FUNC_WRAPS", "func", "transforms_are_active", "outside_of_transforms"}  # in test_torch_func.py
 HELPERS = {
     "annotations",
     "defaultdict",

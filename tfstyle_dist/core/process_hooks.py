@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -81,7 +83,7 @@ class Patch(CountedUsers):
     Args:
         owner: the module or class that has the function.
         name: of the function.
-        wrapper: called with the original function, then the call's arguments.
+        wrapper: called with the original function, then the call's arguments; for a class method with the class first.
     """
 
     def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -95,9 +97,14 @@ class Patch(CountedUsers):
     def _needed(self, first: bool) -> None:
         if self._installed is None or self._owner.__dict__.get(self._name) is not self._installed:
             self._inherited = self._name not in self._owner.__dict__
-            self._original = getattr(self._owner, self._name)
             self._number += 1
-            self._installed = self._made(self._original, self._number)
+            stored = inspect.getattr_static(self._owner, self._name)
+            if isinstance(stored, classmethod | types.ClassMethodDescriptorType):
+                self._original = stored
+                self._installed = classmethod(self._made(_with_class(stored, self._owner), self._number))
+            else:
+                self._original = getattr(self._owner, self._name)
+                self._installed = self._made(self._original, self._number)
             setattr(self._owner, self._name, self._installed)
 
     def _not_needed(self, last: bool) -> None:
@@ -117,6 +124,16 @@ class Patch(CountedUsers):
             return self._wrapper(original, *args, **kwargs)
 
         return wrapped
+
+
+def _with_class(stored: Any, owner: type) -> Callable[..., Any]:
+    """A class method as a function that is given the class first."""
+
+    @functools.wraps(stored.__get__(None, owner))
+    def of_class(kind: type, *args: Any, **kwargs: Any) -> Any:
+        return stored.__get__(None, kind)(*args, **kwargs)
+
+    return of_class
 
 
 class DataPatch(Patch):

@@ -65,15 +65,24 @@ queue_end_of_backward: Callable[[Callable[[], None]], None] = _required(
     "torch.autograd.Variable._execution_engine.queue_callback", "reduce gradients after backward()"
 )
 """Calls a function without arguments when the backward pass that this thread is in is over."""
-
 version_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._version", "see writes to tensors").__get__
 """How often a tensor, or one that shares its memory as a view, was written to."""
-
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of a tensor that hold its hooks by number, or ``None``."""
 for _name in HOOKS:
     _required(f"torch.Tensor.{_name}", "give each replica hooks of its own")
 hooks_of: Callable[[torch.Tensor], tuple[Any, Any]] = attrgetter(*HOOKS)
+
+FUNC_WRAPS = {"eager_transforms": "_wrap_for_grad", "vmap": "_add_batch_dim"}
+"""The functions, by module of ``func``, that take a tensor, their first argument, past ``__torch_function__``."""
+for _name in FUNC_WRAPS:
+    _required(f"torch._functorch.{_name}.{FUNC_WRAPS[_name]}", "give torch.func the values of variables")
+func: Any = _required("torch._functorch", "give torch.func the values of variables")
+transforms_are_active: Callable[[], bool] = _required("torch._C._are_functorch_transforms_active", "pull in torch.func")
+outside_of_transforms: Any = _required(
+    "func.pyfunctorch.temporarily_clear_interpreter_stack", "pull in torch.func", func
+)
+"""A context manager in which no function of ``torch.func`` is under way."""
 
 # ---- tensors --------------------------------------------------------------------------------------------------
 
@@ -119,19 +128,14 @@ UNMARKED_WRITES = (
 """Functions that write to lists of tensors and leave their ``_version`` as it is on every device."""
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 """``(targets, sources)``: as ``target.copy_(source)`` for each pair."""
-
 foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
 """``(targets, others)``: as ``target.add_(other)`` for each pair."""
-
 foreach_mul_ = _required("torch._foreach_mul_", "divide many gradients in one call")
 """``(targets, number)``: as ``target.mul_(number)`` for each; the number may be a tensor."""
-
 entries_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._nnz", "count the rows of a sparse gradient")
 """How many entries a sparse tensor stores; of one that is not coalesced, those of one place are counted each."""
-
 indices_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._indices", "add sparse gradients")
 """The places of a sparse COO tensor's entries, as they are stored; ``indices()`` refuses what is not coalesced."""
-
 values_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._values", "add sparse gradients")
 """The values of a sparse COO tensor's entries, as they are stored."""
 
@@ -152,16 +156,12 @@ for _name in ("_parameters", BUFFERS, "_modules", "_forward_pre_hooks"):
 
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
 """A module's own parameters by name: what is written to the dictionary is registered, past all hooks."""
-
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter(BUFFERS)
 """A module's own buffers by name."""
-
 buffers_among: Callable[[dict[str, Any]], dict[str, torch.Tensor | None]] = itemgetter(BUFFERS)
 """The buffers among the attributes of a module."""
-
 registered_among: Callable[[dict[str, Any]], tuple[Any, Any]] = itemgetter("_modules", "_parameters")
 """The modules and the parameters among the attributes of a module."""
-
 forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by number; ``copy.deepcopy`` of a module copies them, but not their handles."""
 

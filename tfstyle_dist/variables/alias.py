@@ -48,7 +48,7 @@ class Alias(torch.Tensor):
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with plain tensors in the place of aliases."""
-    if func in WITHOUT_VALUE:
+    if func in WITHOUT_VALUE or func is torch.autograd.grad:  # an alias that requires a gradient is a leaf of its own
         with raw():
             return func(*args, **kwargs)
     written = written_by(func, args, kwargs)
@@ -117,7 +117,10 @@ def _aliased(record: Record, base: torch.Tensor, value: torch.Tensor) -> torch.T
     if has_graph or value.layout is not torch.strided or not value.numel():
         return value
     with raw():
-        if value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        if (
+            torch_internals.transforms_are_active()
+            or value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+        ):
             return value
         alias: Any = torch_internals.make_subclass(Alias, value, False)
     alias._tfstyle_of, alias._tfstyle_base = record, base

@@ -13,6 +13,7 @@ from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.values import DistributedValues, PerReplica
 from tfstyle_dist.variables.component import VariableComponent
+from tfstyle_dist.variables.function_calls import give_values_to_functions
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import Record
 
@@ -113,6 +114,7 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     record = Record(store, variable, components, "variable", spec.synchronization, spec.aggregation, GradientPolicy())
     record.local_name = name
     variable._tfstyle_record = record
+    give_values_to_functions(store)
     variable._tfstyle_trainable = trainable  # type: ignore[attr-defined]
     variable._tfstyle_synchronization = shown  # type: ignore[attr-defined]
     variable._tfstyle_constraint = spec.constraint  # type: ignore[attr-defined]

@@ -94,8 +94,6 @@ class Pull:
     def done(self) -> None:
         """The local copy is as fresh as the servers were."""
         record = self._record
-        for index, version in self.versions.items():
-            record.versions[index] = version
         if self._target is not None and not self._in_place:
             if self._fresh:
                 old, record.components[0] = record.components[0], renewed(record.components[0], self._target)
@@ -104,6 +102,8 @@ class Pull:
             else:
                 record.components[0].data = self._target.to(self._local.device)  # a function may have moved it
             record.leased = self._owner
+        for index, version in self.versions.items():
+            record.versions[index] = version
         if self._steps is not None:
             record.stamp = self._steps
         record.written = False

@@ -10,6 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
+from tfstyle_dist.variables.function_calls import give_values_to_functions
 from tfstyle_dist.variables.parameter_marks import address_of
 from tfstyle_dist.variables.record import Placement, Record, raw
 
@@ -54,6 +55,7 @@ class RemoteRecord(Record):
 
     def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        give_values_to_functions(self.store)
         self.placement = Placement.REMOTE
         self.key, self.shards = key, tuple(shards)
         self.forget()
@@ -75,6 +77,9 @@ class RemoteRecord(Record):
         """The local copy, fresh enough for the calling context."""
         if self.created and torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():  # the copy is kept, and later steps train with it
+                self.store.servers.read(self)  # type: ignore[attr-defined]
+        elif self.created and torch_internals.transforms_are_active():
+            with torch_internals.outside_of_transforms():  # likewise
                 self.store.servers.read(self)  # type: ignore[attr-defined]
         elif self.created:
             self.store.servers.read(self)  # type: ignore[attr-defined]

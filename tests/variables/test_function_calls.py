@@ -1,0 +1,158 @@
+"""Variables in what asks no ``__torch_function__``: functions of ``torch.autograd.Function``, and ``torch.func``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import func
+from torch.autograd import forward_ad, functional
+
+import tfstyle_dist as tfd
+from tfstyle_dist.testing.runner import run_script
+
+
+class Scaled(torch.autograd.Function):
+    """A function of somebody else, which gives its second argument a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, gradient * x
+
+
+X = torch.arange(3.0)
+
+
+def energy(weight: torch.Tensor) -> torch.Tensor:
+    return ((weight * X.to(weight.device)) ** 2).sum()
+
+
+def dual(weight: Any) -> torch.Tensor:
+    with forward_ad.dual_level():
+        tangent = torch.ones(3, device=weight.device)
+        return forward_ad.unpack_dual(energy(forward_ad.make_dual(weight, tangent))).tangent
+
+
+def leaf(weight: Any) -> torch.Tensor:
+    own = weight.detach().requires_grad_()
+    energy(own).backward()
+    return own.grad
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "grad": func.grad(energy),
+    "grad of a dict": lambda w: func.grad(lambda given: energy(given["w"]))({"w": w})["w"],
+    "vmap": func.vmap(lambda part: part * 2),
+    "vmap around a read": lambda w: func.vmap(lambda row: (row * w).sum())(torch.eye(3, device=w.device)),
+    "jvp": lambda w: func.jvp(energy, (w,), (torch.ones(3, device=w.device),))[1],
+    "vjp": lambda w: func.vjp(energy, w)[1](torch.ones((), device=w.device))[0],
+    "jacrev": func.jacrev(energy),
+    "jacfwd": func.jacfwd(energy),
+    "hessian": func.hessian(energy),
+    "dual": dual,
+    "jacobian": lambda w: functional.jacobian(energy, w),
+    "hvp": lambda w: functional.hvp(energy, w, torch.ones(3, device=w.device))[1],
+    "leaf": leaf,
+    "grad of a leaf": lambda w: torch.autograd.grad(energy(own := w.detach().requires_grad_()), own)[0],
+    "function": lambda w: Scaled.apply(torch.ones(3, device=w.device), w),
+}
+
+
+@pytest.fixture(params=["none", "one", "mirrored", "central"])
+def strategy(request: Any) -> Iterator[Any]:
+    two = ["cpu:0", "cpu:1"]
+    made: dict[str, Callable[[], Any]] = {
+        "one": lambda: tfd.OneDeviceStrategy("cpu:0"),
+        "mirrored": lambda: tfd.MirroredStrategy(two),
+        "central": lambda: tfd.experimental.CentralStorageStrategy(two),
+    }
+    if request.param == "none":
+        yield tfd.get_strategy()
+        return
+    with made[request.param]() as found:
+        yield found
+
+
+def variable(strategy: Any) -> Any:
+    with strategy.scope():
+        made = tfd.Variable(torch.zeros(3), trainable=True)
+    made.assign(torch.arange(3.0) + 1)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_variable_is_taken_as_its_value(strategy: Any, way: str) -> None:
+    expected = WAYS[way](torch.nn.Parameter(torch.arange(3.0) + 1)).detach()
+    torch.testing.assert_close(WAYS[way](variable(strategy)).detach(), expected)
+    made = variable(strategy)
+    for found in strategy.experimental_local_results(strategy.run(lambda: WAYS[way](made).detach().clone())):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_variable_gets_its_gradient_from_a_function(strategy: Any) -> None:
+    made = variable(strategy)
+
+    def step() -> torch.Tensor:
+        made.grad = None
+        Scaled.apply(torch.full((3,), 2.0), made).sum().backward()
+        return made.grad.clone()
+
+    for gradient in strategy.experimental_local_results(strategy.run(step)):
+        assert gradient.tolist() == [2, 2, 2]
+
+
+@pytest.mark.cpu_only("the weights of a compiled function; devices have tests of their own")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does so
+def test_functions_in_compiled_steps() -> None:
+    torch._dynamo.reset()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled.apply(x, self.weight).sum()
+
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert variable(strategy) is not None
+        with strategy.scope():
+            model = Model()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+        def step() -> torch.Tensor:
+            compiled(torch.full((3,), 2.0)).backward()
+            return model.weight.grad.clone()
+
+        for gradient in strategy.experimental_local_results(strategy.run(step)):
+            assert gradient.tolist() == [2, 2, 2]
+        squares = torch.compile(lambda x: func.vmap(func.grad(energy))(x), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(squares(torch.ones(1, 3)), 2 * X[None] ** 2)
+
+
+def test_torch_is_as_it_was_when_the_last_variable_is_gone() -> None:
+    program = """
+import gc, torch, tfstyle_dist as tfd
+from torch._functorch import eager_transforms, vmap
+wrapped = lambda: (vars(torch.autograd.Function).get("apply"), eager_transforms._wrap_for_grad, vmap._add_batch_dim)
+before = wrapped()
+with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():
+    made = tfd.Variable(1.0)
+assert not any(a is b for a, b in zip(wrapped(), before)), wrapped()
+del strategy
+gc.collect()
+assert wrapped() != before
+del made
+gc.collect()
+assert wrapped() == before, wrapped()
+"""
+    result = run_script(["-c", program])
+    assert result.returncode == 0, result.stderr

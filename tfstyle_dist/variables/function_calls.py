@@ -1,0 +1,53 @@
+"""Variables, and tensors on parameter servers, as arguments of ``torch.autograd.Function`` and of ``torch.func``.
+
+These ask no ``__torch_function__``: they would take the tensor that stands for the values, whose gradient nobody reads
+and whose memory may be old.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfstyle_dist.core.process_hooks import Hooks, Patch, install_for
+from tfstyle_dist.core.torch_internals import FUNC_WRAPS, func
+
+if TYPE_CHECKING:
+    from tfstyle_dist.variables.store import ParameterStore
+
+
+def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(function, *map(_meant, args), **{name: _meant(value) for name, value in kwargs.items()})
+
+
+def _meant(argument: Any) -> Any:
+    value = getattr(type(argument), "_tfstyle_value", None)
+    return argument if value is None else value(argument)
+
+
+def _wrap(original: Callable[..., Any], tensor: Any, *args: Any) -> Any:
+    return original(_meant(tensor), *args)
+
+
+_function_calls = Hooks(
+    patches=[
+        Patch(torch.autograd.Function, "apply", _apply),
+        Patch(func.eager_transforms, FUNC_WRAPS["eager_transforms"], _wrap),
+        Patch(func.vmap, FUNC_WRAPS["vmap"], _wrap),
+    ]
+)
+_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
+
+
+def give_values_to_functions(store: ParameterStore) -> None:
+    """From now on functions get the values, as long as the store lives, and with it what it has.
+
+    Args:
+        store: of the variables, or of what is on servers.
+    """
+    if store not in _stores:
+        _stores.add(store)
+        install_for(store, [_function_calls])
