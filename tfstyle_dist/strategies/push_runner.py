@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
@@ -119,6 +119,26 @@ def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any
         )
 
 
+def _with_closure_called(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """The arguments of a step whose closure has been called: in its place is one that gives its loss.
+
+    Raises:
+        RuntimeError: the optimizer is not torch's, and may call it more than once.
+    """
+    called: list[Any] = []
+    changed = around_closure(lambda closure: called[0], args, kwargs)
+    if changed is not None:
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            kind = name_of(optimizer)
+            raise RuntimeError(
+                f"{kind}.step(closure) under a parameter server: {kind} is not of torch.optim, and may call its "
+                "closure more than once, which servers cannot. Call backward() first, then step() alone."
+            )
+        with torch.enable_grad():
+            called.append(kwargs["closure"]() if "closure" in kwargs else args[1]())
+    return changed
+
+
 def _may_count(optimizer: Any) -> bool:
     """Whether an optimizer may have a number of steps that is not kept for each parameter."""
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -142,11 +162,8 @@ class PushRunner(UpdateRunner):
             return None
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RuntimeError("torch.optim.LBFGS needs the loss again and again, which a parameter server has not.")
-        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
-            raise RuntimeError(
-                "optimizer.step(closure) under a parameter server: call backward() first, then step() alone."
-            )
         _check_step_hooks(optimizer, torch_internals.hooks_of_step(optimizer)[0])
+        changed = _with_closure_called(optimizer, args, kwargs)
         pairs: list[tuple[Any, torch.Tensor]] = [
             (r, r.components[0].grad) for r in records if r.components[0].grad is not None
         ]
@@ -167,7 +184,7 @@ class PushRunner(UpdateRunner):
         self._kept[id(optimizer)] = pairs
         for record, _ in pairs:
             record.components[0].grad = None
-        return None
+        return changed
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """Gives the gradients back, and the settings, in which a step without gradients may have counted."""

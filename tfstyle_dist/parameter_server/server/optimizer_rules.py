@@ -270,19 +270,19 @@ def restore_optimizer(kind: Any, state: dict[str, Any]) -> Any:
 def without_a_step(kind: type) -> type:
     """The class of an optimizer for a worker, which sends the gradients and makes no step.
 
-    A class may count or compute in ``step`` also where no parameter has a gradient. Its name is a private one: packages
-    list the subclasses of ``torch.optim.Optimizer`` by name, and would find the user's class twice.
+    A class may count in ``step`` without gradients too. Its name is private: packages list all optimizers by name.
     """
     if not issubclass(kind, torch.optim.Optimizer):
         return kind
 
-    def step(self: Any, closure: Any = None, **options: Any) -> None:
+    def step(self: Any, closure: Any = None, **options: Any) -> Any:
         """What happens here happens in the hooks before and after it."""
         if options:
             raise TypeError(
                 f"{kind.__name__}.step() was called with {', '.join(options)}. Parameter servers make the step, and "
                 "call it without arguments. Set what it is to know in the groups of the optimizer."
             )
+        return None if closure is None else closure()  # which gives the loss of before
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
