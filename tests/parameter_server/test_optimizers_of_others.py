@@ -358,6 +358,8 @@ def test_arguments_of_a_step_are_refused(cluster: Any) -> None:
     job.cluster.coordinator.schedule(step)
     with pytest.raises(TypeError, match=r"step\(\) was called with scale"):
         job.cluster.coordinator.join(timeout=30)
+    with pytest.raises(TypeError, match=r"step\(\) was called with scale"):
+        step()  # in the coordinator's program
 
 
 def test_packages_that_list_optimizers_by_name_find_one_of_each(cluster: Any) -> None:

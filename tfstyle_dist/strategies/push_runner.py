@@ -123,13 +123,19 @@ def _with_closure_called(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
     """The arguments of a step whose closure has been called: in its place is one that gives its loss.
 
     Raises:
-        RuntimeError: the optimizer is not torch's, and may call it more than once.
+        TypeError: the step has other arguments.
+        RuntimeError: the optimizer is not torch's, and may call its closure more than once.
     """
+    kind = name_of(optimizer)
+    if others := [*map(repr, args[2:]), *(name for name in kwargs if name != "closure")]:
+        raise TypeError(
+            f"{kind}.step() was called with {', '.join(others)}. Parameter servers make the step, and call it without "
+            "arguments. Set what it is to know in the groups of the optimizer."
+        )
     called: list[Any] = []
     changed = around_closure(lambda closure: called[0], args, kwargs)
     if changed is not None:
         if not type(optimizer).__module__.startswith("torch.optim."):
-            kind = name_of(optimizer)
             raise RuntimeError(
                 f"{kind}.step(closure) under a parameter server: {kind} is not of torch.optim, and may call its "
                 "closure more than once, which servers cannot. Call backward() first, then step() alone."

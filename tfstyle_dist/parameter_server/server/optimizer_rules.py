@@ -275,13 +275,8 @@ def without_a_step(kind: type) -> type:
     if not issubclass(kind, torch.optim.Optimizer):
         return kind
 
-    def step(self: Any, closure: Any = None, **options: Any) -> Any:
+    def step(self: Any, closure: Any = None) -> Any:
         """What happens here happens in the hooks before and after it."""
-        if options:
-            raise TypeError(
-                f"{kind.__name__}.step() was called with {', '.join(options)}. Parameter servers make the step, and "
-                "call it without arguments. Set what it is to know in the groups of the optimizer."
-            )
         return None if closure is None else closure()  # which gives the loss of before
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
