@@ -59,7 +59,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "hessian": func.hessian(energy),
     "dual": dual,
     "jacobian": lambda w: functional.jacobian(energy, w),
-    "hvp": lambda w: functional.hvp(energy, w, torch.ones(3, device=w.device))[1],
+    "hvp": lambda w: functional.hvp(energy, w, torch.ones(3, device=w.detach().device))[1],
     "leaf": leaf,
     "grad of a leaf": lambda w: torch.autograd.grad(energy(own := w.detach().requires_grad_()), own)[0],
     "function": lambda w: Scaled.apply(torch.ones(3, device=w.device), w),

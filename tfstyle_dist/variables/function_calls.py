@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core.process_hooks import Hooks, Patch, install_for
-from tfstyle_dist.core.torch_internals import FUNC_WRAPS, func
+from tfstyle_dist.core.torch_internals import FUNC_WRAPS, func, outside_of_transforms
 
 if TYPE_CHECKING:
     from tfstyle_dist.variables.store import ParameterStore
@@ -29,7 +29,10 @@ def _meant(argument: Any) -> Any:
 
 
 def _wrap(original: Callable[..., Any], tensor: Any, *args: Any) -> Any:
-    return original(_meant(tensor), *args)
+    if hasattr(type(tensor), "_tfstyle_value"):
+        with outside_of_transforms():  # a value that is a copy on a device would be of the level that is being made
+            tensor = _meant(tensor)
+    return original(tensor, *args)
 
 
 _function_calls = Hooks(
