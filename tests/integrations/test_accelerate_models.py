@@ -12,7 +12,7 @@ from torch import nn
 
 import tfstyle_dist as tfd
 from tfstyle_dist.integrations.accelerate import StrategyAccelerator
-from tfstyle_dist.integrations.accelerate.attributes import joined
+from tfstyle_dist.integrations.accelerate.attributes import mean_of
 
 BATCHES = [torch.arange(8).reshape(8, 1) % (5 + number) for number in range(3)]
 
@@ -58,26 +58,27 @@ def test_a_prepared_model_takes_its_own_state(replicas: int) -> None:
 
 
 class Balanced(nn.Module):
-    """As layers with experts: leaves a loss, what it saw, and counts, on itself and in lists."""
+    """As layers with experts: leaves losses on itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 3) -> None:
         super().__init__()
-        self.inner, self.calls, self.rate = nn.Linear(3, 2), 0, 1.0
+        self.inner, self.calls, self.table = nn.Linear(inputs, 2), 0, None
         self.register_buffer("seen", torch.zeros(()))
-        self.table: torch.Tensor | None = None
+        self.kept: list[torch.Tensor] = []
         self.losses: list[torch.Tensor] = []
-        self.by_name: dict[str, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.inner(x)
-        self.calls += 1
-        self.rate *= 0.5
         self.seen += 1
+        self.calls += 1
+        self.aux = out.abs().mean()
+        self.losses = []
+        self.losses.append(out.pow(2).mean())
+        self.by_name = {"pair": (out.mean(), self.aux)}
+        self.kept.append(out.sum())
         if self.table is None:
             self.table = torch.arange(2.0)
-        self.losses.append(out.pow(2).mean())
-        self.by_name["last"] = self.aux = out.abs().mean()
-        self.features = out.detach()
+        self.features = out
         return out + self.seen
 
 
@@ -88,30 +89,50 @@ def accelerator() -> Iterator[StrategyAccelerator]:
 
 
 @pytest.mark.parametrize("count", [5, 4, 1])
-def test_what_a_forward_leaves_on_modules_is_that_of_the_whole_batch(
-    accelerator: StrategyAccelerator, count: int
+@pytest.mark.parametrize("learns", [True, False])
+def test_losses_that_a_forward_leaves_on_modules_are_those_of_the_whole_batch(
+    accelerator: StrategyAccelerator, count: int, learns: bool
 ) -> None:
     torch.manual_seed(0)
-    alone = nn.Sequential(Balanced(), Balanced())
-    alone[1].inner = nn.Linear(2, 2)
-    model = nn.Sequential(Balanced(), Balanced())
-    model[1].inner = nn.Linear(2, 2)
+    alone = nn.Sequential(Balanced(), Balanced(2))
+    model = nn.Sequential(Balanced(), Balanced(2))
     model.load_state_dict(alone.state_dict())
-    lists = [part.losses for part in model]
-    prepared = accelerator.prepare(model)
-    x = torch.randn(count, 3)
-    for number in range(1, 4):
-        torch.testing.assert_close(prepared(x), alone(x))
-        for ours, theirs, losses in zip(model, alone, lists, strict=True):
-            assert ours.losses is losses
-            assert len(losses) == number
-            torch.testing.assert_close(losses, theirs.losses)
-            assert (ours.calls, ours.rate, ours.seen) == (number, theirs.rate, number)
-            for name in ("table", "features", "aux", "by_name"):
-                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
-    for of in (model, alone):
-        sum(part.aux + sum(part.losses) + part.by_name["last"] for part in of).backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    prepared, shares = accelerator.prepare(model), min(count, 2)
+    x, lists = torch.randn(count, 3), []
+    with torch.set_grad_enabled(learns):
+        for number in range(1, 4):
+            torch.testing.assert_close(prepared(x), alone(x))
+            for ours, theirs in zip(model, alone, strict=True):
+                assert (ours.seen, ours.calls, len(ours.kept)) == (number, number * shares, number * shares)
+                for name in ("aux", "losses", "by_name", "table"):
+                    torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+                last = count - count * (shares - 1) // shares  # of the last share
+                torch.testing.assert_close(ours.features, theirs.features[-last:])
+            lists.append(model[0].losses)
+    assert len({id(made) for made in lists}) == 3
+    if learns:
+        for of in (model, alone):
+            sum(part.aux + sum(part.losses) + sum(part.by_name["pair"]) for part in of).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+def test_a_model_without_inputs_leaves_its_loss(accelerator: StrategyAccelerator) -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self) -> torch.Tensor:
+            self.aux = (2 * self.weight).sum()
+            return self.aux
+
+    model = Constant()
+    accelerator.prepare(model)().backward()
+    model.zero_grad()
+    accelerator.prepare(model)()
+    assert float(model.aux.detach()) == 4
+    model.aux.backward()
+    assert model.weight.grad.tolist() == [2, 2]
 
 
 class Adapted(nn.Module):
@@ -142,10 +163,14 @@ def test_frozen_parameters_have_no_gradients_on_replicas(accelerator: StrategyAc
     assert not prepared(x).requires_grad
 
 
-def test_what_is_not_known_to_belong_to_the_examples_is_that_of_the_first_replica() -> None:
-    one, two = torch.ones(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)
-    assert joined([one, two], [4, 4]) is one
-    assert joined([one, None], [2, 2]) is one
-    assert joined(["a", "b"], [2, 2]) == "a"
-    assert joined([[1.0], [1.0, 2.0]], [2, 2]) == [1.0]
-    assert joined([(1.0, 3), (4.0, 5)], [1, 2]) == (3.0, 3)
+def test_what_is_no_loss_is_not_changed() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    assert mean_of([loss, None], [0.5, 0.5]) is None
+    assert mean_of([loss.reshape(1), loss.reshape(1)], [0.5, 0.5]) is None
+    assert mean_of([torch.ones(()), torch.ones(())], [0.5, 0.5]) is None
+    assert mean_of([1.0, 2.0], [0.5, 0.5]) is None
+    assert mean_of([[], []], [0.5, 0.5]) is None
+    assert mean_of([[loss], [loss, loss]], [0.5, 0.5]) is None
+    assert mean_of([{"a": loss}, {"b": loss}], [0.5, 0.5]) is None
+    assert mean_of([{"a": (loss, 3)}, {"a": (loss, 3)}], [0.5, 0.5]) is None
+    assert mean_of([{"a": (loss,)}, {"a": (2 * loss,)}], [0.25, 0.75]) == {"a": (3.5,)}

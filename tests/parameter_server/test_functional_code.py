@@ -116,3 +116,18 @@ def test_a_variable_gets_its_gradient_from_a_function(cluster: Any) -> None:
         made = tfd.Variable(torch.ones(3), trainable=True)
     Scaled.apply(X, made).sum().backward()
     assert made.grad.tolist() == X.tolist()
+
+
+def test_reads_in_inference_mode_and_of_other_tensors_in_the_same_memory(cluster: Any) -> None:
+    strategy = cluster(workers=1, ps=1).strategy
+    with strategy.scope():
+        made = tfd.Variable(torch.zeros(3), trainable=True)
+    view = made.detach()
+    made.assign(torch.ones(3))
+    with torch.inference_mode():
+        assert func.vmap(lambda row: (row * made).sum())(torch.eye(3)).tolist() == [1, 1, 1]
+    made.assign(2 * torch.ones(3))
+    assert func.grad(energy)(view).tolist() == [0, 4, 16]
+    assert made.requires_grad
+    energy(made).backward()
+    assert made.grad.tolist() == [0, 4, 16]

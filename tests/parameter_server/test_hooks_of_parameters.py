@@ -102,6 +102,21 @@ def test_a_hook_sees_the_gradients_of_graphs_made_before_and_after_a_step(cluste
     torch.testing.assert_close(ours.weight.grad, alone.weight.grad)
 
 
+def test_a_hook_that_is_removed_is_not_called_for_older_graphs(cluster: Any) -> None:
+    strategy, handles = cluster(workers=1, ps=1).strategy, []
+    ours, _ = pair(
+        strategy, nothing, lambda model: handles.append(model.weight.register_hook(lambda gradient: 0 * gradient))
+    )
+    early = ours(torch.ones(2, 3)).sum()
+    optimizer = sgd(ours)
+    steps(ours, optimizer, 1)
+    optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+    early.backward()
+    assert ours.weight.grad.tolist() == [[2, 2, 2]]
+
+
 def test_a_gradient_from_before_is_used(cluster: Any) -> None:
     strategy = cluster(workers=1, ps=1).strategy
     ours, alone = pair(strategy, lambda model: model(torch.ones(2, 3)).sum().backward(), nothing)

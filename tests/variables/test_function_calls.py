@@ -109,6 +109,37 @@ def test_a_variable_gets_its_gradient_from_a_function(strategy: Any) -> None:
         assert gradient.tolist() == [2, 2, 2]
 
 
+class Counting(torch.autograd.Function):
+    """A function that writes to what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: Any) -> torch.Tensor:
+        count.add_(1)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("on_read", [False, True])
+def test_a_function_may_write_to_a_variable_that_requires_no_gradient(strategy: Any, on_read: bool) -> None:
+    kind = tfd.VariableSynchronization.ON_READ if on_read else tfd.VariableSynchronization.AUTO
+    with strategy.scope():
+        count = tfd.Variable(
+            torch.zeros(3), trainable=False, synchronization=kind, aggregation=tfd.VariableAggregation.MEAN
+        )
+    Counting.apply(torch.ones(3, requires_grad=True), count)
+    copies = strategy.experimental_local_results(strategy.run(lambda: count.detach().clone()))
+    assert [copy.tolist() for copy in copies] == [[1, 1, 1]] * len(copies)
+
+
+def test_a_function_may_not_write_to_a_variable_that_does(strategy: Any) -> None:
+    made = variable(strategy)
+    with pytest.raises(RuntimeError, match=r"Counting\.forward wrote to a variable that it was given"):
+        Counting.apply(torch.ones(3, requires_grad=True), made)
+
+
 @pytest.mark.cpu_only("the weights of a compiled function; devices have tests of their own")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does so
 def test_functions_in_compiled_steps() -> None:

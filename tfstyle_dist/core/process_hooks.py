@@ -93,8 +93,10 @@ class Patch(CountedUsers):
         self._inherited = False
         self._installed: Any = None
         self._number = 0  # of the wrapper that does something
+        self._is_needed = False  # compiled functions look at it: not the number of users, which changes more often
 
     def _needed(self, first: bool) -> None:
+        self._is_needed = True
         if self._installed is None or self._owner.__dict__.get(self._name) is not self._installed:
             self._inherited = self._name not in self._owner.__dict__
             self._number += 1
@@ -108,6 +110,7 @@ class Patch(CountedUsers):
             setattr(self._owner, self._name, self._installed)
 
     def _not_needed(self, last: bool) -> None:
+        self._is_needed = not last
         if not last or self._owner.__dict__.get(self._name) is not self._installed:
             return  # still needed, or another library's, around ours or in its place
         if self._inherited:
@@ -119,7 +122,7 @@ class Patch(CountedUsers):
     def _made(self, original: Any, number: int) -> Any:
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._users == 0 or number != self._number:
+            if not self._is_needed or number != self._number:
                 return original(*args, **kwargs)
             return self._wrapper(original, *args, **kwargs)
 
@@ -157,13 +160,13 @@ class DataPatch(Patch):
 
         def read(tensor: torch.Tensor) -> Any:
             data = as_of_torch(original.__get__, tensor)
-            if self._users and number == self._number:
+            if self._is_needed and number == self._number:
                 self._wrapper(tensor, data)
             return data
 
         def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
             as_of_torch(original.__set__, tensor, value)
-            if self._users and number == self._number:
+            if self._is_needed and number == self._number:
                 self._wrapper(tensor, None)
 
         return property(read, write, doc=original.__doc__)

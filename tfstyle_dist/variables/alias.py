@@ -32,6 +32,10 @@ class Alias(torch.Tensor):
         """Every torch operation comes through here."""
         return _call(func, args, kwargs or {})
 
+    def _tfstyle_value(self) -> torch.Tensor:
+        """A plain tensor in the memory that the calling thread means."""
+        return _plain(self)  # type: ignore[no-any-return]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain tensor: a copy belongs to no strategy."""
         if id(self) not in memo:

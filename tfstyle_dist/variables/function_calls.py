@@ -13,14 +13,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core.process_hooks import Hooks, Patch, install_for
-from tfstyle_dist.core.torch_internals import FUNC_WRAPS, func, outside_of_transforms
+from tfstyle_dist.core.torch_internals import FUNC_WRAPS, func, outside_of_transforms, version_of
 
 if TYPE_CHECKING:
     from tfstyle_dist.variables.store import ParameterStore
 
 
 def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(function, *map(_meant, args), **{name: _meant(value) for name, value in kwargs.items()})
+    """What needs no gradient stays what it is: operations on it in ``forward`` find its value, and may write to it."""
+    given = [*args, *kwargs.values()]
+    meant = [_meant(a) if hasattr(type(a), "_tfstyle_value") and a.requires_grad else a for a in given]
+    before = [(value, version_of(value)) for tensor, value in zip(given, meant, strict=True) if tensor is not value]
+    found = original(function, *meant[: len(args)], **dict(zip(kwargs, meant[len(args) :], strict=True)))
+    for value, version in before:
+        if version_of(value) != version:
+            raise RuntimeError(
+                f"{function.__name__}.forward wrote to a variable that it was given, and which requires a gradient. "
+                "The write would reach one copy of it alone; write to it after the call."
+            )
+    return found
 
 
 def _meant(argument: Any) -> Any:

@@ -1,119 +1,76 @@
-"""What a forward leaves on the modules of a model, such as an auxiliary loss, when it computes shares of a batch."""
+"""Auxiliary losses that a forward leaves in attributes of modules, when it computes shares of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
-_ABSENT = object()
 
+class AuxiliaryLosses:
+    """Attributes that each share sets anew to a loss, or to a list, tuple or dict of losses: the shares' mean stays.
 
-class Attributes:
-    """The attributes of all modules of a model: each share begins with the same, and what they leave is put together.
-
-    Lists and dicts that are attributes themselves are kept with what they hold; what lies deeper is not.
+    A loss is a single number with a graph, or any single number where no graphs are made. Of all other attributes the
+    last share's stays.
 
     Args:
         model: as it is before the first share.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._kept = [_Kept(module) for module in model.modules()]
+        self._modules = [vars(module) for module in model.modules()]
+        self._before = [dict(attributes) for attributes in self._modules]
         self._left: list[list[dict[str, Any]]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take(self) -> None:
-        """Notes what a share has left, and puts back what was there before it."""
-        self._left.append([kept.take() for kept in self._kept])
+        """Notes what a share has set."""
+        left = []
+        for attributes, before in zip(self._modules, self._before, strict=True):
+            left.append({name: value for name, value in attributes.items() if before.get(name) is not value})
+            before.update(left[-1])
+        self._left.append(left)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def combine(self, lengths: Sequence[int]) -> None:
-        """Gives the modules what the shares left.
+    def combine(self, weights: Sequence[float]) -> None:
+        """Gives the modules the mean of the shares' losses.
 
         Args:
-            lengths: the examples of each share.
+            weights: of the shares; their sum is 1.
         """
-        for kept, *left in zip(self._kept, *self._left, strict=True):
-            for name, first in left[0].items():
-                values = [entries.get(name, _ABSENT) for entries in left]
-                kept.put(name, first if any(v is _ABSENT for v in values) else joined(values, lengths))
+        for attributes, *left in zip(self._modules, *self._left, strict=True):
+            for name in left[0]:
+                mean = mean_of([share.get(name) for share in left], weights)
+                if mean is not None:
+                    attributes[name] = mean
 
 
-class _Kept:
-    """The attributes of one module."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._now, self._before = vars(module), dict(vars(module))
-        own = {name: value for name, value in self._before.items() if name not in _OF_TORCH}
-        self._contents = {name: value.copy() for name, value in own.items() if type(value) in (list, dict)}
-
-    def take(self) -> dict[str, Any]:
-        left = {name: value for name, value in self._now.items() if self._before.get(name, _ABSENT) is not value}
-        for name, was in self._contents.items():
-            held = self._before[name]
-            if not _same_entries(held, was):
-                left.setdefault(name, held.copy())
-                _refill(held, was)
-        self._now.clear()
-        self._now.update(self._before)
-        return left
-
-    def put(self, name: str, value: Any) -> None:
-        held = self._before.get(name)
-        if name in self._contents and type(value) is type(held):
-            _refill(held, value)
-        else:
-            self._now[name] = value
-
-
-def _same_entries(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return list(one) == list(other) and _same_entries(list(one.values()), list(other.values()))
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _refill(held: Any, entries: Any) -> None:
-    held.clear()
-    (held.update if isinstance(held, dict) else held.extend)(entries)
-
-
-def joined(values: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """One value from those of the shares; of what is not known to belong to the examples that of the first.
-
-    Single numbers with a fraction are the mean over the examples; tensors with an entry for each example follow each
-    other; lists, tuples and dicts are put together entry by entry. A tensor that is the same for all shares is no part
-    of them, such as a table that was made once.
+def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of one loss of each share, or of nests of them that are alike; ``None`` if they are anything else.
 
     Args:
         values: one of each share.
-        lengths: the examples of each share.
+        weights: of the shares.
     """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        return first
+        return None
     if isinstance(first, torch.Tensor):
-        return _joined_tensors(values, lengths)
-    if isinstance(first, float):
-        return sum(value * length for value, length in zip(values, lengths, strict=True)) / max(sum(lengths), 1)
-    if isinstance(first, Mapping) and type(first) is dict and all(value.keys() == first.keys() for value in values):
-        return {key: joined([value[key] for value in values], lengths) for key in first}
-    if type(first) in (list, tuple) and all(len(value) == len(first) for value in values):
-        return type(first)(joined(column, lengths) for column in zip(*values, strict=True))
-    return first
+        if not all(map(_is_loss, values)):
+            return None
+        return torch.stack([v.to(first.device) * w for v, w in zip(values, weights, strict=True)]).sum()
+    if type(first) not in (list, tuple, dict) or not first or any(len(value) != len(first) for value in values):
+        return None
+    if isinstance(first, dict):
+        if any(value.keys() != first.keys() for value in values):
+            return None
+        means = {name: mean_of([value[name] for value in values], weights) for name in first}
+        return None if any(mean is None for mean in means.values()) else means
+    entries = [mean_of(column, weights) for column in zip(*values, strict=True)]
+    return None if any(entry is None for entry in entries) else type(first)(entries)
 
 
-def _joined_tensors(values: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-    first = values[0]
-    moved = [value.to(first.device) for value in values]
-    if first.dim() == 0 and first.is_floating_point():
-        weights = [length / max(sum(lengths), 1) for length in lengths]
-        return torch.stack([v * weight for v, weight in zip(moved, weights, strict=True)]).sum()
-    per_example = first.dim() > 0 and all(
-        v.shape == (length, *first.shape[1:]) for v, length in zip(values, lengths, strict=True)
-    )
-    if not per_example or (not first.requires_grad and all(torch.equal(v, first) for v in moved)):
-        return first
-    return torch.cat(moved)
+def _is_loss(value: torch.Tensor) -> bool:
+    made_here = not torch.is_grad_enabled() or (value.requires_grad and not value.is_leaf)
+    return value.dim() == 0 and value.is_floating_point() and made_here

@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_parts
-from tfstyle_dist.integrations.accelerate.attributes import Attributes
+from tfstyle_dist.integrations.accelerate.attributes import AuxiliaryLosses
 from tfstyle_dist.integrations.accelerate.upstream import map_tensors
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class Wrapped(torch.nn.DataParallel[torch.nn.Module]):
 
 def _with_own_prefix(_: torch.nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
     """Where a module around this one is loaded: the names of ``state_dict`` as torch looks for them."""
-    for name in [name for name in state if name.startswith(prefix)]:
+    names = [name for name in state if name.startswith(prefix)]
+    if any(name.startswith(f"{prefix}module.") for name in names):
+        return  # as DataParallel names them
+    for name in names:
         state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
 
 
@@ -85,8 +88,8 @@ class LocalReplicas(Wrapped):
 
     The parameters stay where they are. A replica computes with copies on its device (on the same device: with the
     parameters' own memory) and its gradients come back by autograd, added in the order of the aggregation method. The
-    replicas run one after the other, and each begins with the same buffers and attributes. The first replica's
-    buffers are kept, as ``DataParallel`` does; what the forward leaves in attributes is put together (``Attributes``).
+    replicas run one after the other, and each begins with the same buffers. The first replica's are kept, as
+    ``DataParallel`` does. Of losses that the forward leaves in attributes the mean is (``AuxiliaryLosses``).
 
     Args:
         module: the model.
@@ -108,10 +111,9 @@ class LocalReplicas(Wrapped):
         names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         trained = [parameters.pop(name) for name in names]
         copies = _Spread.apply(tuple(devices), self.strategy.cross_device_ops, *trained)  # type: ignore[no-untyped-call]
-        lengths = [stop - start for start, stop in shares]
-        weights = [length / max(count, 1) for length in lengths]
+        weights = [(stop - start) / max(count, 1) for start, stop in shares]
         buffers = [self._buffers_for(place, device) for place, device in enumerate(devices)]
-        outputs, attributes = [], Attributes(self.module)
+        outputs, losses = [], AuxiliaryLosses(self.module)
         for place, (share, device) in enumerate(zip(shares, devices, strict=True)):
             own = dict(zip(names, copies[place * len(names) : (place + 1) * len(names)], strict=True)) | buffers[place]
             own |= {name: frozen.detach().to(device) for name, frozen in parameters.items()}
@@ -121,9 +123,11 @@ class LocalReplicas(Wrapped):
                 # mean of the shares' losses is the loss of the whole batch.
                 named["num_items_in_batch"] = named["num_items_in_batch"] * weights[place]
             outputs.append(torch.func.functional_call(self.module, own, mine, named))
-            attributes.take()
-        attributes.combine(lengths)
-        return outputs[0] if len(outputs) == 1 else _together(outputs, weights, devices[0])
+            losses.take()
+        if len(outputs) == 1:
+            return outputs[0]
+        losses.combine(weights)
+        return _together(outputs, weights, devices[0])
 
     def _buffers_for(self, place: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Copies of the buffers for a replica; none where it can use the model's own."""

@@ -117,7 +117,8 @@ def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     for name, hooks in zip(torch_internals.HOOKS, torch_internals.hooks_of(old), strict=True):
         if hooks:  # the same dict: handles that remove refer to it
             setattr(fresh.requires_grad_(), name, hooks)
-            setattr(old, name, hooks.copy())  # for graphs that are there already
+    if later := torch_internals.hooks_of(old)[1]:
+        setattr(old, torch_internals.HOOKS[1], later.copy())  # for graphs that are there; see hand_over_gradients
     fresh.requires_grad_(old.requires_grad)
     for name, value in old.__dict__.items():
         if name.startswith("_tfstyle"):
@@ -128,7 +129,7 @@ def renewed(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def adopted(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.Tensor:
     """The local copy of a parameter that the servers take over, with the hooks and the gradient that it has by then."""
     fresh = renewed(parameter, data)
-    fresh.grad = parameter.grad
+    fresh.grad, parameter.grad = parameter.grad, None
     return fresh
 
 

@@ -75,14 +75,13 @@ class RemoteRecord(Record):
 
     def read(self) -> torch.Tensor:
         """The local copy, fresh enough for the calling context."""
-        if self.created and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # the copy is kept, and later steps train with it
-                self.store.servers.read(self)  # type: ignore[attr-defined]
-        elif self.created and torch_internals.transforms_are_active():
-            with torch_internals.outside_of_transforms():  # likewise
-                self.store.servers.read(self)  # type: ignore[attr-defined]
+        servers: Any = self.store.servers  # type: ignore[attr-defined]
+        if self.created and (torch.is_inference_mode_enabled() or torch_internals.transforms_are_active()):
+            # The copy is kept, and later steps train with it.
+            with torch_internals.outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
+                servers.read(self)
         elif self.created:
-            self.store.servers.read(self)  # type: ignore[attr-defined]
+            servers.read(self)
         return self.components[0]
 
     def fan_out(self) -> None:
