@@ -167,6 +167,9 @@ def test_functions_in_compiled_steps() -> None:
             assert gradient.tolist() == [2, 2, 2]
         squares = torch.compile(lambda x: func.vmap(func.grad(energy))(x), backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(squares(torch.ones(1, 3)), 2 * X[None] ** 2)
+        with torch.compiler.set_stance("fail_on_recompile"), tfd.OneDeviceStrategy("cpu:0") as another:
+            assert variable(another) is not None
+            torch.testing.assert_close(squares(torch.ones(1, 3)), 2 * X[None] ** 2)
 
 
 def test_torch_is_as_it_was_when_the_last_variable_is_gone() -> None:
