@@ -12,7 +12,7 @@ from torch import nn
 
 import tfstyle_dist as tfd
 from tfstyle_dist.integrations.accelerate import StrategyAccelerator
-from tfstyle_dist.integrations.accelerate.attributes import mean_of
+from tfstyle_dist.integrations.accelerate.auxiliary_losses import mean_of
 
 BATCHES = [torch.arange(8).reshape(8, 1) % (5 + number) for number in range(3)]
 

@@ -97,6 +97,15 @@ def test_a_variable_is_taken_as_its_value(strategy: Any, way: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_gradients_of_a_variable_and_of_a_leaf_in_the_memory_of_another(strategy: Any) -> None:
+    made, other = variable(strategy), variable(strategy)
+    own = other.detach().requires_grad_()
+    outputs = (made * own).sum()
+    for inputs in ([own, made], [made, own]):
+        for gradient in torch.autograd.grad(outputs, inputs, retain_graph=True):
+            assert gradient.tolist() == [1, 2, 3]
+
+
 def test_a_variable_gets_its_gradient_from_a_function(strategy: Any) -> None:
     made = variable(strategy)
 

@@ -132,23 +132,27 @@ def _with_closure_called(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
             f"{kind}.step() was called with {', '.join(others)}. Parameter servers make the step, and call it without "
             "arguments. Set what it is to know in the groups of the optimizer."
         )
-    called: list[Any] = []
-    changed = around_closure(lambda closure: called[0], args, kwargs)
-    if changed is not None:
-        if not type(optimizer).__module__.startswith("torch.optim."):
-            raise RuntimeError(
-                f"{kind}.step(closure) under a parameter server: {kind} is not of torch.optim, and may call its "
-                "closure more than once, which servers cannot. Call backward() first, then step() alone."
-            )
-        with torch.enable_grad():
-            called.append(kwargs["closure"]() if "closure" in kwargs else args[1]())
-    return changed
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    if not _is_of_torch(optimizer):
+        raise RuntimeError(
+            f"{kind}.step(closure) under a parameter server: {kind} is not of torch.optim, and may call its "
+            "closure more than once, which servers cannot. Call backward() first, then step() alone."
+        )
+    with torch.enable_grad():
+        loss = closure()
+    return around_closure(lambda _: loss, args, kwargs)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _may_count(optimizer: Any) -> bool:
     """Whether an optimizer may have a number of steps that is not kept for each parameter."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return not type(optimizer).__module__.startswith("torch.optim.")
+        return not _is_of_torch(optimizer)
     return bool(getattr(optimizer, "common_state", dict)())
 
 

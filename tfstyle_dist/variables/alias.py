@@ -52,9 +52,12 @@ class Alias(torch.Tensor):
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch with plain tensors in the place of aliases."""
-    if func in WITHOUT_VALUE or func is torch.autograd.grad:  # an alias that requires a gradient is a leaf of its own
+    if func in WITHOUT_VALUE:
         with raw():
             return func(*args, **kwargs)
+    if func is torch.autograd.grad:
+        with raw():
+            return func(*map(_leaf, args), **{name: _leaf(value) for name, value in kwargs.items()})
     written = written_by(func, args, kwargs)
     new_args = [_plain(value, written is not None) for value in args]
     new_kwargs = {name: _plain(value, written is not None) for name, value in kwargs.items()}
@@ -68,6 +71,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result.flags.writeable = False  # nothing can be noticed of a write to an array
     first = args[0] if args else None
     return aliased(first._tfstyle_of, first._tfstyle_base, result) if isinstance(first, Alias) else result
+
+
+def _leaf(value: Any) -> Any:
+    """What ``torch.autograd.grad`` is to be given: an alias that requires a gradient is a leaf of its own."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_leaf, value))
+    leaf = getattr(type(value), "_tfstyle_leaf", None)
+    return value if leaf is None else leaf(value)
 
 
 def _plain(value: Any, in_graph: bool = False) -> Any:
@@ -121,10 +132,11 @@ def _aliased(record: Record, base: torch.Tensor, value: torch.Tensor) -> torch.T
     if has_graph or value.layout is not torch.strided or not value.numel():
         return value
     with raw():
-        if (
-            torch_internals.transforms_are_active()
-            or value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
-        ):
+        try:
+            is_other = value.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+        except NotImplementedError:  # a tensor of torch.func has no memory of its own
+            is_other = True
+        if is_other:
             return value
         alias: Any = torch_internals.make_subclass(Alias, value, False)
     alias._tfstyle_of, alias._tfstyle_base = record, base

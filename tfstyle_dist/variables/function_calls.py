@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     """What needs no gradient stays what it is: operations on it in ``forward`` find its value, and may write to it."""
     given = [*args, *kwargs.values()]
-    meant = [_meant(a) if hasattr(type(a), "_tfstyle_value") and a.requires_grad else a for a in given]
+    meant = [a._tfstyle_value() if _stands_for_value(a) and a.requires_grad else a for a in given]
     before = [(value, version_of(value)) for tensor, value in zip(given, meant, strict=True) if tensor is not value]
     found = original(function, *meant[: len(args)], **dict(zip(kwargs, meant[len(args) :], strict=True)))
     for value, version in before:
@@ -34,15 +34,14 @@ def _apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: An
     return found
 
 
-def _meant(argument: Any) -> Any:
-    value = getattr(type(argument), "_tfstyle_value", None)
-    return argument if value is None else value(argument)
+def _stands_for_value(argument: Any) -> bool:
+    return hasattr(type(argument), "_tfstyle_value")
 
 
 def _wrap(original: Callable[..., Any], tensor: Any, *args: Any) -> Any:
-    if hasattr(type(tensor), "_tfstyle_value"):
+    if _stands_for_value(tensor):
         with outside_of_transforms():  # a value that is a copy on a device would be of the level that is being made
-            tensor = _meant(tensor)
+            tensor = tensor._tfstyle_value()
     return original(tensor, *args)
 
 

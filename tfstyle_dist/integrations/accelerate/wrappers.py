@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_parts
-from tfstyle_dist.integrations.accelerate.attributes import AuxiliaryLosses
+from tfstyle_dist.integrations.accelerate.auxiliary_losses import AuxiliaryLosses
 from tfstyle_dist.integrations.accelerate.upstream import map_tensors
 
 if TYPE_CHECKING:
