@@ -3,69 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import functional_code
 import pytest
 import torch
+from functional_code import WAYS, Model, Scaled, X, energy
 from torch import func, nn
-from torch.autograd import functional
 
 import tfstyle_dist as tfd
 
 pytestmark = pytest.mark.timeout(90)
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-X = torch.arange(3.0)
-
-
-class Scaled(torch.autograd.Function):
-    """A function of somebody else, which gives its second argument a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, gradient * x
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(x, self.weight)
-
-
-def energy(weight: torch.Tensor) -> torch.Tensor:
-    return ((weight * X) ** 2).sum()
-
-
-def leaf(weight: Any) -> torch.Tensor:
-    own = weight.detach().requires_grad_()
-    energy(own).backward()
-    return own.grad
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "grad": func.grad(energy),
-    "grad of a dict": lambda w: func.grad(lambda given: energy(given["w"]))({"w": w})["w"],
-    "vmap": func.vmap(lambda part: part * 2),
-    "vmap around a read": lambda w: func.vmap(lambda row: (row * w).sum())(torch.eye(3)),
-    "jvp": lambda w: func.jvp(energy, (w,), (torch.ones(3),))[1],
-    "vjp": lambda w: func.vjp(energy, w)[1](torch.tensor(1.0))[0],
-    "jacrev": func.jacrev(energy),
-    "hessian": func.hessian(energy),
-    "jacobian": lambda w: functional.jacobian(energy, w),
-    "leaf": leaf,
-    "function": lambda w: Scaled.apply(torch.ones(3), w),
-}
+for _module in (sys.modules[__name__], functional_code):
+    cloudpickle.register_pickle_by_value(_module)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,63 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from functional_code import WAYS, Model, Scaled, X, energy
 from torch import func
-from torch.autograd import forward_ad, functional
 
 import tfstyle_dist as tfd
 from tfstyle_dist.testing.runner import run_script
-
-
-class Scaled(torch.autograd.Function):
-    """A function of somebody else, which gives its second argument a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, gradient * x
-
-
-X = torch.arange(3.0)
-
-
-def energy(weight: torch.Tensor) -> torch.Tensor:
-    return ((weight * X.to(weight.device)) ** 2).sum()
-
-
-def dual(weight: Any) -> torch.Tensor:
-    with forward_ad.dual_level():
-        tangent = torch.ones(3, device=weight.device)
-        return forward_ad.unpack_dual(energy(forward_ad.make_dual(weight, tangent))).tangent
-
-
-def leaf(weight: Any) -> torch.Tensor:
-    own = weight.detach().requires_grad_()
-    energy(own).backward()
-    return own.grad
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "grad": func.grad(energy),
-    "grad of a dict": lambda w: func.grad(lambda given: energy(given["w"]))({"w": w})["w"],
-    "vmap": func.vmap(lambda part: part * 2),
-    "vmap around a read": lambda w: func.vmap(lambda row: (row * w).sum())(torch.eye(3, device=w.device)),
-    "jvp": lambda w: func.jvp(energy, (w,), (torch.ones(3, device=w.device),))[1],
-    "vjp": lambda w: func.vjp(energy, w)[1](torch.ones((), device=w.device))[0],
-    "jacrev": func.jacrev(energy),
-    "jacfwd": func.jacfwd(energy),
-    "hessian": func.hessian(energy),
-    "dual": dual,
-    "jacobian": lambda w: functional.jacobian(energy, w),
-    "hvp": lambda w: functional.hvp(energy, w, torch.ones(3, device=w.detach().device))[1],
-    "leaf": leaf,
-    "grad of a leaf": lambda w: torch.autograd.grad(energy(own := w.detach().requires_grad_()), own)[0],
-    "function": lambda w: Scaled.apply(torch.ones(3, device=w.device), w),
-}
 
 
 @pytest.fixture(params=["none", "one", "mirrored", "central"])
@@ -154,14 +102,6 @@ def test_a_function_may_not_write_to_a_variable_that_does(strategy: Any) -> None
 def test_functions_in_compiled_steps() -> None:
     torch._dynamo.reset()
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scaled.apply(x, self.weight).sum()
-
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         assert variable(strategy) is not None
         with strategy.scope():
@@ -169,7 +109,7 @@ def test_functions_in_compiled_steps() -> None:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
         def step() -> torch.Tensor:
-            compiled(torch.full((3,), 2.0)).backward()
+            compiled(torch.full((3,), 2.0)).sum().backward()
             return model.weight.grad.clone()
 
         for gradient in strategy.experimental_local_results(strategy.run(step)):
