@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import sparse_parts
+
 Put = Callable[[str, torch.Tensor], str]
 Get = Callable[[str], torch.Tensor]
+Build = Callable[[Any, list[torch.Tensor]], torch.Tensor]
 
+_SPARSE = "$sparse"
 _PLAIN = (type(None), bool, int, float, str)
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", deque: "$deque"}
@@ -38,7 +42,7 @@ def encode(value: Any, path: str, put: Put) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        return {"$tensor": put(path, value)}
+        return _encode_tensor(value, path, put)
     if kind is list:
         return [encode(entry, f"{path}/{i}", put) for i, entry in enumerate(value)]
     if kind in _MAPPINGS:
@@ -49,6 +53,18 @@ def encode(value: Any, path: str, put: Put) -> Any:
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [encode(entry, f"{path}/{i}", put) for i, entry in enumerate(value)]}
     return _encode_rare(value, path, put)
+
+
+def _encode_tensor(value: torch.Tensor, path: str, put: Put) -> Any:
+    if sparse_parts.is_dense(value):
+        return {"$tensor": put(path, value)}
+    if not sparse_parts.is_sparse(value):
+        nested = "nested " if value.is_nested else ""
+        raise TypeError(
+            f"{path} is a {nested}tensor of layout {value.layout} and type {value.dtype}, which a checkpoint cannot "
+            "hold. Make it dense, or keep it out of the checkpoint, a buffer by persistent=False."
+        )
+    return {_SPARSE: [sparse_parts.about(value), [put(path, part) for part in sparse_parts.parts_of(value)]]}
 
 
 def _encode_rare(value: Any, path: str, put: Put) -> Any:
@@ -76,29 +92,34 @@ def _encode_rare(value: Any, path: str, put: Put) -> Any:
     )
 
 
-def decode(tree: Any, get: Get) -> Any:
+def decode(tree: Any, get: Get, build: Build = sparse_parts.put_together) -> Any:
     """What ``encode`` was given.
 
     Args:
         tree: the result of ``encode``.
         get: the tensor of a name.
+        build: makes a sparse tensor of what is known of it and its parts.
 
     Raises:
         ValueError: ``encode`` makes nothing like that; see ``check``.
     """
     if isinstance(tree, list):
-        return [decode(entry, get) for entry in tree]
+        return [decode(entry, get, build) for entry in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) != 1 or not (mark := next(iter(tree))).startswith("$"):
-        return {key: decode(entry, get) for key, entry in tree.items()}
+        return {key: decode(entry, get, build) for key, entry in tree.items()}
     inner = tree[mark]
     if mark == "$tensor":
         return get(inner)
     if mark in _MAPPING_TYPES:
-        return _MAPPING_TYPES[mark]([(decode(k, get), decode(v, get)) for k, v in map(_listed, _listed(inner))])
+        pairs = map(_listed, _listed(inner))
+        return _MAPPING_TYPES[mark]([(decode(k, get, build), decode(v, get, build)) for k, v in pairs])
     if mark in _SEQUENCE_TYPES:
-        return _SEQUENCE_TYPES[mark]([decode(entry, get) for entry in _listed(inner)])
+        return _SEQUENCE_TYPES[mark]([decode(entry, get, build) for entry in _listed(inner)])
+    if mark == _SPARSE:
+        about, names = map(_listed, _listed(inner))
+        return build(about, [get(name) for name in names])
     if mark not in _RARE:
         raise ValueError(f"{mark[:80]!r} is no kind of value")
     return _RARE[mark](inner, get)
@@ -129,8 +150,12 @@ def check(tree: Any, tensors: Container[str]) -> None:
             raise ValueError(f"there is no tensor {str(name)[:80]!r}")
         return torch.empty(0, device="cpu")
 
+    def build(about: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+        sparse_parts.check(about, len(parts))
+        return torch.empty(0, device="cpu")
+
     try:
-        decode(tree, get)
+        decode(tree, get, build)
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"it is no value that a checkpoint holds: {why}") from None
@@ -162,4 +187,11 @@ def tensor_names(tree: Any) -> list[str]:
         return []
     if len(tree) == 1 and (mark := next(iter(tree))) in ("$tensor", "$ndarray"):
         return [tree[mark]]
+    if tree.keys() == {_SPARSE}:
+        return list(tree[_SPARSE][1])
     return [name for entry in tree.values() for name in tensor_names(entry)]
+
+
+def sparse_in(tree: Any) -> list[Any] | None:
+    """What is known of a sparse tensor that was encoded, as ``sparse_parts.about`` gives it; ``None`` of all else."""
+    return tree[_SPARSE][0] if isinstance(tree, dict) and tree.keys() == {_SPARSE} else None

@@ -12,6 +12,7 @@ import torch
 from tfstyle_dist.checkpoint import codec
 from tfstyle_dist.checkpoint.codec import Get, Put
 from tfstyle_dist.checkpoint.on_servers import Restore, source_of
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.logical_state import write_logical
 
@@ -102,14 +103,30 @@ def all_of(tree: Any, read: Read) -> Get:
     return dict(read(codec.tensor_names(tree))).__getitem__
 
 
-def _shape_problem(name: str, tensor: torch.Tensor, facts: Mapping[str, Any]) -> str | None:
-    here, saved = list(tensor.shape), list(facts["shape"])
+def _problem(name: str, tensor: torch.Tensor, tree: Any, of_tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why a saved tensor cannot be written into one that is there."""
+    facts, sparse = of_tensors[codec.tensor_names(tree)[0]], codec.sparse_in(tree)
+    layout, shape, _ = sparse or ("strided", facts["shape"], True)
+    here, saved = list(tensor.shape), list(shape)
     if here != saved:
         return f"{name} has shape {here}, saved was {saved}"
+    if str(tensor.layout) != f"torch.{layout}":
+        return f"{name} has layout {tensor.layout}, saved was torch.{layout}"
     here_dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, Variable) and here_dtype != facts["dtype"]:
         return f"{name} has dtype {here_dtype}, saved was {facts['dtype']}"
     return None
+
+
+def _write(written: Iterable[tuple[torch.Tensor, Any]], read: Read) -> None:
+    """Writes saved tensors, each with what it was encoded to, into those that are there."""
+    targets: dict[str, list[torch.Tensor]] = {}
+    for tensor, tree in written:
+        if codec.sparse_in(tree) is not None:
+            sparse_parts.fill(tensor, codec.decode(tree, all_of(tree, read)))
+        else:
+            targets.setdefault(codec.tensor_names(tree)[0], []).append(tensor)
+    read.into(targets)
 
 
 class ValueLeaf(Leaf):
@@ -145,14 +162,12 @@ class TensorLeaf(Leaf):
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
         found = super().match(tree, facts)
-        (name,) = found.used
-        if problem := _shape_problem(self.path, self.target, facts[name]):
+        if problem := _problem(self.path, self.target, tree, facts):
             found.problems.append(problem)
         return found
 
     def load(self, tree: Any, read: Read) -> None:
-        (name,) = codec.tensor_names(tree)
-        read.into({name: [self.target]})
+        _write([(self.target, tree)], read)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return (self.target,)
@@ -177,27 +192,26 @@ class ModuleLeaf(Leaf):
             if key not in tree:
                 found.missing.append(f"{self.path}/{key}")
                 continue
-            names = codec.tensor_names(tree[key])
-            found.used.update(names)
+            found.used.update(codec.tensor_names(tree[key]))
             if not isinstance(entry, torch.Tensor):
                 continue
             if torch.nn.parameter.is_lazy(entry):
                 found.problems.append(f"{self.path}/{key} has no shape yet: run the lazy module once before restoring")
-            elif problem := _shape_problem(f"{self.path}/{key}", entry, facts[names[0]]):
+            elif problem := _problem(f"{self.path}/{key}", entry, tree[key], facts):
                 found.problems.append(problem)
         return found
 
     def load(self, tree: Any, read: Read) -> None:
-        targets: dict[str, list[torch.Tensor]] = {}
+        written = []
         for key, entry in self.target.state_dict(keep_vars=True).items():
             if key not in tree:
                 continue
             if isinstance(entry, torch.Tensor):
-                targets.setdefault(codec.tensor_names(tree[key])[0], []).append(entry)
+                written.append((entry, tree[key]))
             else:
                 owner = self.target.get_submodule(key.rpartition(".")[0])
                 owner.set_extra_state(codec.decode(tree[key], all_of(tree[key], read)))
-        read.into(targets)
+        _write(written, read)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return [*self.target.parameters(), *self.target.buffers()]

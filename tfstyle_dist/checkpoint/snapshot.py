@@ -74,6 +74,8 @@ class Snapshot:
         else:
             self._names[id(tensor)] = unique
             source = source_of(tensor)
+            if source is None and tensor.is_meta:
+                raise TypeError(f"{name} is on the meta device: it has no values that a checkpoint could hold.")
             logical = source is None and (leaf.same_on_all is None or find_record(tensor) is not None)
             item = _Item(tensor, None if leaf.same_on_all else 0, logical, private=False, source=source)
         self._items[unique] = item

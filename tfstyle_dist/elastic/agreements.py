@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
 import torch
 
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.packets import Packet
@@ -48,7 +50,10 @@ class Agreements:
 
         def mine(lowest: bool) -> Packet:
             with raw():
-                return Packet({"shapes": shapes}, [r.components[first].detach() for r in pending] if lowest else [])
+                values = [r.components[first].detach() for r in pending] if lowest else []
+                sparse = [sparse_parts.about(v) if sparse_parts.is_sparse(v) else None for v in values]
+                parts = [sparse_parts.parts_of(v) if s else [v] for v, s in zip(values, sparse, strict=True)]
+                return Packet({"shapes": shapes, "sparse": sparse}, list(chain.from_iterable(parts)))
 
         came = self.agree("first values", mine)
         for member, packet in came.items():
@@ -58,11 +63,16 @@ class Agreements:
                     f"worker {member} made {packet.header['shapes'][:_MOST_WORDS]} (of {len(shapes)} and "
                     f"{len(packet.header['shapes'])}). Build the same model on every worker."
                 )
-        values = came[min(came)].tensors
+        lowest = came[min(came)]
+        parts = iter(lowest.tensors)
         with torch.no_grad(), raw():
-            for record, value in zip(pending, values, strict=True):
+            for record, sparse in zip(pending, lowest.header["sparse"], strict=True):
+                if sparse is None:
+                    value = next(parts)
+                else:
+                    value = sparse_parts.put_together(sparse, list(islice(parts, sparse_parts.count(sparse))))
                 for component in list(record.components) if record.kind == "variable" else [record.components[first]]:
-                    component.copy_(value)
+                    sparse_parts.fill(component, value)
 
     def any_of(self, flag: bool) -> bool:
         """Whether a worker says so; a step of its own. The others have passed that before a newcomer's first step."""

@@ -16,7 +16,7 @@ from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.numbers import Tensors
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.replica_state import has_own_value
-from tfstyle_dist.variables.record import raw
+from tfstyle_dist.variables.record import Living, raw
 from tfstyle_dist.variables.store import ParameterStore
 
 _MASK = (1 << 64) - 1
@@ -96,7 +96,7 @@ class Audit:
             A key that is the same on all workers, a name for messages, and the tensor.
         """
         with raw():
-            records = [r for r in self._store.records("parameter") if r.tensor is not None]
+            records = Living(self._store.records("parameter"))
             for record in records:
                 assert record.tensor is not None
                 yield f"p{record.number}", record.describe(), self._contents.inside(record.tensor, replica).detach()

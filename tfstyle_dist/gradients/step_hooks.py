@@ -184,8 +184,9 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
             f"{type(optimizer).__name__} mixes parameters of {owner.strategies[0]!r} with {len(owner.foreign)} "
             f"that belong to no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to "
-            "replica. Build the whole model inside strategy.scope(), or call strategy.experimental_adopt(module); "
-            "deepcopy, to_empty, peft and load_state_dict(assign=True) make new parameters that must be adopted again."
+            "replica. Build the whole model inside strategy.scope(), or call strategy.experimental_adopt(module), and "
+            "strategy.experimental_adopt(tensor) for a tensor of no module; deepcopy, to_empty, peft and "
+            "load_state_dict(assign=True) make new parameters that must be adopted again."
         )
     if len(owner.strategies) > 1:
         raise RuntimeError(
@@ -198,7 +199,8 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its "
                 "parameters belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
-                "strategy.scope(), or call strategy.experimental_adopt(module) before building the optimizer."
+                "strategy.scope(), or call strategy.experimental_adopt(module) before building the optimizer, and "
+                "strategy.experimental_adopt(tensor) for a tensor of no module."
             )
         return None
     if in_run and frame is not None and owner.strategies[0] is not frame.strategy:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.random_streams import seed_python
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import ParameterStore, Record, find_record
 from tfstyle_dist.variables.adoption import adopt_module
+from tfstyle_dist.variables.first_values import send_sparse
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import raw
 
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 def experimental_adopt(strategy: Strategy, module: Any) -> Any:
     """Takes over a module that was built outside the scope, or that lost its adoption; in place.
 
-    Any other object with attributes of its own, or a tensor, may be given too: each replica of this process then
-    finds its own values in it, as if the replica had a process of its own (``docs/replicas.md``).
+    A tensor that is trained without a module, such as a temperature or an image, is taken over as a parameter: a leaf
+    that requires a gradient. Any other object with attributes of its own, or a tensor, may be given too: each replica
+    of this process then finds its own values in it, as if the replica had a process of its own (``docs/replicas.md``).
 
     Args:
-        module: its parameters and buffers become the strategy's; the first worker's values count. Or an object
-            whose attributes the step function changes: an optimizer wrapper, a running average, a counter.
+        module: its parameters and buffers become the strategy's; the first worker's values count. Or a tensor to be
+            trained. Or an object whose attributes the step function changes: an optimizer wrapper, a running average,
+            a counter.
 
     Returns:
         The same object.
@@ -41,8 +45,15 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
 
     Example:
         >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
+        >>> temperature = strategy.experimental_adopt(torch.zeros(1, requires_grad=True))
     """
-    if not isinstance(module, torch.nn.Module):
+    if isinstance(module, torch.nn.Parameter) or (
+        isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
+    ):
+        if strategy.adopts_modules:
+            strategy.parameter_store.adopt_parameter(module, None, "")
+            strategy.parameter_store.ensure_equal()
+    elif not isinstance(module, torch.nn.Module):
         if not hasattr(module, "__dict__") or isinstance(module, type):
             raise TypeError(
                 "experimental_adopt takes a torch.nn.Module or an object with attributes of its own, got "
@@ -75,8 +86,15 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
     store.settle()
     ops = store.strategy.cross_device_ops
     groups: dict[tuple[torch.dtype, VariableAggregation, torch.device], list[Record]] = {}
-    for record in store.alive_everywhere(list(store.records("buffer"))):
+    living = store.alive_everywhere(store.records("buffer"))
+    for record in living:
         first = record.components[0]
+        if not sparse_parts.is_dense(first):
+            if worker.group.size > 1:
+                send_sparse(worker.group, first, f"buffer {record.local_name!r}")
+            for component in list(record.components)[1:]:
+                sparse_parts.fill(component, first)
+            continue
         groups.setdefault((first.dtype, record.aggregation, first.device), []).append(record)
     with torch.no_grad(), raw():
         for (dtype, aggregation, _), records in groups.items():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.comm import mesh
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
@@ -49,8 +50,18 @@ def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Par
 
 
 def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module | None) -> Record:
-    """The record of a buffer: floating ones are ON_READ + MEAN, others ONLY_FIRST_REPLICA."""
-    mean = buffer.is_floating_point() or buffer.is_complex()
+    """The record of a buffer: dense floating ones are ON_READ + MEAN, others ONLY_FIRST_REPLICA.
+
+    Raises:
+        TypeError: several workers cannot be given such a buffer.
+    """
+    dense = sparse_parts.is_dense(buffer)
+    if store.worker.group.size > 1 and not dense and not sparse_parts.is_sparse(buffer):
+        raise TypeError(
+            f"A buffer of layout {buffer.layout}{' that is nested' * buffer.is_nested} and type {buffer.dtype} cannot "
+            "be sent to the other workers. Keep it as a plain attribute of the module, or make it dense or sparse."
+        )
+    mean = dense and (buffer.is_floating_point() or buffer.is_complex())
     aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
     record = Record(store, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
     if store.contents is not None and module is not None:

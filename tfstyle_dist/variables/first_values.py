@@ -10,14 +10,15 @@ from itertools import zip_longest
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.variables.record import Placement, Record, raw
+from tfstyle_dist.variables.record import Living, Placement, Record, raw
 
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
 
 
-def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> list[Record]:
+def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> Living:
     """Compares the parameters, buffers and variables that were created on all workers; collective.
 
     What a program has let go may wait for the garbage collector on some workers and be gone on others. So where
@@ -28,18 +29,20 @@ def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> list[Rec
         pending: in the order of creation.
 
     Returns:
-        Those that live on all workers.
+        Those that live on all workers, and stay as long as the result.
 
     Raises:
         CollectiveMismatchError: they differ; the message says where.
     """
-    if _difference(group, pending) is None:
-        return pending
+    living = Living(pending)
+    if _difference(group, living) is None:
+        return living
+    del living
     gc.collect()
-    pending = [record for record in pending if record.tensor is not None]
-    if (error := _difference(group, pending)) is not None:
+    living = Living(pending)
+    if (error := _difference(group, living)) is not None:
         raise error
-    return pending
+    return living
 
 
 def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMismatchError | None:
@@ -93,6 +96,9 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         first, divided = record.components[0], record.placement is Placement.SHARDED
         if first.is_meta:  # it has no values, as those that Keras makes while it infers shapes
             continue
+        if sparse_parts.is_sparse(first):
+            send_sparse(group, first, f"initial values of {record.local_name!r}")
+            continue
         by_type.setdefault((first.dtype, first.device, divided), []).append(first)
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
@@ -105,3 +111,22 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         for record in pending:
             if record.kind == "variable":
                 record.fan_out()
+
+
+def send_sparse(group: WorkerGroup, tensor: torch.Tensor, name: str) -> None:
+    """Gives all workers the first one's sparse tensor, whose number of elements may be another one; collective.
+
+    Args:
+        group: the workers.
+        tensor: of one shape and layout on all of them; it is written in place.
+        name: of the call.
+    """
+    parts = sparse_parts.parts_of(tensor)
+    told = [sparse_parts.about(tensor), [list(p.shape) for p in parts]] if group.rank == 0 else None
+    description, shapes = group.gather_objects(told, name)[0]
+    if group.rank:
+        parts = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+    for part in parts:
+        group.broadcast(part, 0, name)
+    if group.rank:
+        sparse_parts.fill(tensor, sparse_parts.put_together(description, parts))

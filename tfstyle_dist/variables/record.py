@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,3 +190,23 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record({self.kind} {self.describe()!r}, {len(self.components)} copies)"
+
+
+class Living(list[Record]):
+    """Those of some records whose tensors are there, and stay as long as this list.
+
+    A record refers to its tensor weakly, and the garbage collector may run between any two lines, on each worker at
+    another time: whoever asks whether tensors are there and then uses them holds this list meanwhile.
+
+    Args:
+        records: in any order, which is kept.
+    """
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        super().__init__()
+        self._held: list[object] = []
+        for record in records:
+            module = None if record.module is None else record.module()
+            if (tensor := record.tensor) is not None:
+                self.append(record)
+                self._held.append((tensor, module))

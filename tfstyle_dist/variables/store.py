@@ -19,7 +19,7 @@ from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
 from tfstyle_dist.variables.ordered import WeakOrderedSet
-from tfstyle_dist.variables.record import Placement, Record
+from tfstyle_dist.variables.record import Living, Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
@@ -229,17 +229,18 @@ class ParameterStore:
             if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
 
-    def alive_everywhere(self, records: Sequence[Record]) -> list[Record]:
-        """Those of ``records`` that live on all workers; collective.
+    def alive_everywhere(self, records: Iterable[Record]) -> Living:
+        """Those of ``records`` that live on all workers, and stay as long as the result; collective.
 
         A model that is no longer used may wait for the garbage collector on some workers and be gone on others;
         messages laid out by the living records would then differ.
         """
+        here = Living(records)
         if self.worker.group.size == 1:
-            return list(records)
-        numbers = self.worker.group.gather_objects([r.number for r in records], "living parameters")
+            return here
+        numbers = self.worker.group.gather_objects([r.number for r in here], "living parameters")
         common = set(numbers[0]).intersection(*numbers[1:])
-        return [r for r in records if r.number in common]
+        return Living(r for r in here if r.number in common)
 
     def owns(self, tensor: Any) -> bool:
         """Whether ``tensor`` belongs to this store."""
@@ -285,7 +286,7 @@ class ParameterStore:
                 moved = pending if self.shared_home is None else self.shared_home.move_in(pending)
                 send_first_values(self.worker.group, moved)
             elif self.make_equal is not None and pending:
-                self.make_equal(pending)
+                self.make_equal(Living(pending))
         finally:
             self._equalizing = False
 
