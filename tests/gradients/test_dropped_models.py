@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +39,39 @@ def test_training_goes_on(rank: int, only_on_rank: int | None, sparse: bool, dev
         strategy.run(step, args=(models[-1], optimizers[-1], inputs[-1]))
         # The gradient of a weight is the column sum of x: 2 on rank 0, 4 on rank 1, 3 in the mean.
         torch.testing.assert_close(second.weight.detach(), before - 0.3)
+
+
+@pytest.mark.distributed(workers=2, timeout=60)
+@pytest.mark.parametrize("kind", [td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+def test_the_garbage_collector_may_run_while_the_workers_talk(rank: int, kind: Any, monkeypatch: Any) -> None:
+    """What a program has let go may wait for the collector, which comes on each worker at a time of its own."""
+
+    class Cycle(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.itself = [self]
+
+    def collecting(call: Any) -> Any:
+        def collect_and_call(*args: Any) -> Any:
+            gc.collect()
+            return call(*args)
+
+        return collect_and_call
+
+    gc.disable()
+    try:
+        with kind(["cpu:0"]) as strategy:
+            for name in ("gather_objects", "agree") if rank == 1 else ():
+                monkeypatch.setattr(strategy.worker.group, name, collecting(getattr(strategy.worker.group, name)))
+            for _ in range(3):
+                with strategy.scope():
+                    Cycle()  # made and let go before the workers compare what they made
+                    model = Cycle()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                before = model.weight.detach().clone()
+                strategy.run(step, args=(model, optimizer, torch.full((2, 3), rank + 1.0)))
+                torch.testing.assert_close(model.weight.detach(), before - 0.3)
+                strategy.sync_buffers()
+                del model, optimizer
+    finally:
+        gc.enable()

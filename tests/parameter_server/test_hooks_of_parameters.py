@@ -136,3 +136,20 @@ def test_a_function_that_uses_a_parameter_with_a_hook_from_before_is_refused(clu
 
     with pytest.raises(TypeError, match="has a hook of the coordinator's program"):
         c.coordinator.schedule(step).fetch()
+
+
+def test_a_parameter_of_no_module_is_adopted(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        temperature = c.strategy.experimental_adopt(nn.Parameter(torch.tensor(0.5)))
+        optimizer = torch.optim.SGD([temperature], lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (temperature * 2).backward()
+        optimizer.step()
+
+    c.coordinator.schedule(step).fetch()
+    torch.testing.assert_close(temperature.detach().clone(), torch.tensor(0.3))
+    with pytest.raises(TypeError, match=r"Parameter servers take over a torch.nn.Parameter, got a Tensor"):
+        c.strategy.experimental_adopt(torch.zeros(1, requires_grad=True))

@@ -13,6 +13,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.context import Replica
+from tfstyle_dist.variables.record import Living
 
 
 class PassReducer(GradientReducer):
@@ -87,7 +88,9 @@ class PassReducer(GradientReducer):
         if self._active:
             self._abort()  # the last backward raised before its end
         if self._plan_version != self.store.version:
+            living = Living(self.store.records())  # what was let go stays until it is built
             self._build()
+            del living
         self._reset()
         self._active, self._task = True, task
         self._pass += 1

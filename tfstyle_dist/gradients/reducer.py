@@ -195,7 +195,8 @@ class GradientReducer(abc.ABC):
         The mean of gradients that all hold the same old part plus different new ones is the old part plus the mean of
         the new ones, so MEAN needs no memory of the old part. A parameter that is gone adds nothing.
         """
-        if state.record.tensor is None:
+        held = state.record.tensor
+        if held is None:
             return None
         grad = state.record.components[state.replica].grad
         if grad is None or state.record.policy is None or state.record.policy.scale is ReduceOp.MEAN:

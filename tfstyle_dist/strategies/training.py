@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from tfstyle_dist.variables import ParameterStore, Record, find_record
 from tfstyle_dist.variables.adoption import adopt_module
 from tfstyle_dist.variables.first_values import send_sparse
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.record import raw
+from tfstyle_dist.variables.record import Placement, raw
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -39,7 +39,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         The same object.
 
     Raises:
-        TypeError: an object without attributes of its own, such as a list or a number.
+        TypeError: an object without attributes of its own, such as a list or a number; for parameter servers a
+            trained tensor that is no ``nn.Parameter``.
         ValueError: the module has uninitialised (lazy) parameters.
         RuntimeError: a parameter belongs to another strategy.
 
@@ -50,8 +51,13 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
     if isinstance(module, torch.nn.Parameter) or (
         isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
     ):
+        if strategy.parameter_store.placement is Placement.REMOTE and not isinstance(module, torch.nn.Parameter):
+            raise TypeError(
+                f"Parameter servers take over a torch.nn.Parameter, got a {type(module).__name__}. Write "
+                "torch.nn.Parameter(tensor), and use that in the function."
+            )
         if strategy.adopts_modules:
-            strategy.parameter_store.adopt_parameter(module, None, "")
+            strategy.parameter_store.adopt_parameter(cast("torch.nn.Parameter", module), None, "")
             strategy.parameter_store.ensure_equal()
     elif not isinstance(module, torch.nn.Module):
         if not hasattr(module, "__dict__") or isinstance(module, type):

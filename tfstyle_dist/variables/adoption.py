@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core import sparse_parts, torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.known_tensors import find_record
+from tfstyle_dist.variables.record import Placement
 from tfstyle_dist.variables.store import ParameterStore, live_stores
 
 
@@ -77,7 +78,13 @@ def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
     store = _store_in_force()
     if store is None:
         return
-    store.adopt_buffer(buffer, module, name)
+    _adopt_buffer(store, buffer, module, name)
+
+
+def _adopt_buffer(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module, name: str) -> None:
+    """Servers hold dense tensors only: what else a module has travels with it, to each worker its own."""
+    if store.placement is not Placement.REMOTE or sparse_parts.is_dense(buffer):
+        store.adopt_buffer(buffer, module, name)
 
 
 def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
@@ -126,7 +133,7 @@ def _set_state(original: Any, module: torch.nn.Module, state: Any) -> None:
     """
     original(module, state)
     store = _store_in_force()
-    if store is not None and store.adopts_copies:
+    if store is not None and store.placement is Placement.REMOTE:
         _adopt_all(store, module)
 
 
@@ -177,7 +184,7 @@ def adopt_new_buffers(store: ParameterStore, module: torch.nn.Module) -> None:
     if module in store._modules:
         for name, buffer in module.named_buffers(recurse=False):
             if type(buffer) is torch.Tensor and buffer.is_cpu and find_record(buffer) is None:
-                store.adopt_buffer(buffer, module, name)
+                _adopt_buffer(store, buffer, module, name)
 
 
 def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
@@ -198,4 +205,4 @@ def _adopt_all(store: ParameterStore, module: torch.nn.Module) -> None:
             if not isinstance(buffer, torch.nn.UninitializedBuffer):
                 if store.places and find_record(buffer) is None:
                     store.bring_home(buffer)
-                store.adopt_buffer(buffer, owner, name)
+                _adopt_buffer(store, buffer, owner, name)

@@ -36,7 +36,6 @@ class ParameterStore:
 
     Attributes:
         version: counts adoptions; whoever derives a plan from the parameters compares it.
-        adopts_copies: whether copies of modules that are made in the scope are adopted as a whole, with buffers.
         on_adopt: called with each record that is new.
         make_equal: gives records that are new the same values on all workers, where the group does not do it.
         placement: where copies live.
@@ -50,7 +49,6 @@ class ParameterStore:
 
     shared_home: SharedHome | None = None
     model_mesh: Any = None
-    adopts_copies = False
 
     def __init__(
         self, strategy: StrategyInForce, worker: Worker, parameter_device: ReplicaDevice | None = None

@@ -18,7 +18,7 @@ from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.record import Living, Record
 from tfstyle_dist.variables.store import ParameterStore
 
 _Before = tuple[Record, torch.Tensor | None, torch.Tensor | None, int]  # the leaf, its gradient, how often written to
@@ -254,7 +254,7 @@ class ReplicaReducer(GradientReducer):
 
         The workers have agreed on the parameters; one that is gone here since then adds nothing and gets nothing.
         """
-        plan, group = self._agreed_plan(), self.worker.group
+        _living, plan, group = Living(self.store.records()), self._agreed_plan(), self.worker.group
         with torch.no_grad():
             for bucket in plan.buckets:
                 buffer = self._packed(bucket)

@@ -12,7 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
 from tfstyle_dist.variables.function_calls import give_values_to_functions
 from tfstyle_dist.variables.parameter_marks import address_of
-from tfstyle_dist.variables.record import Placement, Record, raw
+from tfstyle_dist.variables.record import Record, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class RemoteRecord(Record):
     def __init__(self, *args: Any, key: int, shards: Sequence[Shard], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         give_values_to_functions(self.store)
-        self.placement = Placement.REMOTE
         self.key, self.shards = key, tuple(shards)
         self.forget()
         self.created = self.fixed = False

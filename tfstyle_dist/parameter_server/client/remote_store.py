@@ -29,7 +29,7 @@ from tfstyle_dist.variables.creation import VariableSpec
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.parameter_marks import overlap
-from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.store import ParameterStore
 
 Partition = Callable[..., Sequence[int]]
@@ -46,13 +46,11 @@ class RemoteStore(ParameterStore):
         partitioner: into how many shards a tensor is cut; ``None``: one.
     """
 
-    adopts_copies = True
-
     def __init__(
         self, strategy: StrategyInForce, worker: Worker, servers: Servers, partitioner: Partition | None
     ) -> None:
         super().__init__(strategy, worker)
-        self.servers, self.partitioner = servers, partitioner
+        self.servers, self.partitioner, self.placement = servers, partitioner, Placement.REMOTE
         self._next_server = itertools.cycle(range(max(len(servers.links), 1)))
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._uncreated: list[RemoteRecord] = []
