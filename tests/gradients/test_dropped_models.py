@@ -42,7 +42,15 @@ def test_training_goes_on(rank: int, only_on_rank: int | None, sparse: bool, dev
 
 
 @pytest.mark.distributed(workers=2, timeout=60)
-@pytest.mark.parametrize("kind", [td.MirroredStrategy, td.experimental.CentralStorageStrategy])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        td.MirroredStrategy,
+        pytest.param(
+            td.experimental.CentralStorageStrategy, marks=pytest.mark.cpu_only("under torchrun it computes on the CPU")
+        ),
+    ],
+)
 def test_the_garbage_collector_may_run_while_the_workers_talk(rank: int, kind: Any, monkeypatch: Any) -> None:
     """What a program has let go may wait for the collector, which comes on each worker at a time of its own."""
 

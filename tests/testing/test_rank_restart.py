@@ -34,9 +34,10 @@ def test_restarted_rank_runs_the_body_again(inner: InnerPytest) -> None:
                 time.sleep(0.05)
         if how != "itself":
             ranks.restart(1)
-        while not (shared_tmp_path / "1-1").exists():
+        new = shared_tmp_path / "1-1"
+        while not (new.exists() and new.read_text()):  # it is there before it has its text
             time.sleep(0.05)
-        assert ranks.pids[1] == int((shared_tmp_path / "1-1").read_text()) != old
+        assert ranks.pids[1] == int(new.read_text()) != old
 
     @pytest.mark.distributed(workers=2)
     def test_next(rank, attempt):

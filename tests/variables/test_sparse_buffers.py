@@ -14,6 +14,7 @@ from tfstyle_dist.core import sparse_parts
 
 pytestmark = [
     pytest.mark.timeout(90),
+    pytest.mark.cpu_only("the pretend device has few operations of sparse tensors"),
     *(
         pytest.mark.filterwarnings(f"ignore:{said}")
         for said in ("Sparse .* tensor support", "The PyTorch API of nested", "Sparse invariant checks")
@@ -56,7 +57,6 @@ def _train(strategy: Any, model: Graph) -> torch.Tensor:
     return model.layer.weight.detach().clone()
 
 
-@pytest.mark.cpu_only("sparse tensors of the pretend device")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_of_one_process(layout: str) -> None:
     wanted = _train(tfd.OneDeviceStrategy("cpu:0"), Graph(LAYOUTS[layout](torch.eye(4))))
@@ -99,7 +99,6 @@ def test_ranks_begin_with_the_first_ones(rank: int) -> None:
                 Graph(odd)
 
 
-@pytest.mark.cpu_only("an elastic job")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_elastic_job(layout: str) -> None:
     wanted = _train(tfd.OneDeviceStrategy("cpu:0"), Graph(LAYOUTS[layout](torch.eye(4))))
@@ -112,7 +111,6 @@ def test_elastic_job(layout: str) -> None:
         torch.testing.assert_close(model.neighbours.to_dense(), torch.eye(4))
 
 
-@pytest.mark.cpu_only("sparse tensors of the pretend device")
 def test_what_has_neither_one_memory_nor_parts() -> None:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
