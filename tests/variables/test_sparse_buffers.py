@@ -11,6 +11,7 @@ from torch import nn
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core import sparse_parts
+from tfstyle_dist.core.errors import CollectiveMismatchError
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -93,6 +94,13 @@ def test_ranks_begin_with_the_first_ones(rank: int) -> None:
                 model.neighbours = layout(mine)
                 strategy.sync_buffers()
                 torch.testing.assert_close(model.neighbours.to_dense(), first, msg=name)
+    with tfd.MirroredStrategy(["cpu:0"]) as strategy:
+        with strategy.scope():
+            model = Graph(torch.zeros(4, 4).to_sparse() if rank == 0 else other.to_sparse())
+        assert float(model.neighbours.to_dense().sum()) == 0.0
+    differ = pytest.raises(CollectiveMismatchError, match=r"built different models.*torch\.sparse_cs")
+    with tfd.MirroredStrategy(["cpu:0"]) as strategy, differ, strategy.scope():
+        model = Graph(first.to_sparse_csr() if rank == 0 else first.to_sparse_csc())
     with tfd.MirroredStrategy(["cpu:0"]) as strategy, strategy.scope():
         for odd in (torch.nested.nested_tensor([first[:1], first[:2]]), first.to_mkldnn()):
             with pytest.raises(TypeError, match=r"A buffer of layout .* cannot be sent to the other workers"):

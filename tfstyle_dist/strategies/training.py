@@ -14,10 +14,10 @@ from tfstyle_dist.cross_device_ops.collective import reduce_over_workers
 from tfstyle_dist.runtime.random_streams import seed_python
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import ParameterStore, Record, find_record
-from tfstyle_dist.variables.adoption import adopt_module
+from tfstyle_dist.variables.adoption import adopt_module, adopt_tensor
 from tfstyle_dist.variables.first_values import send_sparse
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
-from tfstyle_dist.variables.record import Placement, raw
+from tfstyle_dist.variables.record import raw
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -51,13 +51,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
     if isinstance(module, torch.nn.Parameter) or (
         isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
     ):
-        if strategy.parameter_store.placement is Placement.REMOTE and not isinstance(module, torch.nn.Parameter):
-            raise TypeError(
-                f"Parameter servers take over a torch.nn.Parameter, got a {type(module).__name__}. Write "
-                "torch.nn.Parameter(tensor), and use that in the function."
-            )
         if strategy.adopts_modules:
-            strategy.parameter_store.adopt_parameter(cast("torch.nn.Parameter", module), None, "")
+            adopt_tensor(strategy.parameter_store, cast("torch.nn.Parameter", module))
             strategy.parameter_store.ensure_equal()
     elif not isinstance(module, torch.nn.Module):
         if not hasattr(module, "__dict__") or isinstance(module, type):

@@ -174,6 +174,26 @@ def adopt_module(store: ParameterStore, module: torch.nn.Module) -> torch.nn.Mod
     return module
 
 
+def adopt_tensor(store: ParameterStore, tensor: torch.nn.Parameter) -> None:
+    """Takes over a tensor of no module, in place, as a parameter.
+
+    Args:
+        store: of the strategy.
+        tensor: a leaf; it need not be an ``nn.Parameter`` but for parameter servers.
+
+    Raises:
+        TypeError: parameter servers take over parameters alone.
+    """
+    if store.placement is Placement.REMOTE and not isinstance(tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"Parameter servers take over a torch.nn.Parameter, got a {type(tensor).__name__}. Write "
+            "torch.nn.Parameter(tensor), and use that in the function."
+        )
+    if store.places and find_record(tensor) is None:
+        store.bring_home(tensor)
+    store.adopt_parameter(tensor, None, "")
+
+
 def adopt_new_buffers(store: ParameterStore, module: torch.nn.Module) -> None:
     """Takes over what has come into the places of a module's buffers, as ``module.double()`` puts it there.
 

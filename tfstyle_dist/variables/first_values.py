@@ -48,7 +48,7 @@ def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> Living:
 def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMismatchError | None:
     # Keras' paths number the layers of a process, which may have built others before: their last part says enough.
     mine = [
-        [r.kind, r.local_name.rpartition("/")[2], list(r.components[0].shape), str(r.components[0].dtype)]
+        [r.kind, r.local_name.rpartition("/")[2], list(r.components[0].shape), _kind_of(r.components[0])]
         for r in pending
     ]
     try:
@@ -69,6 +69,10 @@ def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMism
                     )
         raise
     return None
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype) if tensor.layout is torch.strided else f"{tensor.dtype} {tensor.layout}"
 
 
 def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -127,6 +131,7 @@ def send_sparse(group: WorkerGroup, tensor: torch.Tensor, name: str) -> None:
     if group.rank:
         parts = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
     for part in parts:
-        group.broadcast(part, 0, name)
+        if part.numel():
+            group.broadcast(part, 0, name)
     if group.rank:
         sparse_parts.fill(tensor, sparse_parts.put_together(description, parts))
