@@ -77,8 +77,9 @@ def put_together(description: Any, parts: Sequence[torch.Tensor]) -> torch.Tenso
     layout, shape, coalesced = description
     with torch.no_grad():
         if layout == _COORDINATES:
-            made = torch.sparse_coo_tensor(*parts, shape, check_invariants=True)
-            return torch_internals.sparse_of(*parts, shape, coalesced) if coalesced else made
+            places, values = parts
+            made = torch.sparse_coo_tensor(places, values, shape, check_invariants=True)
+            return torch_internals.sparse_of(places, values, shape, coalesced) if coalesced else made
         compressed, plain, values = parts
         return torch.sparse_compressed_tensor(
             compressed, plain, values, shape, layout=_COMPRESSED[layout], check_invariants=True

@@ -47,9 +47,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
         >>> temperature = strategy.experimental_adopt(torch.zeros(1, requires_grad=True))
     """
-    if isinstance(module, torch.nn.Parameter) or (
-        isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
-    ):
+    trained = isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
+    if trained or isinstance(module, torch.nn.Parameter):
         if strategy.adopts_modules:
             strategy.parameter_store.adopt_parameter(module, None, "")
             strategy.parameter_store.ensure_equal()
