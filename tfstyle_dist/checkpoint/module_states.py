@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tfstyle_dist.checkpoint.on_servers import source_of
 from tfstyle_dist.comm import mesh
@@ -35,12 +36,12 @@ def takes_itself(module: torch.nn.Module) -> bool:
     """Whether a module must be given its state by ``load_state_dict``: hooks or methods of its own belong to it.
 
     Else each entry is written in place. So is all of a module with tensors in parts or on servers, whose values no
-    single process holds.
+    single process holds; one that is lazy takes nothing yet.
     """
     state = state_of(module)
     entries = list(state.values()) if isinstance(state, Mapping) else []
     tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
-    if any(mesh.is_divided(tensor) or source_of(tensor) is not None for tensor in tensors):
+    if any(mesh.is_divided(tensor) or source_of(tensor) is not None or is_lazy(tensor) for tensor in tensors):
         return False
     if any(_has_own_way(part) for part in module.modules()) or not isinstance(state, Mapping):
         return True
@@ -58,7 +59,7 @@ def _has_own_way(module: torch.nn.Module) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
-    if tensor.layout is not torch.strided or torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return None
     try:
         return tensor.device, tensor.untyped_storage().data_ptr()
