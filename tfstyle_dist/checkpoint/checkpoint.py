@@ -26,6 +26,10 @@ def _make_latest(place: str, path: str, time: float) -> None:
     write_state(os.path.dirname(place), CheckpointState(place, [place], [time]))
 
 
+def _needed(name: str) -> str:
+    return f"Checkpoint cannot track an object under the name {name!r}; choose another name."
+
+
 class Checkpoint:
     """Saves and restores objects under names (``tf.train.Checkpoint``).
 
@@ -61,14 +65,16 @@ class Checkpoint:
         self._counters = {_COUNTER: 0}
         objects = kwargs if root is None else {"root": root, **kwargs}
         for name, value in objects.items():
-            if hasattr(Checkpoint, name) or name.startswith("_") or name == _COUNTER:
-                raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
+            if name.startswith("_"):
+                raise ValueError(_needed(name))
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Tracks ``value`` under ``name``."""
-        if name.startswith("_") or name in vars(Checkpoint):
+        """Tracks ``value`` under ``name``; raises ValueError for a name that the class needs for itself."""
+        if name.startswith("_"):
             object.__setattr__(self, name, value)
+        elif hasattr(Checkpoint, name):
+            raise ValueError(_needed(name))
         else:
             self._tfstyle_tracked[name] = value
 

@@ -25,7 +25,8 @@ from tfstyle_dist.core.errors import DataLossError, NotFoundError
 FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
 INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
-_FOLDER = re.compile(rf"[^/\\\0]*{re.escape(DATA)}[0-9a-f]+")
+_SEPARATORS = re.escape(f"{os.sep}{os.altsep or ''}")
+_FOLDER = re.compile(rf"[^{_SEPARATORS}\0]*{re.escape(DATA)}[0-9a-f]+")
 
 
 def sync_folder(directory: Path) -> None:
