@@ -271,19 +271,3 @@ class GeneratorLeaf(Leaf):
 
     def load(self, tree: Any, read: Read) -> None:
         self.target.set_state(codec.decode(tree, all_of(tree, read)))
-
-
-class RandomStateLeaf(Leaf):
-    """A ``RandomState``: each worker saves its own."""
-
-    kind = "random_state"
-    per_worker = True
-
-    def encode(self, put: Put) -> Any:
-        return codec.encode(self.target.state_dict(), self.path, put)
-
-    def load(self, tree: Any, read: Read) -> None:
-        """See ``Leaf``; ``tree`` has the states of all workers that there were."""
-        get = all_of(tree, read)
-        states = {int(worker): codec.decode(state, get) for worker, state in tree.items()}
-        self.target.load_states(states, self.worker)

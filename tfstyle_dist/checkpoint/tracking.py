@@ -11,6 +11,7 @@ import torch
 from tfstyle_dist.checkpoint import leaves as kinds
 from tfstyle_dist.checkpoint.leaves import Leaf
 from tfstyle_dist.checkpoint.optimizer_leaves import OptimizerLeaf, ParameterNames, has_usual_state
+from tfstyle_dist.checkpoint.random_leaf import RandomStateLeaf
 from tfstyle_dist.checkpoint.random_state import RandomState
 from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.group import WorkerGroup
@@ -120,7 +121,7 @@ def _leaf(path: str, value: Any, replace: Replace) -> Any:
     if isinstance(value, torch.optim.Optimizer):
         return (path, value, OptimizerLeaf) if has_usual_state(value) else kinds.StatefulLeaf(path, value)
     if isinstance(value, RandomState):
-        return kinds.RandomStateLeaf(path, value)
+        return path, value, RandomStateLeaf
     if isinstance(value, torch.Generator):
         return kinds.GeneratorLeaf(path, value)
     if _stateful(value):
