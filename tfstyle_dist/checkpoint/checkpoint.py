@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from tfstyle_dist.checkpoint.leaves import CounterLeaf, Leaf
 from tfstyle_dist.checkpoint.listing import CheckpointState, write_state
 from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
+from tfstyle_dist.checkpoint.planned import Planned, Then, do_nothing
 from tfstyle_dist.checkpoint.restoring import restore
-from tfstyle_dist.checkpoint.saving import Save, Then, save_by_one
+from tfstyle_dist.checkpoint.saving import Save, save_by_one
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.checkpoint.tracking import find_leaves, group_of, worker_of
 from tfstyle_dist.comm.group import WorkerGroup
@@ -19,13 +21,13 @@ from tfstyle_dist.runtime.worker import Worker
 _COUNTER = "save_counter"
 
 
-def _make_latest(path: str, time: float) -> None:
+def _make_latest(place: str, path: str, time: float) -> None:
     """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
-    write_state(os.path.dirname(path) or ".", CheckpointState(path, [path], [time]))
+    write_state(os.path.dirname(place), CheckpointState(place, [place], [time]))
 
 
-def _do_nothing(path: str, time: float) -> None:
-    """``write`` leaves the folder's latest checkpoint what it is."""
+def _needed(name: str) -> str:
+    return f"Checkpoint cannot track an object under the name {name!r}; choose another name."
 
 
 class Checkpoint:
@@ -59,18 +61,20 @@ class Checkpoint:
     def __init__(self, root: Any = None, **kwargs: Any) -> None:
         self._tfstyle_tracked: dict[str, Any] = {}
         self._save: Save | None = None
-        self._on_finish: Then = _do_nothing
+        self._on_finish: Then = do_nothing
         self._counters = {_COUNTER: 0}
         objects = kwargs if root is None else {"root": root, **kwargs}
         for name, value in objects.items():
-            if hasattr(Checkpoint, name) or name.startswith("_") or name == _COUNTER:
-                raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
+            if name.startswith("_"):
+                raise ValueError(_needed(name))
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Tracks ``value`` under ``name``."""
-        if name.startswith("_") or name in vars(Checkpoint):
+        """Tracks ``value`` under ``name``; raises ValueError for a name that the class needs for itself."""
+        if name.startswith("_"):
             object.__setattr__(self, name, value)
+        elif hasattr(Checkpoint, name):
+            raise ValueError(_needed(name))
         else:
             self._tfstyle_tracked[name] = value
 
@@ -146,7 +150,9 @@ class Checkpoint:
             self._catch_up(group)
         counter = self.save_counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
-        return self._write(leaves, group, path, is_async(options, block), counter, _make_latest)
+        latest = functools.partial(_make_latest, os.path.abspath(path))
+        plan = Planned(path, "Checkpoint.save", numbered=True, on_commit=latest)
+        return self._write(leaves, group, plan, is_async(options, block), counter)
 
     def write(
         self,
@@ -177,20 +183,17 @@ class Checkpoint:
         """
         self.sync()
         leaves, group = self._find("Checkpoint.write")
-        path = os.fspath(file_prefix)
-        asynchronous = is_async(options, block)
-        return self._write(leaves, group, path, asynchronous, self.save_counter, _do_nothing, what="Checkpoint.write")
+        plan = Planned(os.fspath(file_prefix), "Checkpoint.write")
+        return self._write(leaves, group, plan, is_async(options, block), self.save_counter)
 
     def _write(
         self,
         leaves: Sequence[Leaf],
         group: WorkerGroup,
-        path: str,
+        plan: Planned,
         asynchronous: bool,
         counter: int,
-        on_commit: Then,
-        on_finish: Then = _do_nothing,
-        what: str = "Checkpoint.save",
+        on_finish: Then = do_nothing,
     ) -> str:
         before, self._counters[_COUNTER] = self.save_counter, counter
         for leaf in leaves:
@@ -198,19 +201,19 @@ class Checkpoint:
                 leaf.target = self._counters[leaf.path]
         try:
             if group.one_writes:
-                on_finish(path, save_by_one(group, path, leaves, on_commit, what))
-                return path
-            save = Save(group, path, leaves, on_commit, what)
+                on_finish(plan.path, save_by_one(group, plan, leaves))
+                return plan.path
+            save = Save(group, plan, leaves)
             if asynchronous:
                 save.later()
                 self._save, self._on_finish = save, on_finish
             else:
                 save.now()
-                on_finish(path, save.time)
+                on_finish(plan.path, save.time)
         except Exception:
             self._counters[_COUNTER] = before
             raise
-        return path
+        return plan.path
 
     def sync(self) -> None:
         """Waits for a save in the background, if there is one; collective.

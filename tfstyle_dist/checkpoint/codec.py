@@ -18,6 +18,7 @@ Build = Callable[[Any, list[torch.Tensor]], torch.Tensor]
 _SPARSE = "$sparse"
 _PLAIN = (type(None), bool, int, float, str)
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_BOUNDED = "$deque_of"
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", deque: "$deque"}
 _MAPPING_TYPES: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
@@ -50,6 +51,8 @@ def encode(value: Any, path: str, put: Put) -> Any:
             return {key: encode(entry, f"{path}/{key}", put) for key, entry in value.items()}
         pairs = [[encode(k, f"{path} (a key)", put), encode(v, f"{path}/{k}", put)] for k, v in value.items()]
         return {_MAPPINGS[kind]: pairs}
+    if kind is deque and value.maxlen is not None:
+        return {_BOUNDED: [value.maxlen, encode(list(value), path, put)]}
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [encode(entry, f"{path}/{i}", put) for i, entry in enumerate(value)]}
     return _encode_rare(value, path, put)
@@ -79,16 +82,34 @@ def _encode_rare(value: Any, path: str, put: Put) -> Any:
     if isinstance(value, torch.Size):
         return {"$tuple": list(value)}
     if type(value).__module__ == "numpy":
-        # Without importing numpy: whoever made the value has it.
-        if hasattr(value, "dtype") and not value.shape:
-            return encode(value.item(), path, put)
-        return {"$ndarray": put(path, torch.from_numpy(value.copy()))}
+        return _encode_numpy(value, path, put)
     if isinstance(value, dict):
         return encode(dict(value), path, put)
     raise TypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
         f"{str(value)[:80]}. Checkpoints hold modules, optimizers, variables, tensors, objects with state_dict() and "
         "load_state_dict(), numbers, texts, and lists, tuples, sets and dicts of these."
+    )
+
+
+def _encode_numpy(value: Any, path: str, put: Put) -> Any:
+    """Without importing numpy: whoever made the value has it."""
+    kind = getattr(value, "dtype", type(value).__name__)
+    try:
+        if hasattr(value, "ctypes"):  # an array, also one without dimensions
+            return {"$ndarray": put(path, torch.from_numpy(value.copy()))}
+        plain = value.item()
+    except (AttributeError, TypeError) as error:
+        raise TypeError(_no_numbers(path, kind)) from error
+    if type(plain) is type(value):
+        raise TypeError(_no_numbers(path, kind))
+    return encode(plain, path, put)
+
+
+def _no_numbers(path: str, kind: Any) -> str:
+    return (
+        f"{path} is a value of numpy of type {kind}, which torch has not and a checkpoint cannot hold. Give numbers of "
+        "a type that torch has, such as float64, or a list of texts."
     )
 
 
@@ -117,6 +138,9 @@ def decode(tree: Any, get: Get, build: Build = sparse_parts.put_together) -> Any
         return _MAPPING_TYPES[mark]([(decode(k, get, build), decode(v, get, build)) for k, v in pairs])
     if mark in _SEQUENCE_TYPES:
         return _SEQUENCE_TYPES[mark]([decode(entry, get, build) for entry in _listed(inner)])
+    if mark == _BOUNDED:
+        longest, entries = _listed(inner)
+        return deque(decode(_listed(entries), get, build), longest)
     if mark == _SPARSE:
         about, names = map(_listed, _listed(inner))
         return build(about, [get(name) for name in names])

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from tfstyle_dist.core.errors import DataLossError, NotFoundError
 FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
 INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
-_FOLDER = re.compile(rf"[^/\\\0]*{re.escape(DATA)}[0-9a-f]+")
+_SEPARATORS = re.escape(f"{os.sep}{os.altsep or ''}")
+_FOLDER = re.compile(rf"[^{_SEPARATORS}\0]*{re.escape(DATA)}[0-9a-f]+")
 
 
 def sync_folder(directory: Path) -> None:
@@ -38,7 +40,8 @@ def sync_folder(directory: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Gives ``path`` this content in one step: whoever reads it finds the old or the new one."""
-    temporary = path.with_name(f"{path.name}{UNFINISHED}")
+    # Other programs and threads may write the file of the latest checkpoint of this folder, too.
+    temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -136,14 +139,25 @@ def verify(path: str, content: Mapping[str, Any], share: int = 0, of: int = 1) -
         file = folder / name
         try:
             size = file.stat().st_size
+            found = fingerprint(file) if number % of == share and size == expected["bytes"] else None
         except OSError as error:
-            raise DataLossError(f"Checkpoint {path!r} is damaged: {file} cannot be read ({error}).") from error
+            raise unreadable(path, file, error) from error
         if size != expected["bytes"]:
             raise DataLossError(
                 f"Checkpoint {path!r} is damaged: {file} has {size} bytes, {expected['bytes']} were written."
             )
-        if number % of == share and fingerprint(file) != expected:
+        if found not in (None, expected):
             raise DataLossError(f"Checkpoint {path!r} is damaged: the checksum of {file} is wrong.")
+
+
+def unreadable(path: str, file: Path, error: OSError) -> NotFoundError | DataLossError:
+    """What to raise when a file of a checkpoint cannot be read: the checkpoint may have been deleted meanwhile."""
+    if isinstance(error, FileNotFoundError) and not index_file(path).exists():
+        return NotFoundError(
+            f"Checkpoint {path!r} was deleted while it was read: {_what_is_there(Path(path).parent)}. Whoever writes "
+            "it keeps too few: let its manager keep more (max_to_keep), or restore a newer one."
+        )
+    return DataLossError(f"Checkpoint {path!r} is damaged: {file} cannot be read ({error}).")
 
 
 # ---- coming and going ---------------------------------------------------------------------------------------------
@@ -188,18 +202,23 @@ def remove_checkpoint(path: str) -> None:
         remove_leftovers(path)
 
 
-def remove_leftovers(path: str) -> None:
-    """Deletes what interrupted saves of ``path``, or of its other numbers, left behind.
+def remove_leftovers(path: str, numbered: bool = False, under_way: Collection[Path] = ()) -> None:
+    """Deletes what interrupted saves of ``path`` left behind.
 
     Args:
-        path: a checkpoint; ``dir/ckpt-7`` stands for all ``dir/ckpt-<number>``.
+        path: a checkpoint.
+        numbered: whether ``dir/ckpt-7`` stands for all ``dir/ckpt-<number>``, which are the program's own.
+        under_way: folders that are being written now, from ``new_folder``; they stay, renamed or not.
     """
-    directory, stem = Path(path).parent, re.sub(r"-\d+$", "", Path(path).name)
-    name = rf"(?P<name>{re.escape(stem)}(-\d+)?)"
-    pattern = re.compile(rf"{name}{re.escape(DATA)}[0-9a-f]+(?P<unfinished>{re.escape(UNFINISHED)})?")
+    directory, name = Path(path).parent, re.escape(Path(path).name)
+    if numbered:
+        name = re.escape(re.sub(r"-\d+$", "", Path(path).name)) + r"(-\d+)?"
+    pattern = re.compile(rf"(?P<name>{name}){re.escape(DATA)}[0-9a-f]+(?P<unfinished>{re.escape(UNFINISHED)})?")
     for entry in list(directory.iterdir()):
         found = pattern.fullmatch(entry.name)
-        if found and (found["unfinished"] or not _in_use(directory / found["name"], entry.name)):
+        if not found or {entry, entry.with_name(f"{entry.name}{UNFINISHED}")} & set(under_way):
+            continue
+        if found["unfinished"] or not _in_use(directory / found["name"], entry.name):
             shutil.rmtree(entry, ignore_errors=True)
 
 

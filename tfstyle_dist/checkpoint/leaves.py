@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.checkpoint import codec
+from tfstyle_dist.checkpoint import codec, module_states
 from tfstyle_dist.checkpoint.codec import Get, Put
 from tfstyle_dist.checkpoint.on_servers import Restore, source_of
 from tfstyle_dist.core import sparse_parts
@@ -77,6 +77,8 @@ class Leaf(abc.ABC):
 
     worker = 0
     """Number of the worker that restores."""
+    takes_itself = False
+    """Whether, as ``match`` found, ``load`` gives the state to the object, which may refuse it."""
 
     def __init__(self, path: str, target: Any) -> None:
         self.path, self.target = path, target
@@ -92,6 +94,10 @@ class Leaf(abc.ABC):
     @abc.abstractmethod
     def load(self, tree: Any, read: Read) -> None:
         """Puts the saved state back."""
+
+    def keep(self) -> Callable[[], None]:
+        """Copies the state of an object that takes it itself; the result puts it back."""
+        raise NotImplementedError(f"{self.path} does not take its state itself")
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Its parameters and variables, from which the strategy is known."""
@@ -174,19 +180,34 @@ class TensorLeaf(Leaf):
 
 
 class ModuleLeaf(Leaf):
-    """An ``nn.Module``: what its ``state_dict`` has; tensors are written in place, name by name."""
+    """An ``nn.Module``: what its ``state_dict`` has; tensors are written in place, name by name.
+
+    One with hooks or methods of its own for its state is given the state by ``load_state_dict``.
+    """
 
     kind = "module"
     same_on_all = None
+
+    def __init__(self, path: str, target: Any) -> None:
+        super().__init__(path, target)
+        self._found = Match()
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Its parameters, by the names by which an optimizer's state goes."""
         return self.target.named_parameters()  # type: ignore[no-any-return]
 
     def encode(self, put: Put) -> Any:
-        return {k: codec.encode(v, f"{self.path}/{k}", put) for k, v in self.target.state_dict(keep_vars=True).items()}
+        state = module_states.state_of(self.target)
+        for key, entry in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(entry, torch.Tensor) and torch.nn.parameter.is_lazy(entry):
+                raise TypeError(f"{self.path}/{key} has no shape yet: run the lazy module once before saving it.")
+        return codec.encode(dict(state) if isinstance(state, Mapping) else state, self.path, put)
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
+        self.takes_itself = module_states.takes_itself(self.target)
+        if self.takes_itself:
+            self._found = super().match(tree, facts)
+            return self._found
         found = Match()
         for key, entry in self.target.state_dict(keep_vars=True).items():
             if key not in tree:
@@ -202,16 +223,27 @@ class ModuleLeaf(Leaf):
         return found
 
     def load(self, tree: Any, read: Read) -> None:
+        if self.takes_itself:
+            self._load_by_itself(tree, read)
+            return
         written = []
         for key, entry in self.target.state_dict(keep_vars=True).items():
             if key not in tree:
                 continue
             if isinstance(entry, torch.Tensor):
                 written.append((entry, tree[key]))
-            else:
+            elif key.endswith(module_states.EXTRA):
                 owner = self.target.get_submodule(key.rpartition(".")[0])
                 owner.set_extra_state(codec.decode(tree[key], all_of(tree[key], read)))
         _write(written, read)
+
+    def _load_by_itself(self, tree: Any, read: Read) -> None:
+        missing, unexpected = module_states.take(self.target, codec.decode(tree, all_of(tree, read)))
+        self._found.missing += [f"{self.path}/{key}" for key in missing]
+        self._found.used.difference_update(*(codec.tensor_names(tree[key]) for key in unexpected if key in tree))
+
+    def keep(self) -> Callable[[], None]:
+        return module_states.keep(self.target)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return [*self.target.parameters(), *self.target.buffers()]
@@ -239,19 +271,3 @@ class GeneratorLeaf(Leaf):
 
     def load(self, tree: Any, read: Read) -> None:
         self.target.set_state(codec.decode(tree, all_of(tree, read)))
-
-
-class RandomStateLeaf(Leaf):
-    """A ``RandomState``: each worker saves its own."""
-
-    kind = "random_state"
-    per_worker = True
-
-    def encode(self, put: Put) -> Any:
-        return codec.encode(self.target.state_dict(), self.path, put)
-
-    def load(self, tree: Any, read: Read) -> None:
-        """See ``Leaf``; ``tree`` has the states of all workers that there were."""
-        get = all_of(tree, read)
-        states = {int(worker): codec.decode(state, get) for worker, state in tree.items()}
-        self.target.load_states(states, self.worker)

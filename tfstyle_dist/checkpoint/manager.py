@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from tfstyle_dist.checkpoint import files
 from tfstyle_dist.checkpoint.checkpoint import Checkpoint
 from tfstyle_dist.checkpoint.listing import CheckpointState, get_checkpoint_state, write_state
 from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
+from tfstyle_dist.checkpoint.planned import Planned
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
@@ -158,7 +160,8 @@ class CheckpointManager:
         number = checkpoint.save_counter + 1
         path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
         counter = number if checkpoint_number is None else checkpoint.save_counter
-        checkpoint._write(leaves, group, path, is_async(options, block), counter, self._commit, self._finish)
+        plan = Planned(path, "Checkpoint.save", numbered=True, on_commit=functools.partial(self._commit, os.getcwd()))
+        checkpoint._write(leaves, group, plan, is_async(options, block), counter, self._finish)
         self._last_step = step
         return path
 
@@ -196,22 +199,27 @@ class CheckpointManager:
                 old.append(oldest)
         return kept, old, preserved
 
-    def _commit(self, path: str, saved: float) -> None:
-        """On worker 0, maybe in another thread."""
+    def _commit(self, base: str, path: str, saved: float) -> None:
+        """On worker 0, maybe in another thread; ``base``: the folder that the process was in when it saved."""
         kept, old, preserved = self._plan(path, saved)
+
+        def write(listed: dict[str, float]) -> None:
+            latest, *places = (os.path.join(base, entry) for entry in (path, *listed))
+            state = CheckpointState(latest, places, list(listed.values()), preserved)
+            write_state(os.path.join(base, self._directory), state)
+
         if old:
             # Still listed while they are deleted: a manager that comes after a crash tries again.
-            both = {**self._kept, path: saved}
-            write_state(self._directory, CheckpointState(path, list(both), list(both.values()), preserved))
+            write({**self._kept, path: saved})
         for unwanted in old:
-            self._delete(unwanted)
-        write_state(self._directory, CheckpointState(path, list(kept), list(kept.values()), preserved))
+            self._delete(os.path.join(base, unwanted), os.path.join(base, self._directory))
+        write(kept)
 
-    def _delete(self, path: str) -> None:
-        if not Path(path).resolve().is_relative_to(Path(self._directory).resolve()):
+    def _delete(self, path: str, directory: str) -> None:
+        if not Path(path).resolve().is_relative_to(Path(directory).resolve()):
             get_logger().warning(
                 "The old checkpoint %s is not in the folder of its manager, %s, and is not deleted", path,
-                self._directory,
+                directory,
             )  # fmt: skip
             return
         try:

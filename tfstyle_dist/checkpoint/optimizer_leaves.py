@@ -49,6 +49,15 @@ class ParameterNames:
         return dict(self._known.values())
 
 
+def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of an optimizer is that of torch's; wrappers of others may have one of another form."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return True
+    with state_stays_there():
+        state = optimizer.state_dict()
+    return isinstance(state, Mapping) and "state" in state and "param_groups" in state
+
+
 class OptimizerLeaf(Leaf):
     """A ``torch.optim`` optimizer: state by parameter name."""
 
@@ -83,8 +92,10 @@ class OptimizerLeaf(Leaf):
             state = {**state, "state": {i: entry for i, entry in enumerate(slots) if entry}, "param_groups": groups}
         groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
         others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+        common = {key: entry for key, entry in state["state"].items() if type(key) is not int}
         return {
-            "state": {names[i]: self._entry(names[i], entry, put) for i, entry in state["state"].items()},
+            **({"common": codec.encode(common, f"{self.path}/state", put)} if common else {}),
+            "state": {names[i]: self._entry(names[i], e, put) for i, e in state["state"].items() if type(i) is int},
             "param_groups": codec.encode(groups, f"{self.path}/param_groups", put),
             "others": codec.encode(others, self.path, put),
         }
@@ -110,7 +121,7 @@ class OptimizerLeaf(Leaf):
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
         names, groups = set(self._named()), tree["param_groups"]
-        found = Match(used=set(codec.tensor_names([tree["param_groups"], tree["others"]])))
+        found = Match(used=set(codec.tensor_names([tree["param_groups"], tree["others"], tree.get("common")])))
         if len(groups) != len(self.target.param_groups):
             here = len(self.target.param_groups)
             found.problems.append(f"{self.path} has {here} parameter group(s), saved were {len(groups)}")
@@ -130,7 +141,8 @@ class OptimizerLeaf(Leaf):
             self._load_on_servers(strategy, tree, read, numbers)
             tree = {**tree, "state": {}}
         states = {name: entry for name, entry in tree["state"].items() if name in numbers}
-        parameters, state = list(self.tensors()), {}
+        common = tree.get("common", {})  # what the optimizer keeps for all parameters, under names of its own
+        parameters, state = list(self.tensors()), codec.decode(common, all_of(common, read))
         for name, entry in states.items():  # one by one: the whole state of a divided model may not fit
             number = numbers[name]
             state[number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])

@@ -18,8 +18,9 @@ class RandomState:
 
     Of torch those of the CPU and of all accelerators that the process uses.
 
-    Give one to ``Checkpoint``: each worker then saves its own, and gets it back. Local replicas of one worker share the
-    generator of their device, as everything in one process does.
+    Give one to ``Checkpoint``: each worker then saves its own, and gets it back. If ``Strategy.seed_replicas`` was
+    called, the streams of the worker's other replicas are saved, too, and go on where the worker has as many replicas
+    again; with another number they do not, and a warning says so. Without that call they are derived from the first.
 
     A checkpoint restored on more workers than it was saved by has nothing for the last ones: they are seeded from the
     first worker's state and their own number, and a warning says so. In an elastic job one worker writes for all: its

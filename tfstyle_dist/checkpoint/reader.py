@@ -73,6 +73,8 @@ class CheckpointReader:
             raise NotFoundError(f"Checkpoint {self.path!r} has no tensor {missing}; it has {sorted(self._facts)}.")
         try:
             return self._tensors().read(names)
+        except (NotFoundError, DataLossError):
+            raise
         except Exception as error:
             files.verify(self.path, self.content)  # a damaged file is the likely reason
             raise DataLossError(
@@ -82,8 +84,13 @@ class CheckpointReader:
 
     def _tensors(self) -> TensorReader:
         if self._reader is None:
-            self._reader = TensorReader(files.data_folder(self.path, self.content), self._facts)
-            self._reader.check()
+            folder = files.data_folder(self.path, self.content)
+            try:
+                reader = TensorReader(folder, self._facts)
+            except FileNotFoundError as error:
+                raise files.unreadable(self.path, folder, error) from error
+            reader.check()
+            self._reader = reader
         return self._reader
 
     def check(self) -> None:

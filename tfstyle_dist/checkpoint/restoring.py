@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from tfstyle_dist.checkpoint.on_servers import Restore
 from tfstyle_dist.checkpoint.reader import CheckpointReader
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError
+from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError, NotFoundError
 
 _BYTES_AT_A_TIME = 64 * 1024 * 1024
 
@@ -62,15 +62,46 @@ def restore(
     used: set[str] = set()
     servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])
     read = Read(lambda names: _pieces(reader, names), servers)
-    for leaf in leaves:
-        if leaf.path in found:
+    matched = [leaf for leaf in leaves if leaf.path in found]
+    trees = {leaf.path: reader.content["objects"][leaf.path]["tree"] for leaf in matched}
+    _first_who_may_refuse(group, [leaf for leaf in matched if leaf.takes_itself], trees, read, (what, failed))
+    for leaf in matched:
+        if not leaf.takes_itself:
             leaf.worker = group.own_number
-            leaf.load(reader.content["objects"][leaf.path]["tree"], read)
-            used |= found[leaf.path].used
+            leaf.load(trees[leaf.path], read)
+        used |= found[leaf.path].used
     servers.run()
     missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path not in optional]
     missing += [name for match in found.values() for name in match.missing]
     return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used), len(found.keys() - set(optional)))
+
+
+def _first_who_may_refuse(
+    group: WorkerGroup, leaves: Sequence[Leaf], trees: Mapping[str, Any], read: Read, failed: tuple[str, str]
+) -> None:
+    """Gives objects their state that take it themselves; if one refuses, all on all workers get back what they had."""
+    if not leaves:
+        return
+    undo: list[Callable[[], None]] = []
+    error: Exception | None = None
+    for leaf in leaves:
+        try:
+            undo.append(leaf.keep())
+            leaf.load(trees[leaf.path], read)
+        except (DataLossError, NotFoundError) as failure:
+            error = failure
+            break
+        except Exception as failure:
+            error = InvalidArgumentError(f"{leaf.path} did not take its saved state: {failure}")
+            error.__cause__ = failure
+            break
+    what, text = failed
+    try:
+        exchange(group, f"{what}: taken", text, error)
+    except Exception:
+        for put_back in undo:
+            put_back()
+        raise
 
 
 def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:

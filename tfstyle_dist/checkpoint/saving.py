@@ -20,14 +20,12 @@ import torch
 from tfstyle_dist.checkpoint import dcp, files, on_servers
 from tfstyle_dist.checkpoint.exchange import by_one, exchange
 from tfstyle_dist.checkpoint.leaves import Leaf
+from tfstyle_dist.checkpoint.planned import Planned
 from tfstyle_dist.checkpoint.snapshot import Snapshot
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.core.errors import DataLossError, DeadlineExceededError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
-
-Then = Callable[[str, float], None]
-"""Called with the path of a checkpoint and the time of its save."""
 
 _POLL_SECONDS = 0.02
 _LIMIT_AT_EXIT = timedelta(seconds=30)
@@ -38,41 +36,41 @@ class Save:
 
     Args:
         group: the workers that save together.
-        path: the checkpoint.
+        plan: what is to be written where.
         leaves: what is saved.
-        on_commit: called on worker 0 when it exists, maybe in another thread.
-        what: the call that saves, for messages.
 
     Attributes:
+        path: the checkpoint, as the program gave it.
         error: why it failed.
         time: when it was begun, on worker 0.
     """
 
-    def __init__(self, group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then, what: str) -> None:
-        self.path = path
+    def __init__(self, group: WorkerGroup, plan: Planned, leaves: Sequence[Leaf]) -> None:
+        self.path = plan.path
         self.error: Exception | None = None
-        self._group, self._on_commit, self._what = group, on_commit, what
-        self._failed = f"Checkpoint {path!r} was not written (those before it are untouched)"
+        self._group, self._plan = group, plan
+        self._failed = f"Checkpoint {plan.path!r} was not written (those before it are untouched)"
         self._thread: threading.Thread | None = None
         self._seen = False
         snapshot, error, token = None, None, secrets.token_hex(4)
-        self._folder = files.new_folder(path, token)
+        self._folder = files.new_folder(plan.place, token)
+        _under_way.add(self)
         try:
             snapshot = Snapshot(leaves, group.rank)
             if group.rank == 0:
                 self._prepare()
         except Exception as failure:
             error = failure
-        same = {"path": path, "saves": None if snapshot is None else snapshot.describe()}
+        same = {"path": plan.path, "saves": None if snapshot is None else snapshot.describe()}
         try:
-            told = exchange(group, what, self._failed, error, same=same, token=token, time=time.time())
+            told = exchange(group, plan.what, self._failed, error, same=same, token=token, time=time.time())
             assert snapshot is not None
             snapshot.resolve()
         except Exception:
             self._clean()
             raise
         self.time: float = told[0]["time"]
-        self._folder = files.new_folder(path, told[0]["token"])
+        self._folder = files.new_folder(plan.place, told[0]["token"])
         self._objects, self._own = snapshot.objects, snapshot.own
         self._tensors, self._facts = snapshot.share(group.rank, group.size)
         self._sources = snapshot.sources()
@@ -80,7 +78,8 @@ class Save:
 
     def _prepare(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(self.path)
+        under_way = {save._folder for save in list(_under_way)}
+        files.remove_leftovers(self._plan.place, self._plan.numbered, under_way)
         self._folder.mkdir()
 
     # ---- on all workers ---------------------------------------------------------------------------------------
@@ -94,9 +93,9 @@ class Save:
         """
         error = _outcome(self._write_part)
         try:
-            exchange(self._group, f"{self._what}: written", self._failed, error)
+            exchange(self._group, f"{self._plan.what}: written", self._failed, error)
             error = _outcome(self._commit) if self._group.rank == 0 else None
-            exchange(self._group, f"{self._what}: committed", self._failed, error)
+            exchange(self._group, f"{self._plan.what}: committed", self._failed, error)
         except Exception:
             self._clean()
             raise
@@ -109,12 +108,11 @@ class Save:
         """
         error = _outcome(self._copy)
         try:
-            exchange(self._group, f"{self._what}: copied", self._failed, error)
+            exchange(self._group, f"{self._plan.what}: copied", self._failed, error)
         except Exception:
             self._clean()
             raise
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {Path(self.path).name}")
-        _unfinished.add(self)
         self._thread.start()
 
     def finish(self) -> None:
@@ -186,8 +184,8 @@ class Save:
         for name in names:
             (self._folder / f"{name}.json").unlink()
         content["files"][dcp.METADATA_FILE] = files.fingerprint(self._folder / dcp.METADATA_FILE)
-        files.publish(self._folder, self.path, content)
-        self._on_commit(self.path, self.time)
+        files.publish(self._folder, self._plan.place, content)
+        self._plan.on_commit(self.path, self.time)
 
     # ---- in a thread ------------------------------------------------------------------------------------------
 
@@ -210,7 +208,7 @@ class Save:
 
     def _committed(self) -> bool:
         try:
-            return str(files.read_index(self.path)["data"]) == self._folder.name.removesuffix(files.UNFINISHED)
+            return str(files.read_index(self._plan.place)["data"]) == self._folder.name.removesuffix(files.UNFINISHED)
         except (NotFoundError, DataLossError):
             return False
 
@@ -239,15 +237,13 @@ class Save:
             self._clean()
 
 
-def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit: Then, what: str) -> float:
+def save_by_one(group: WorkerGroup, plan: Planned, leaves: Sequence[Leaf]) -> float:
     """One worker writes what every worker holds; if it is lost, the next one does.
 
     Args:
         group: one whose ``one_writes`` is true.
-        path: the checkpoint.
+        plan: what is to be written where.
         leaves: what is saved.
-        on_commit: called where it was written.
-        what: the call that saves, for messages.
 
     Returns:
         The time of the save.
@@ -257,24 +253,25 @@ def save_by_one(group: WorkerGroup, path: str, leaves: Sequence[Leaf], on_commit
     """
 
     def write() -> float:
-        save = Save(group, path, leaves, on_commit, what)
+        save = Save(group, plan, leaves)
         save.now()
         return save.time
 
-    failed = f"Checkpoint {path!r} was not written (those before it are untouched)"
-    return float(by_one(group, what, failed, write))
+    failed = f"Checkpoint {plan.path!r} was not written (those before it are untouched)"
+    return float(by_one(group, plan.what, failed, write))
 
 
 class _FailedElsewhere(Exception):
     """Another worker has the error."""
 
 
-_unfinished: weakref.WeakSet[Save] = weakref.WeakSet()
+_under_way: weakref.WeakSet[Save] = weakref.WeakSet()
+"""The saves of this process, as long as somebody asks for their end."""
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for save in list(_unfinished):
+    for save in list(_under_way):
         save.report_unseen()
 
 

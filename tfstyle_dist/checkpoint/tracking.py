@@ -10,7 +10,8 @@ import torch
 
 from tfstyle_dist.checkpoint import leaves as kinds
 from tfstyle_dist.checkpoint.leaves import Leaf
-from tfstyle_dist.checkpoint.optimizer_leaves import OptimizerLeaf, ParameterNames
+from tfstyle_dist.checkpoint.optimizer_leaves import OptimizerLeaf, ParameterNames, has_usual_state
+from tfstyle_dist.checkpoint.random_leaf import RandomStateLeaf
 from tfstyle_dist.checkpoint.random_state import RandomState
 from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.group import WorkerGroup
@@ -47,20 +48,41 @@ def find_leaves(
 
     Raises:
         TypeError: something a checkpoint cannot hold.
+        ValueError: two entries have one name, or a container holds itself.
     """
     found: list[Leaf | tuple[str, Any, type]] = []
     for name, value in tracked.items():
         found += _walk(name, value, functools.partial(replace, name))
     found += [kinds.CounterLeaf(name, value, functools.partial(replace, name)) for name, value in counters.items()]
     names = ParameterNames(leaf for leaf in found if isinstance(leaf, Leaf))
-    return [leaf if isinstance(leaf, Leaf) else leaf[2](leaf[0], leaf[1], names) for leaf in found]
+    leaves = [leaf if isinstance(leaf, Leaf) else leaf[2](leaf[0], leaf[1], names) for leaf in found]
+    _check_names(leaves)
+    return leaves
 
 
-def _walk(path: str, value: Any, replace: Replace) -> Iterator[Any]:
+def _check_names(leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError if two entries have one name: one of them would be lost."""
+    known = set[str]()
+    for leaf in leaves:
+        if leaf.path in known:
+            raise ValueError(
+                f"Two entries of the checkpoint are called {leaf.path!r}: a key counts by its text, so that 1 and '1' "
+                "are one name, and '/' stands between the names of nested entries. Give one of them another key."
+            )
+        known.add(leaf.path)
+
+
+def _walk(path: str, value: Any, replace: Replace, within: tuple[int, ...] = ()) -> Iterator[Any]:
+    if id(value) in within:
+        raise ValueError(
+            f"{path} is a {type(value).__name__} that holds itself, so there is no end to its names. Track what it "
+            "holds without it."
+        )
     nested: Any = getattr(value, "_tfstyle_tracked", None)
     entries: Iterable[tuple[Any, Any]]
+    held = value
     if nested is not None:
-        value, entries = nested, nested.items()
+        held, entries = nested, nested.items()
     elif isinstance(value, Mapping) and _has_objects(value.values()):
         entries = value.items()
     elif isinstance(value, list | tuple) and _has_objects(value):
@@ -68,8 +90,20 @@ def _walk(path: str, value: Any, replace: Replace) -> Iterator[Any]:
     else:
         yield _leaf(path, value, replace)
         return
+    put = _in_tuple(value, replace) if isinstance(value, tuple) else functools.partial(_set, held)
     for key, entry in entries:
-        yield from _walk(f"{path}/{key}", entry, functools.partial(_set, value, key))
+        yield from _walk(f"{path}/{key}", entry, functools.partial(put, key), (*within, id(value)))
+
+
+def _in_tuple(value: tuple[Any, ...], replace: Replace) -> Callable[[Any, Any], None]:
+    """How to replace entries of a tuple: by another tuple in its place."""
+    entries = list(value)
+
+    def put(place: int, entry: Any) -> None:
+        entries[place] = entry
+        replace(value._make(entries) if hasattr(value, "_make") else tuple(entries))
+
+    return put
 
 
 def _set(container: Any, key: Any, value: Any) -> None:
@@ -85,9 +119,9 @@ def _leaf(path: str, value: Any, replace: Replace) -> Any:
     if isinstance(value, torch.nn.Module):
         return kinds.ModuleLeaf(path, value)
     if isinstance(value, torch.optim.Optimizer):
-        return path, value, OptimizerLeaf
+        return (path, value, OptimizerLeaf) if has_usual_state(value) else kinds.StatefulLeaf(path, value)
     if isinstance(value, RandomState):
-        return kinds.RandomStateLeaf(path, value)
+        return path, value, RandomStateLeaf
     if isinstance(value, torch.Generator):
         return kinds.GeneratorLeaf(path, value)
     if _stateful(value):
@@ -99,7 +133,7 @@ def _stateful(value: Any) -> bool:
     return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _has_objects(values: Iterable[Any]) -> bool:
+def _has_objects(values: Iterable[Any], within: tuple[int, ...] = ()) -> bool:
     """Whether containers hold something with a state of its own; else they are values."""
     for value in values:
         if isinstance(value, torch.Tensor | torch.Generator) or _stateful(value):
@@ -107,7 +141,7 @@ def _has_objects(values: Iterable[Any]) -> bool:
         if hasattr(value, "_tfstyle_tracked") or isinstance(value, tuple(kind for kind, _ in _registered)):
             return True
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        if _has_objects(inner):
+        if inner and id(value) not in within and _has_objects(inner, (*within, id(value))):
             return True
     return False
 

@@ -11,7 +11,7 @@ import hashlib
 import random
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,24 @@ class RandomStreams:
         self._seed = torch.initial_seed()
         for replica in range(1, len(self._states)):
             self._states[replica] = self._made(replica, first + replica)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def kept(self) -> dict[str, Any] | None:
+        """The streams, to be put back another time, if they were seeded; the process' own is not among them."""
+        if self._seed is None or self._seed != torch.initial_seed():
+            return None
+        others = [None if r == self._active or state is None else list(state) for r, state in enumerate(self._states)]
+        return {"torch": others, "python": self._python}
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """Goes on with streams of as many replicas; the process' own has been put back before."""
+        self._seed = torch.initial_seed()
+        for replica, state in enumerate(kept["torch"]):
+            if state is not None:
+                self._states[replica] = (state[0], state[1])
+        self._python = kept["python"]
 
     @untraced
     def begin_update(self) -> None:

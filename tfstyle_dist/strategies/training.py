@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.random_streams import seed_python
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import ParameterStore, Record, find_record
 from tfstyle_dist.variables.adoption import adopt_module, adopt_tensor
-from tfstyle_dist.variables.first_values import send_sparse
+from tfstyle_dist.variables.first_values import send_sparse, sendable
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import raw
 
@@ -48,9 +48,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
         >>> temperature = strategy.experimental_adopt(torch.zeros(1, requires_grad=True))
     """
-    if isinstance(module, torch.nn.Parameter) or (
-        isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
-    ):
+    trained = isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
+    if trained or isinstance(module, torch.nn.Parameter):
         if strategy.adopts_modules:
             adopt_tensor(strategy.parameter_store, cast("torch.nn.Parameter", module))
             strategy.parameter_store.ensure_equal()
@@ -70,8 +69,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
 def sync_buffers(strategy: Strategy) -> None:
     """Makes buffers such as BatchNorm statistics equal: floating ones become the mean over all replicas.
 
-    Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving. All others
-    become those of the first replica.
+    Collective over the workers; call it in cross-replica context, e.g. before evaluation or saving. All others, and
+    those of types without sums, such as float8, become those of the first replica.
 
     Raises:
         RuntimeError: called in replica context.
@@ -104,7 +103,7 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
                 flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")
             else:
                 flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])
-                worker.group.broadcast(flat, 0, f"buffers ({dtype})")
+                worker.group.broadcast(sendable(flat), 0, f"buffers ({dtype})")
             offset = 0
             for record in records:
                 count = record.components[0].numel()

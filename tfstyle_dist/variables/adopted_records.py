@@ -10,6 +10,7 @@ from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.tensor_references import refer_to
+from tfstyle_dist.variables.first_values import has_sums
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import WeakComponents
 from tfstyle_dist.variables.partitioned import LocalParts
@@ -50,7 +51,7 @@ def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Par
 
 
 def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module | None) -> Record:
-    """The record of a buffer: dense floating ones are ON_READ + MEAN, others ONLY_FIRST_REPLICA.
+    """The record of a buffer: dense floating ones that can be added are ON_READ + MEAN, others ONLY_FIRST_REPLICA.
 
     Raises:
         TypeError: several workers cannot be given such a buffer.
@@ -61,7 +62,7 @@ def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.
             f"A buffer of layout {buffer.layout}{' that is nested' * buffer.is_nested} and type {buffer.dtype} cannot "
             "be sent to the other workers. Keep it as a plain attribute of the module, or make it dense or sparse."
         )
-    mean = dense and (buffer.is_floating_point() or buffer.is_complex())
+    mean = dense and (buffer.is_floating_point() or buffer.is_complex()) and has_sums(buffer.dtype)
     aggregation = VariableAggregation.MEAN if mean else VariableAggregation.ONLY_FIRST_REPLICA
     record = Record(store, buffer, [buffer], "buffer", VariableSynchronization.ON_READ, aggregation)
     if store.contents is not None and module is not None:

@@ -16,6 +16,22 @@ from tfstyle_dist.variables.record import Living, Placement, Record, raw
 
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
+_SUMMED = frozenset(
+    {
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.complex64, torch.complex128,
+    }
+)  # fmt: skip
+
+
+def has_sums(dtype: torch.dtype) -> bool:
+    """Whether elements of a type can be added, and sent between workers; not those of float8, uint16 and the like."""
+    return dtype in _SUMMED
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as something that can be sent: of a type without sums, its bytes."""
+    return tensor if has_sums(tensor.dtype) else tensor.view(torch.uint8)
 
 
 def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> Living:
@@ -109,7 +125,7 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
             send = group.broadcast_part if divided else group.broadcast
             for some in in_messages(tensors):
                 flat = torch.cat([t.detach().reshape(-1) for t in some])
-                send(flat, 0, f"initial values ({dtype})")
+                send(sendable(flat), 0, f"initial values ({dtype})")
                 for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
                     tensor.copy_(value.view(tensor.shape))
         for record in pending:
