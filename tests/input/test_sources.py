@@ -236,7 +236,7 @@ def test_small_tensors_travel_in_the_message_and_large_ones_in_shared_memory() -
 
 def test_whole_shares_of_a_tensor_dataset_look_as_collated() -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
-    rows = TensorRows(data.tensors)
+    rows = TensorRows(data)
     expected = torch.utils.data.default_collate([data[i] for i in (4, 1)])
     found = rows.__getitems__([4, 1])
     assert type(found) is type(expected)
@@ -308,7 +308,7 @@ def test_one_worker_has_nothing_to_divide(two: td.Strategy, policy: AutoShardPol
 def test_what_is_read_does_not_go_to_the_default_device() -> None:
     """On a device of no memory nothing could be read; on a GPU a CPU generator would be refused."""
     with torch.device("meta"):
-        order = ShuffledOrder(8, seed=1).indices(0)
+        order = ShuffledOrder(range(8), seed=1).indices(0)
         assert sorted(order.tolist()) == list(range(8))
-        (rows,) = TensorRows((torch.arange(8.0, device="cpu"),)).__getitems__(order[:2].tolist())
+        (rows,) = TensorRows(TensorDataset(torch.arange(8.0, device="cpu"))).__getitems__(order[:2].tolist())
     assert rows.tolist() == [float(i) for i in order[:2]]

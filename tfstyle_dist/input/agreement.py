@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.input.split import describe, from_description, leading_size, map_leaves
+from tfstyle_dist.core.raw_bytes import bytes_of
+from tfstyle_dist.input import layouts
+from tfstyle_dist.input.split import describe, from_description, map_leaves
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.values import Division
 
@@ -88,15 +91,50 @@ def any_has_more(
     return True, template, None if unknown else Division(*shared)
 
 
+_GOLDEN = 0.6180339887498949
+_LOOKED_AT = 256
+"""How many numbers and texts of a batch are compared at most."""
+
+
 def fingerprint(batch: Any) -> int:
-    """A small number that tells batches apart: of the first leaf's size and first example."""
+    """A small number that tells batches apart: of the sizes and dtypes of all leaves, and of some entries of each."""
     leaves: list[Any] = []
     map_leaves(leaves.append, batch)
-    if not leaves or (size := leading_size(leaves[0])) == 0:
-        return 1
-    first = leaves[0][0]
-    if isinstance(first, torch.Tensor):
-        data = first.detach().to_dense().cpu().contiguous().reshape(-1)[:64].to(torch.float64).numpy().tobytes()
+    most = max(_LOOKED_AT // max(len(leaves), 1), 2)
+    digest = hashlib.blake2b(digest_size=5)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and not layouts.is_dense(leaf):
+            digest.update(repr(layouts.entry_sizes(leaf)).encode())
+            for memory in layouts.memory_of(leaf):
+                _look_at(digest, memory, most // 2)
+        else:
+            _look_at(digest, leaf, most)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _look_at(digest: Any, leaf: Any, most: int) -> None:
+    """Adds a leaf's size and dtype, and some of its entries, which lie all over it and never in one row or column."""
+    array = isinstance(leaf, torch.Tensor | np.ndarray)
+    shape = tuple(leaf.shape) if array else (len(leaf),) if isinstance(leaf, list | tuple) else ()
+    digest.update(repr((shape, leaf.dtype if array else type(leaf).__name__)).encode())
+    places = _places(math.prod(shape), most)
+    if isinstance(leaf, torch.Tensor):
+        at = tuple(torch.from_numpy(axis).to(leaf.device) for axis in np.unravel_index(places, shape)) if shape else ()
+        digest.update(bytes_of(leaf.detach()[at].cpu()).numpy().tobytes())
+    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        digest.update(leaf[np.unravel_index(places, shape) if shape else ()].tobytes())
     else:
-        data = first.tobytes() if isinstance(first, np.ndarray | np.generic) else str(first).encode()
-    return int.from_bytes(hashlib.blake2b(data + str(size).encode(), digest_size=5).digest(), "big")
+        entries = leaf.reshape(-1) if isinstance(leaf, np.ndarray) else leaf if shape else [leaf]
+        digest.update(repr([_beginning(entries[place]) for place in places]).encode())
+
+
+def _places(count: int, most: int) -> np.ndarray[Any, Any]:
+    """At most ``most`` of the numbers below ``count``: one at another place of each of as many equal parts."""
+    if count <= most:
+        return np.arange(count)
+    parts = np.arange(most)
+    return np.minimum(((parts + parts * _GOLDEN % 1.0) * (count / most)).astype(np.int64), count - 1)
+
+
+def _beginning(entry: Any) -> Any:
+    return (len(entry), entry[:64], entry[-64:]) if isinstance(entry, str | bytes) else entry

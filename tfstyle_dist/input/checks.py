@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout
 
 
@@ -39,6 +40,46 @@ def refuse_scalars(batches: Any) -> None:
         raise TypeError(
             f"A list of {type(batches[0]).__name__} is not a dataset of batches: its elements must be tensors or nests "
             "of tensors. Pass e.g. [torch.tensor([1.0, 2.0]), ...], or the samples with global_batch_size=."
+        )
+
+
+def refuse_sharded(loader: DataLoader[Any]) -> None:
+    """Raises ValueError for a loader with a sampler that keeps one of several shares."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    for sampler in (loader.sampler, loader.batch_sampler, inner, getattr(inner, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) or _shards(sampler):
+            raise ValueError(
+                f"This DataLoader has a {type(sampler).__name__}, so it is already sharded; sharding it again would "
+                "lose samples. Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader "
+                "over in strategy.distribute_datasets_from_function."
+            )
+
+
+def _shards(sampler: Any) -> bool:
+    """Whether a sampler says which one it is of several."""
+    counts = [getattr(sampler, name, None) for name in ("num_replicas", "world_size", "num_shards")]
+    several = any(isinstance(count, int) and count > 1 for count in counts)
+    return several and isinstance(getattr(sampler, "rank", None), int)
+
+
+def own_reading(kind: type[DataLoader[Any]]) -> str:
+    """The name of a method by which a subclass of DataLoader makes batches in its own way; empty for none."""
+    if kind.__module__.startswith("torchdata."):  # these give the same batches
+        return ""
+    for cls in kind.__mro__[: kind.__mro__.index(DataLoader)]:
+        for name in vars(cls).keys() & vars(DataLoader).keys():
+            if name == "__iter__" or (name.startswith("_") and not name.startswith("__")):
+                return name
+    return ""
+
+
+def refuse_indices(dataset: Any, policy: AutoShardPolicy, workers: int) -> None:
+    """Raises ValueError for a dataset with indices under a policy that deals out streams."""
+    own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and workers > 1
+    if own_stream and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"AutoShardPolicy.{policy.name} deals out streams, but {type(dataset).__name__} has indices. Use "
+            "AutoShardPolicy.DATA, which reads each sample on one worker only, or an IterableDataset."
         )
 
 

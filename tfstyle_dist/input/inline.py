@@ -15,7 +15,6 @@ from torch.utils.data import default_collate, get_worker_info
 
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.input.layouts import is_dense
-from tfstyle_dist.input.split import map_leaves
 
 MOST_BYTES = 256 * 1024
 
@@ -69,4 +68,16 @@ class InlineCollate:
         batch = self.collate(samples)
         if get_worker_info() is None:
             return batch
-        return map_leaves(lambda leaf: Inline(leaf) if _fits(leaf) else leaf, batch)
+        return _inlined(batch)
+
+
+def _inlined(batch: Any) -> Any:
+    """``batch`` with what fits inline; what is no plain dict, list or tuple is sent as it is."""
+    kind = type(batch)
+    if kind is dict:
+        return {key: _inlined(value) for key, value in batch.items()}
+    if kind is list or kind is tuple:
+        return kind(map(_inlined, batch))
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a namedtuple
+        return batch._make(map(_inlined, batch))
+    return Inline(batch) if _fits(batch) else batch

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.sharding import Position
-from tfstyle_dist.input.split import empty_like, group, map_leaves
+from tfstyle_dist.input.split import empty_like, fresh, group
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
 from tfstyle_dist.values import Share, any_noted, note_batch
 
@@ -72,6 +70,7 @@ class DistributedIterator:
         self._steps: Iterator[Step] | None = None
         self._template: Any = None
         self._ended = False
+        self._error: Exception | None = None
         self._share: Share | None = None  # of the latest batch, the first local replica's; none if it was not noted
         _alive.add(self)
 
@@ -88,11 +87,13 @@ class DistributedIterator:
         self._dataset.require_outside("next() of a distributed iterator")
         if self._ended:
             raise StopIteration
+        if self._error is not None:
+            raise self._error  # a program that goes on after it must not take it for the end of the epoch
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
         except Exception as error:
-            self._ended = True
+            self._error = error
             self._fail(error)
             raise
         if step is None:
@@ -182,7 +183,7 @@ class DistributedIterator:
             self._pipeline.set_seed(state["seed"])
         first, second = state["position"]
         self._epoch, self._made, self._position = state["epoch"], state["steps"], (first, second)
-        self._steps, self._ended = None, state["ended"]
+        self._steps, self._ended, self._error = None, state["ended"], None
         self._dataset.continue_after(self._epoch)
 
     def _check_state(self, state: dict[str, Any]) -> None:
@@ -260,7 +261,7 @@ class DistributedIterator:
             return step if step.division is not None else replace(step, division=division)
         self._template = template
         devices = self._dataset.devices
-        parts = [template if d is None else to_device(template, d) for d in devices]
+        parts = [fresh(template) if d is None else to_device(fresh(template), d) for d in devices]
         return Step(parts, self._position, None, [0] * len(parts), division)
 
     def _fail(self, error: Exception) -> None:
@@ -283,4 +284,4 @@ def _copied_empty(batch: Any) -> Any:
         empty = empty_like(batch)
     except (IndexError, TypeError, ValueError):
         return None
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf[:], empty)
+    return fresh(empty)

@@ -39,6 +39,11 @@ def _size(tensor: torch.Tensor, axis: int) -> int | None:
     return size if isinstance(size, int) else None  # a jagged tensor has a symbol there
 
 
+def entry_sizes(tensor: torch.Tensor) -> list[tuple[int, ...]] | tuple[int, ...]:
+    """The sizes of each entry of a nested tensor; of any other tensor its own sizes."""
+    return [tuple(entry.shape) for entry in tensor.detach().unbind()] if tensor.is_nested else tuple(tensor.shape)
+
+
 def cut(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Examples ``start`` to ``stop`` of a tensor of any divisible layout; of a dense one as a view."""
     if is_dense(tensor):

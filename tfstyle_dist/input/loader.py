@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.input.examples import empty_of, lengths, list_error, say_not_counted
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
-from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed
+from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed, random_numbers_of
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps
-from tfstyle_dist.input.split import leading_size, map_leaves
+from tfstyle_dist.input.split import first_size, fresh, leading_size
 
 _DONE = object()
 
@@ -25,22 +26,23 @@ class TensorRows:
     """A ``TensorDataset`` that fetches a whole share with one index operation instead of sample by sample.
 
     Args:
-        tensors: of equal first dimension.
+        dataset: whose tensors are read; they may be others in the next epoch.
     """
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.tensors = tensors
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.tensors[0])
+        return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(t[index] for t in self.tensors)
+        return tuple(t[index] for t in self._dataset.tensors)
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         """The share as ``default_collate`` gives it: a list with one tensor for each field."""
         rows = torch.tensor(indices, device="cpu")
-        return [t.index_select(0, rows.to(t.device)) for t in self.tensors]
+        rows = rows.where(rows >= 0, rows + len(self))  # as an index of a tensor counts from the end
+        return [t.index_select(0, rows.to(t.device)) for t in self._dataset.tensors]
 
 
 def as_it_is(batch: Any) -> Any:
@@ -51,7 +53,7 @@ def as_it_is(batch: Any) -> Any:
 def faster(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[Any, Callable[[list[Any]], Any]]:
     """``TensorRows`` in place of a plain ``TensorDataset`` with torch's own collate; anything else as it is."""
     if type(dataset) is TensorDataset and collate is default_collate and len(dataset.tensors) > 0:
-        return TensorRows(dataset.tensors), as_it_is
+        return TensorRows(dataset), as_it_is
     return dataset, collate
 
 
@@ -83,12 +85,16 @@ class SamplerPipeline(Pipeline):
     ) -> None:
         self.layout, self._policy = layout, policy
         self._options = dict(loader_options)
+        self._options.pop("in_order", None)  # the steps and the saved positions follow the order of the epoch
         collate = self._options.pop("collate_fn", None) or default_collate
         self._dataset, self._collate = faster(dataset, collate)
         self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
         self._loader: DataLoader[Any] | None = None
+        self._draws_seeds = False
         self._reader: weakref.ref[_Reader] | None = None
         self._template: Any = None
+        self._checked = False
+        self._lists: bool | None = None
 
     def steps_per_epoch(self) -> int:
         s = self.sampler
@@ -109,6 +115,9 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position)
         loader = self._idle_loader()
+        if self._draws_seeds and loader.generator is not None:
+            drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # as a DataLoader would
+            loader.generator.manual_seed(mixed_seed(drawn, self.layout.worker + 1))
         # Its generator is the CPU's, whatever the default device is.
         with torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
@@ -145,8 +154,11 @@ class SamplerPipeline(Pipeline):
         generator = options.pop("generator", None)
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
             generator = torch.Generator().manual_seed(self.sampler.order.seed)
-        if generator is not None and self.layout.workers > 1:
-            # The processes of all workers would draw the same random numbers, e.g. for augmentation.
+        # The processes of all workers would draw the same random numbers, e.g. for augmentation.
+        self._draws_seeds = generator is None and self.layout.workers > 1
+        if self._draws_seeds:
+            generator = torch.Generator()  # seeded for each epoch
+        elif generator is not None and self.layout.workers > 1:
             seed = mixed_seed(generator.initial_seed(), self.layout.worker + 1)
             generator = torch.Generator().manual_seed(seed)
         return DataLoader(
@@ -160,12 +172,49 @@ class SamplerPipeline(Pipeline):
     def empty(self) -> Any:
         """An empty batch, made from the first sample of the dataset the first time it is needed."""
         if self._template is None:
-            batch = self.read([self.sampler.some_index()])
-            leading_size(batch)
-            self._template = map_leaves(
-                lambda leaf: leaf[:0].clone() if isinstance(leaf, torch.Tensor) else leaf[:0], batch
-            )
+            self._template = fresh(empty_of(self._some, self._is_plain))
         return self._template
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._collate in (default_collate, as_it_is)
+
+    def _some(self, count: int) -> Any:
+        """A batch of the first sample, so many times; the program's random numbers go on as if it were not read."""
+        with random_numbers_of(0):
+            return self.read([self.sampler.some_index()] * count)
+
+    def check(self, batch: Any, size: int, replicas: int) -> None:
+        """Looks at a batch that the user's own collate function made.
+
+        Args:
+            batch: of one worker.
+            size: its samples.
+            replicas: among which it is cut.
+
+        Raises:
+            IndexError, TypeError, ValueError: it cannot be divided, or a later step would need an empty one like it.
+        """
+        if self._is_plain or self.layout.all_replicas == 1:
+            return
+        if replicas > 1:
+            if self._holds_lists(batch, size):
+                raise list_error(size, replicas)
+            return
+        found = first_size(batch)
+        if found is not None and found % size and not self._holds_lists(batch, size):
+            say_not_counted(found, size)
+        if not self._checked and self.sampler.leaves_out():
+            self.empty()  # if there is none, that is said now
+        self._checked = True
+
+    def _holds_lists(self, batch: Any, size: int) -> bool:
+        """Whether a list of the batch has an entry for each sample; a batch of one sample tells it from fields."""
+        if size == 1 or size not in lengths(batch):
+            return False
+        if self._lists is None:
+            self._lists = lengths(batch) != lengths(self._some(1))
+        return self._lists
 
 
 class _Reader:
@@ -195,8 +244,9 @@ class _Reader:
     def _parts(self, pieces: Pieces) -> list[Any]:
         size = len(pieces[0]) if len(pieces) == 1 else sum(len(p) for p in pieces)
         if size == 0:
-            return [self._pipeline.empty()] * len(pieces)
+            return [fresh(self._pipeline.empty()) for _ in pieces]
         batch = self._pipeline.read(self._share_of(pieces)) if self._batches is None else self._loaded(self._batches)
+        self._pipeline.check(batch, size, len(pieces))
         if len(pieces) == 1:
             return [batch]
         found = leading_size(batch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.input.examples import refuse_list_of_tensors
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
@@ -96,6 +97,7 @@ class BatchPipeline(Pipeline):
         policy: ``DATA`` when all workers read the same batches, else they read their own or keep all.
         length: batches of an epoch, when that is certain.
         batch_size: examples of a full batch; default: those of the first one.
+        samples: of a full batch; ``None`` where that is not known.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class BatchPipeline(Pipeline):
         policy: AutoShardPolicy,
         length: int | None = None,
         batch_size: int | None = None,
+        samples: int | None = None,
     ) -> None:
-        self._batch_size = batch_size or 0
+        self._batch_size, self._samples = batch_size or 0, samples or 0
         self._source, self.layout, self._policy, self._length = source, layout, policy, length
         own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         self.unit = "steps" if own_stream else "batches"
@@ -140,6 +143,7 @@ class BatchPipeline(Pipeline):
     def _cut_steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
         full, made = self._batch_size, 0
         for number, batch in enumerate(batches):
+            refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
             size = leading_size(batch)
             full = max(full, size)
             if number < position[0]:

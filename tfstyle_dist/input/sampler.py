@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import operator
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps, steps_of_batch
 from tfstyle_dist.runtime.worker import Worker
 
 _SEEDS = 2**63
+_MOST_MORE = 1_000_000  # samples that a sampler may yield beyond twice its length
 
 
 def mixed_seed(seed: int, number: int) -> int:
@@ -45,36 +51,36 @@ class SequentialOrder(EpochOrder):
     """0, 1, 2, ...
 
     Args:
-        size: samples in the dataset.
+        samples: a dataset, or a sampler of it; its length is that of an epoch that begins.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, samples: Sized) -> None:
+        self._samples = samples
 
     def indices(self, epoch: int) -> Sequence[Any]:
-        return range(self._size)
+        return range(len(self))
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._samples)
 
 
 class ShuffledOrder(EpochOrder):
     """A new permutation in each epoch, a function of the seed and the epoch alone.
 
     Args:
-        size: samples in the dataset.
+        samples: a dataset, or a sampler of it; its length is that of an epoch that begins.
         seed: the same on all workers.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self.seed = size, seed
+    def __init__(self, samples: Sized, seed: int) -> None:
+        self._samples, self.seed = samples, seed
 
     def indices(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-        return torch.randperm(self._size, generator=generator, device="cpu")  # whatever the default device is
+        return torch.randperm(len(self), generator=generator, device="cpu")  # whatever the default device is
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._samples)
 
 
 class SampledOrder(EpochOrder):
@@ -82,7 +88,7 @@ class SampledOrder(EpochOrder):
 
     Args:
         sampler: any sampler with a length.
-        seed: the same on all workers; torch's random numbers are drawn from it while the sampler runs.
+        seed: the same on all workers; what torch, Python and numpy draw comes from it while the sampler runs.
         worker: the worker and its group.
     """
 
@@ -99,28 +105,57 @@ class SampledOrder(EpochOrder):
         drawn = self._draw(epoch) if group.rank == 0 else []
         if group.size == 1:
             return drawn
-        wrong = [i for i in drawn if isinstance(i, bool) or not isinstance(i, int)]
-        if wrong:
-            raise TypeError(
-                f"{type(self._sampler).__name__} yields {wrong[0]!r}; with several workers a sampler must yield whole "
-                "numbers, because worker 0 sends its order to the others. Use whole numbers as keys of the dataset."
-            )
-        count = torch.tensor([len(drawn)], device="cpu")
+        numbers = [self._number(index) for index in drawn]
+        count = torch.tensor([len(numbers)], device="cpu")
         group.broadcast(count, 0, "input: length of the epoch")
-        order = torch.tensor(drawn, dtype=torch.int64, device="cpu") if drawn else count.new_empty(int(count))
+        order = torch.tensor(numbers, dtype=torch.int64, device="cpu") if numbers else count.new_empty(int(count))
         group.broadcast(order, 0, "input: order of the epoch")
         return order
+
+    def _number(self, index: Any) -> int:
+        try:
+            if not isinstance(index, bool):
+                return operator.index(index)  # of numpy's and torch's whole numbers too
+        except TypeError:
+            pass
+        raise TypeError(
+            f"{type(self._sampler).__name__} yields {index!r}; with several workers a sampler must yield whole "
+            "numbers, because worker 0 sends its order to the others. Use whole numbers as keys of the dataset."
+        )
 
     def _draw(self, epoch: int) -> list[Any]:
         seed = mixed_seed(self.seed, epoch)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        with torch.random.fork_rng(devices=[]), _generator_of(self._sampler, seed):
-            torch.default_generator.manual_seed(seed)  # the CPU's alone: what the step draws on a device goes on
-            return list(self._sampler)
+        most = 2 * len(self) + _MOST_MORE
+        with random_numbers_of(seed), _generator_of(self._sampler, seed):
+            drawn = list(itertools.islice(self._sampler, most + 1))
+        if len(drawn) > most:
+            raise ValueError(
+                f"{type(self._sampler).__name__} has a length of {len(self)} and did not end after {most} samples. A "
+                "sampler must end with its epoch, because the whole order is drawn before it is divided. Let it yield "
+                "one epoch, and iterate over the distributed dataset again for the next one, or without an end: "
+                "itertools.chain.from_iterable(itertools.repeat(batches))."
+            )
+        return drawn
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+@contextlib.contextmanager
+def random_numbers_of(seed: int) -> Iterator[None]:
+    """The global random numbers of torch, Python and numpy come from ``seed`` for a while, then go on as before."""
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: what the step draws on a device goes on
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)
 
 
 @contextlib.contextmanager
@@ -155,17 +190,34 @@ class ShareSampler(Sampler[list[Any]]):
     ) -> None:
         self.order, self.batch_size, self.drop_remainder = order, batch_size, drop_remainder
         self.layout, self.policy = layout, policy
+        self._compared = None if isinstance(order, SampledOrder) else len(order)
         self._indices: Sequence[Any] | torch.Tensor = range(0)
         self._start: Position = (0, 0)
 
     def begin(self, epoch: int, position: Position = (0, 0)) -> None:
-        """Chooses the epoch, and where in it the next ``iter`` begins."""
+        """Chooses the epoch, and where in it the next ``iter`` begins.
+
+        Raises:
+            InvalidArgumentError: several workers, and the dataset is not as long as it was when they compared it.
+        """
+        if self.layout.workers > 1 and self._compared is not None and len(self.order) != self._compared:
+            raise InvalidArgumentError(
+                f"The dataset had {self._compared} samples when it was distributed and has {len(self.order)} now. With "
+                "several workers a length must not change by itself, because it may differ between them. When it has "
+                "changed on all of them alike, distribute the dataset again (strategy.experimental_distribute_dataset)."
+            )
         self._indices, self._start = self.order.indices(epoch), position
 
     def some_index(self) -> Any:
         """The first index of the chosen epoch."""
         index = self._indices[0]
         return int(index) if isinstance(index, torch.Tensor) else index
+
+    def leaves_out(self) -> bool:
+        """Whether the smaller last batch of the chosen epoch has no sample for this worker."""
+        rest = 0 if self.drop_remainder else len(self._indices) % self.batch_size
+        steps = steps_of_batch(rest, self.batch_size, self.layout, self.policy) if rest else []
+        return any(not any(step.pieces) for step in steps)
 
     def plan(self) -> Iterator[tuple[Cut, Position]]:
         """The steps of the chosen epoch.

@@ -9,13 +9,19 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
-from tfstyle_dist.input.checks import check_batch_size, refuse, refuse_scalars
+from tfstyle_dist.input.checks import (
+    check_batch_size,
+    own_reading,
+    refuse,
+    refuse_indices,
+    refuse_scalars,
+    refuse_sharded,
+)
 from tfstyle_dist.input.files import ListsFiles
 from tfstyle_dist.input.loader import SamplerPipeline
 from tfstyle_dist.input.options import AutoShardPolicy
@@ -76,14 +82,9 @@ def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
             f"A DataLoader has its own batch_size ({loader.batch_size}), sampler and options; set them there "
             "(batch_size is the global batch size), or pass its dataset with global_batch_size=."
         )
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            raise ValueError(
-                "This DataLoader has a DistributedSampler, so it is already sharded; sharding it again would lose "
-                "samples. Remove the sampler (shuffle=True shuffles alike on all workers), or hand the loader over in "
-                "strategy.distribute_datasets_from_function."
-            )
+    refuse_sharded(loader)
     policy = resolve_policy(_asked(loader.dataset, request), request.layout.workers, *_abilities(loader.dataset))
+    refuse_indices(loader.dataset, policy, request.layout.workers)
     why = _not_rebuilt(loader)
     own_stream = request.layout.workers > 1 and policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
     if own_stream or why:
@@ -100,9 +101,8 @@ def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
 
 def _not_rebuilt(loader: DataLoader[Any]) -> str:
     """Why a DataLoader must be read as it is; empty when it can be rebuilt with another batch sampler."""
-    custom = type(loader).__iter__ is not DataLoader.__iter__
-    if custom and not type(loader).__module__.startswith("torchdata."):
-        return f"{type(loader).__name__} has an __iter__ of its own"
+    if own := own_reading(type(loader)):
+        return f"{type(loader).__name__} has a method {own} of its own"
     if isinstance(loader.dataset, IterableDataset):
         return "an IterableDataset has no indices"
     if loader.batch_sampler is None:
@@ -115,12 +115,11 @@ def _not_rebuilt(loader: DataLoader[Any]) -> str:
 def _order_of(loader: DataLoader[Any], request: Request) -> EpochOrder:
     sampler: Any = loader.batch_sampler.sampler  # type: ignore[union-attr]
     if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler))
+        return SequentialOrder(sampler)
     generator = getattr(sampler, "generator", None) or loader.generator
     seed = agreed_seed(request, None if generator is None else generator.initial_seed())
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
-        return ShuffledOrder(size, seed)
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return ShuffledOrder(sampler, seed)
     if not hasattr(sampler, "__len__"):
         raise TypeError(
             f"{type(sampler).__name__} has no length, so its samples cannot be divided among the replicas. Give it a "
@@ -157,22 +156,18 @@ def _plan_samples(dataset: Any, request: Request) -> Plan:
         loader = DataLoader(dataset, batch_size=size, drop_last=request.drop_remainder, **request.loader_options)
         return _plan_stream(loader, request, "every sample of the IterableDataset")
     try:
-        count = len(dataset)
+        len(dataset)
     except (TypeError, NotImplementedError):
         raise TypeError(
             f"{type(dataset).__name__} has no length (__len__), which is needed to divide its samples among the "
             "replicas. Add one, or make it an IterableDataset."
         ) from None
     policy = resolve_policy(_asked(dataset, request), request.layout.workers, *_abilities(dataset))
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT) and request.layout.workers > 1:
-        raise ValueError(
-            f"AutoShardPolicy.{policy.name} deals out streams, but {type(dataset).__name__} has indices. Use "
-            "AutoShardPolicy.DATA, which reads each sample on one worker only, or an IterableDataset."
-        )
-    order: EpochOrder = SequentialOrder(count)
+    refuse_indices(dataset, policy, request.layout.workers)
+    order: EpochOrder = SequentialOrder(dataset)
     if request.shuffle:
         generator = request.loader_options.get("generator")
-        order = ShuffledOrder(count, agreed_seed(request, None if generator is None else generator.initial_seed()))
+        order = ShuffledOrder(dataset, agreed_seed(request, None if generator is None else generator.initial_seed()))
     return _sampler_plan(dataset, order, size, request.drop_remainder, policy, request.loader_options, request)
 
 
@@ -244,8 +239,17 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     length = len(source) if isinstance(source, list) else None
     size = getattr(source, "batch_size", None)
     size = size if isinstance(size, int) else None
-    pipeline = BatchPipeline(_Epochs(source), layout, policy, length, size)
+    samples = size or _samples_of(getattr(source, "batch_sampler", None))
+    pipeline = BatchPipeline(_Epochs(source), layout, policy, length, size, samples)
     return Plan(pipeline, policy, size, None, reads, files, notes)
+
+
+def _samples_of(batch_sampler: Any) -> int | None:
+    """The samples of a full batch of a user's own batch sampler, where it says so."""
+    if isinstance(batch_sampler, list | tuple):
+        return max((len(batch) for batch in batch_sampler if isinstance(batch, list | tuple)), default=None)
+    size = getattr(batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 class _Epochs:

@@ -139,6 +139,11 @@ def empty_like(batch: Any) -> Any:
     return slice_batch(batch, range(0))
 
 
+def fresh(empty: Any) -> Any:
+    """Another empty batch like ``empty``, with containers and tensors of its own: a program may change what it gets."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf[:], empty)
+
+
 def is_scalar(batch: Any) -> bool:
     """Whether some leaf has no batch dimension."""
     found: list[bool] = []

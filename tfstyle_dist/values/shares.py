@@ -81,10 +81,11 @@ def cut_evenly(examples: int, replicas: int) -> Division:
 
 
 _MOST_TEXTS = 256
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 class _Notes:
-    """What is known of tensors and arrays, while they live, and of the latest lists of texts."""
+    """What is known of tensors, arrays and other objects, while they live, and of the latest lists of texts."""
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
@@ -94,7 +95,7 @@ class _Notes:
         return bool(self._texts) or bool(self._known.data)
 
     def put(self, leaf: Any, share: Share) -> None:
-        if isinstance(leaf, torch.Tensor | np.ndarray):
+        if not isinstance(leaf, list | tuple):
             self._known[leaf] = share
         else:
             self._texts[id(leaf)] = (leaf, share)
@@ -102,7 +103,7 @@ class _Notes:
                 del self._texts[next(iter(self._texts))]
 
     def get(self, leaf: Any) -> Share | None:
-        if isinstance(leaf, torch.Tensor | np.ndarray):
+        if type(leaf).__weakrefoffset__:
             found: Share | None = self._known.get(leaf)
             return found
         return self._texts[id(leaf)][1] if id(leaf) in self._texts else None
@@ -117,7 +118,7 @@ def any_noted() -> bool:
 
 
 def note_batch(part: Any, share: Share) -> None:
-    """Notes of everything in a replica's part of a batch which share it is."""
+    """Notes of everything in a replica's part of a batch which share it is; of an object as a whole."""
     if isinstance(part, torch.Tensor | np.ndarray):
         _batches.put(part, share)
     elif isinstance(part, Mapping):
@@ -129,6 +130,15 @@ def note_batch(part: Any, share: Share) -> None:
         else:
             for value in part:
                 note_batch(value, share)
+    elif type(part).__weakrefoffset__:  # an object, e.g. of a dataclass
+        _batches.put(part, share)
+    elif not isinstance(part, _SCALARS) and share.division is not None and not share.division.even:
+        warn_once(
+            f"shares of {type(part).__name__}",
+            f"No share can be noted of a {type(part).__name__}, because it has no weak references (__slots__ without "
+            "__weakref__): if the batch has nothing else, all replicas weigh the same in the gradients, although their "
+            "numbers of examples differ. Return tensors in tuples, lists or dicts from collate_fn.",
+        )
 
 
 def share_of_arguments(arguments: Iterable[Any]) -> Share | None:

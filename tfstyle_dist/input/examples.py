@@ -1,0 +1,104 @@
+"""Batches that ``collate_fn`` made in a way of its own: lists with an entry for each sample, and other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.input.split import is_text_list, leading_size, slice_batch
+
+
+def empty_of(read: Callable[[int], Any], plain: bool) -> Any:
+    """A batch of no examples.
+
+    Args:
+        read: gives the batch of so many samples.
+        plain: whether lists are known to hold fields, as those of torch's own collate function do.
+
+    Raises:
+        IndexError, TypeError, InvalidArgumentError: see ``split.leading_size``.
+    """
+    one = read(1)
+    try:
+        if plain or 1 not in lengths(one):
+            leading_size(one)
+            return slice_batch(one, range(0))
+        return _without_examples(one, read(2))
+    except (IndexError, TypeError) as error:
+        error.add_note(
+            "A batch of this epoch leaves a replica without examples, and no empty one can be made of what collate_fn "
+            "returned. With drop_last=True (drop_remainder=True) there is no smaller last batch."
+        )
+        raise
+
+
+def _without_examples(one: Any, two: Any) -> Any:
+    """``one`` with nothing in it; a list that is longer in ``two`` holds an entry for each sample."""
+    kind = type(one)
+    if is_text_list(one) or not isinstance(one, dict | list | tuple):
+        leading_size(one)
+        return slice_batch(one, range(0))
+    if isinstance(one, dict):
+        return kind({key: _without_examples(value, two[key]) for key, value in one.items()})
+    if len(one) != len(two):
+        return kind()
+    entries = [_without_examples(*pair) for pair in zip(one, two, strict=True)]
+    return kind(*entries) if hasattr(one, "_fields") else kind(entries)
+
+
+def _sequences(batch: Any) -> Iterator[Any]:
+    """All lists and tuples of a batch that are not texts or namedtuples."""
+    if isinstance(batch, dict):
+        for value in batch.values():
+            yield from _sequences(value)
+    elif isinstance(batch, list | tuple) and not is_text_list(batch):
+        if not hasattr(batch, "_fields"):
+            yield batch
+        for value in batch:
+            yield from _sequences(value)
+
+
+def lengths(batch: Any) -> list[int]:
+    """How long the lists and tuples of a batch are; that of an entry for each sample is another for one sample."""
+    return [len(sequence) for sequence in _sequences(batch)]
+
+
+def refuse_list_of_tensors(batch: Any, samples: int, replicas: int) -> None:
+    """Refuses a list of as many tensors as there are samples, whose sizes say that they are not fields.
+
+    Args:
+        batch: of a loader that is read as it is.
+        samples: of a full batch; 0 where that is not known.
+        replicas: among which the batch would be cut.
+
+    Raises:
+        ValueError: there is such a list.
+    """
+    for sequence in _sequences(batch) if samples > 1 else ():
+        tensors = all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in sequence)
+        if isinstance(sequence, list) and len(sequence) == samples and tensors and len(sequence[0]) != samples:
+            raise list_error(samples, replicas)
+
+
+def list_error(samples: int, replicas: int) -> ValueError:
+    """What is said of a batch in which a list has an entry for each sample: cutting these would cut every sample."""
+    return ValueError(
+        f"collate_fn returned a list with an entry for each of {samples} samples, which cannot be split over "
+        f"{replicas} replicas: every tensor of a batch is cut along its dimension 0. Return tensors with one row for "
+        "each sample (torch.stack, padding, or torch.nested.nested_tensor), or start one process for each replica."
+    )
+
+
+def say_not_counted(found: int, samples: int) -> None:
+    """Says once that a batch holds another number of examples than the samples that its share is weighed by."""
+    warn_once(
+        "examples that are not samples",
+        f"collate_fn returned {found} examples for {samples} samples. The gradients of the replicas are weighed by "
+        "their samples, so the result is not exactly the mean over the examples. Return as many examples for each "
+        "sample, or divide the loss by the examples of the whole batch and call "
+        "strategy.set_gradient_policy(scale='SUM').",
+    )
