@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Generator
 
 import pytest
 
@@ -47,18 +48,25 @@ def run_item(item: pytest.Function) -> None:
         item: The test.
 
     Raises:
-        DistributedFailure: If a rank died, hung or could not begin. A failure of the test body raises nothing
-            here, because whether it was expected is for the ranks to say.
+        DistributedFailure: If a rank died, hung or could not begin, or if the test failed on a rank.
+        pytest.skip.Exception: If the test was skipped.
+        pytest.xfail.Exception: If it failed as expected.
     """
     options = options_of(item)
     pool = _pool(item.config)
     results = pool.run(item, options)
     if item.config.getoption("fresh_ranks"):
         pool.close()
-    merged = merge(item.config, results, options.timeout)
+    merged = merge(item, results, options.timeout)
     item.stash[_MERGED] = merged
-    if merged.broken:
+    # The report is made from what the ranks say, but the hooks of the session look at the exception too.
+    if merged.outcome == "failed" and not merged.xpassed:
         raise DistributedFailure(str(merged.longrepr))
+    if merged.outcome == "skipped":
+        # pytest puts these words before the reason that the exception gives.
+        if merged.wasxfail is not None:
+            raise pytest.xfail.Exception(merged.wasxfail.removeprefix("reason: "))
+        raise pytest.skip.Exception(merged.reason.removeprefix("Skipped: "))
 
 
 def apply_outcome(item: pytest.Item, report: pytest.TestReport) -> None:
@@ -73,6 +81,9 @@ def apply_outcome(item: pytest.Item, report: pytest.TestReport) -> None:
         return
     del item.stash[_MERGED]
     report.sections.extend(merged.sections)
+    new = [pair for pair in merged.user_properties if pair not in item.user_properties]
+    item.user_properties.extend(new)
+    report.user_properties.extend(new)
     if merged.broken:
         # pytest has judged the exception, and knows whether it was expected.
         if report.failed:
@@ -91,4 +102,17 @@ def _pool(config: pytest.Config) -> RankPool:
     if pool is None:
         pool = config.stash[_POOL] = RankPool(config)
         config.add_cleanup(pool.close)
+        config.pluginmanager.register(_Closing(pool))
     return pool
+
+
+class _Closing:
+    """Ends the ranks before the session ends, whose own files are to be the last that are written."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self) -> Generator[None, None, None]:
+        self._pool.close()
+        yield

@@ -5,12 +5,15 @@ They travel pickled over a private pipe between processes of the same user and t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 RANK_PLUGIN_NAME = "tfstyle_dist_rank"
 RANK_VARIABLE = "TFSTYLE_TESTING_RANK"
+# Makes a rank write its stacks. Tests set handlers of their own for SIGUSR1, as schedulers announce an end with it.
+STACKS_SIGNAL: signal.Signals = getattr(signal, "SIGRTMAX", signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -21,18 +24,29 @@ class Start:
         options: The values of the parent's command line options.
         args: Plugins to load early and the parent's positional arguments; the latter decide which initial
             conftest files are loaded.
+        pickled: The values that can be read only when the plugins and conftest files are loaded.
+        worker: What pytest-xdist told the parent, if the parent is one of its workers.
     """
 
     options: Mapping[str, Any]
     args: tuple[str, ...]
+    pickled: Mapping[str, bytes] = field(default_factory=dict)
+    worker: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Asks a rank to collect one test file, so that slow imports do not eat into the test's own time."""
+    """Asks a rank to collect one test file, so that slow imports do not eat into the test's own time.
+
+    Attributes:
+        path: The file.
+        nodeid: The test that is to be run.
+        env: Variables to set, or with None to remove, while the file is imported.
+    """
 
     path: str
     nodeid: str
+    env: Mapping[str, str | None]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 
 import pytest
 
@@ -60,15 +61,20 @@ def _runs_on_ranks(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Keeps the fixtures of a marked test for its ranks."""
+    """Has the ranks run a marked test, for which they also keep its fixtures."""
     if not (_runs_on_ranks(item) and isinstance(item, pytest.Function)):
         return (yield)
+    from tfstyle_dist.testing import engine
+
     names = item.fixturenames
     item.fixturenames = []
+    # Not a hook: another plugin's hook, such as one for coroutines, might come first and call the body here.
+    item.runtest = partial(engine.run_item, item)  # type: ignore[method-assign]
     try:
         return (yield)
     finally:
         item.fixturenames = names
+        del item.runtest
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,17 +84,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from tfstyle_dist.testing import engine
 
         engine.options_of(item)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs the body of a marked test on its ranks."""
-    if not _runs_on_ranks(pyfuncitem):
-        return None
-    from tfstyle_dist.testing import engine
-
-    engine.run_item(pyfuncitem)
-    return True
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,7 @@ class RankPool:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._base = _base_directory(config)
+        self._seed = secrets.randbits(32)
         self._processes: dict[int, RankProcess] = {}
         self._num_started = 0
         self._num_tests = 0
@@ -83,12 +87,11 @@ class RankPool:
         return results
 
     def _run(self, item: pytest.Item, options: DistributedOptions) -> list[RankResult]:
-        ranks, started = self._ranks(options.workers)
-        for process in ranks:
-            process.mark_output()
-        if started.all_answered:
-            question = messages.Collect(str(item.path), item.nodeid)
-            started = _ask(ranks, question, _STARTUP_TIMEOUT)
+        ranks, started = self._collected(item, options)
+        if problems(started.answers) and any(process.files != {str(item.path)} for process in ranks):
+            # A conftest may do once in a process what cannot be done again for another file.
+            self.kill()
+            ranks, started = self._collected(item, options)
         if not started.all_answered or problems(started.answers):
             results = _results(ranks, started)
             self.kill()
@@ -103,6 +106,17 @@ class RankPool:
         self._kill([process for process in ranks if process.rank not in fit])
         return results
 
+    def _collected(self, item: pytest.Item, options: DistributedOptions) -> tuple[list[RankProcess], Gathered]:
+        """The ranks of a test, and what they said when they were asked to collect it."""
+        ranks, started = self._ranks(options.workers)
+        for process in ranks:
+            process.mark_output()
+        if not started.all_answered:
+            return ranks, started
+        for process in ranks:
+            process.send(_collect_message(process, item, options))
+        return ranks, gather(ranks, _STARTUP_TIMEOUT)
+
     def _run_collected(self, ranks: list[RankProcess], item: pytest.Item, options: DistributedOptions) -> Gathered:
         self._num_tests += 1
         directory = self._base / f"test-{self._num_tests}"
@@ -113,13 +127,9 @@ class RankPool:
         runs = []
         for process in ranks:
             environment = {
-                "RANK": str(process.rank),
-                "WORLD_SIZE": str(len(ranks)),
-                "LOCAL_RANK": str(process.rank),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
                 "TFSTYLE_RENDEZVOUS_FILE": str(directory / "rendezvous"),
                 "TFSTYLE_TIMEOUT_SECONDS": f"{options.deadline:g}",
-                **options.env,
+                **_environment(process.rank, options),
             }
             runs.append(
                 messages.Run(
@@ -140,7 +150,7 @@ class RankPool:
             process = ranks[rank] = self._successor(ranks[rank])
             _write_pids(pids_path, ranks)
             runs[rank] = replace(runs[rank], attempt=runs[rank].attempt + 1)
-            process.send(messages.Collect(str(item.path), item.nodeid))
+            process.send(_collect_message(process, item, options))
             process.send(runs[rank])
             return process
 
@@ -157,7 +167,7 @@ class RankPool:
         directory = self._base / f"process-{self._num_started}"
         directory.mkdir(parents=True)
         process = RankProcess(rank, directory, self._config.invocation_params.dir)
-        process.send(start_message(self._config, directory / "tmp"))
+        process.send(start_message(self._config, directory / "tmp", self._seed))
         self._processes[rank] = process
         return process
 
@@ -189,6 +199,17 @@ class RankPool:
         for process in self._processes.values():
             process.wait(_EXIT_PATIENCE)
         self.kill()
+
+
+def _environment(rank: int, options: DistributedOptions) -> dict[str, str | None]:
+    """What a rank finds in its environment, from the import of the test file on."""
+    number, size = str(rank), str(options.workers)
+    return {"RANK": number, "WORLD_SIZE": size, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": size, **options.env}
+
+
+def _collect_message(process: RankProcess, item: pytest.Item, options: DistributedOptions) -> messages.Collect:
+    process.files.add(str(item.path))
+    return messages.Collect(str(item.path), item.nodeid, _environment(process.rank, options))
 
 
 def _write_pids(path: Path, ranks: list[RankProcess]) -> None:
@@ -228,5 +249,7 @@ def _base_directory(config: pytest.Config) -> Path:
     # no public name for it outside of fixtures.
     factory: pytest.TempPathFactory | None = getattr(config, "_tmp_path_factory", None)
     if factory is None:
-        return Path(tempfile.mkdtemp(prefix="tfstyle_dist-"))
+        directory = Path(tempfile.mkdtemp(prefix="tfstyle_dist-"))
+        config.add_cleanup(partial(shutil.rmtree, directory, ignore_errors=True))
+        return directory
     return factory.mktemp("distributed")

@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,13 +24,13 @@ def main(descriptor: int, parent_pid: int, stacks_path: str) -> None:
     Args:
         descriptor: The file descriptor of this end of the pipe.
         parent_pid: The process that must be the parent.
-        stacks_path: The file that SIGUSR1 writes the stacks of all threads to.
+        stacks_path: The file that `STACKS_SIGNAL` writes the stacks of all threads to.
     """
     os.set_inheritable(descriptor, False)
     _die_with_parent(parent_pid)
     # pytest is already imported, but no conftest and no test module: a hang in those must be seen too.
     with open(stacks_path, "a", encoding="utf-8") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(messages.STACKS_SIGNAL, file=stacks, all_threads=True)
         with contextlib.suppress(EOFError):
             _serve(Connection(descriptor))
     sys.stdout.flush()
@@ -56,9 +57,9 @@ def _serve(connection: Connection[Any, Any]) -> None:
         assert isinstance(message, messages.Collect), message
         num_sessions += 1
         # pytest empties a base directory that exists, and the files of failed tests are worth keeping.
-        basetemp = f"{start.options['basetemp']}-{num_sessions}"
+        options = {**start.options, "basetemp": f"{start.options['basetemp']}-{num_sessions}"}
         session = RankSession(connection, message)
-        problem = problem_of(lambda: session.run({**start.options, "basetemp": basetemp}, start.args))  # noqa: B023
+        problem = problem_of(lambda: session.run(replace(start, options=options)))  # noqa: B023
         if not session.began:
             connection.send(messages.Ready(problem or "pytest ended before it collected the test, see stderr"))
         elif session.next_message is None:

@@ -17,8 +17,11 @@ from typing import Any
 from tfstyle_dist.testing import messages, processes
 
 # A test must not depend on the cluster that the shell happens to be in.
-_CLUSTER_VARIABLES = ("TF_CONFIG", "RANK", "WORLD_SIZE")
-_CLUSTER_PREFIXES = ("MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
+_CLUSTER_VARIABLES = {
+    *("TF_CONFIG", "MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"),
+    *(f"{group}{number}" for group in ("", "LOCAL_", "GROUP_", "ROLE_") for number in ("RANK", "WORLD_SIZE")),
+}
+_CLUSTER_PREFIXES = ("TORCHELASTIC_", "SLURM_")
 _MAX_OUTPUT_BYTES = 100_000
 _STACK_PATIENCE = 3.0
 _PROCESS_VARIABLE = "TFSTYLE_TESTING_PROCESS"
@@ -41,6 +44,8 @@ class RankProcess:
         # In its environment and in that of all its descendants.
         self._token = uuid.uuid4().hex
         self.directory = directory
+        # The test files that it was asked to collect.
+        self.files: set[str] = set()
         # Whether the process has closed its end of the pipe; it may live on.
         self.hung_up = False
         # What the process before it printed, where a test restarted the rank.
@@ -52,7 +57,7 @@ class RankProcess:
         try:
             with self._file("stdout").open("ab") as stdout, self._file("stderr").open("ab") as stderr:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", self._program(theirs)],
+                    [sys.executable, *_interpreter_flags(), "-u", "-c", self._program(theirs)],
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
@@ -92,9 +97,9 @@ class RankProcess:
                 return None
             if result.si_code == os.CLD_EXITED:
                 return f"exit code {result.si_status}"
-            return f"signal {signal.Signals(result.si_status).name}"
+            return f"signal {_signal_name(result.si_status)}"
         code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
 
     def send(self, message: object) -> None:
         """Sends a message; a process that is gone is noticed by whoever waits for the answer."""
@@ -135,7 +140,7 @@ class RankProcess:
     def request_stacks(self) -> None:
         """Makes the process write the Python stacks of all its threads, even if it is stopped."""
         # In this order, so that a stopped process answers from where it was stopped.
-        processes.send([self.pid], signal.SIGUSR1)
+        processes.send([self.pid], messages.STACKS_SIGNAL)
         processes.send([self.pid], signal.SIGCONT)
 
     def wait_for_stacks(self) -> str:
@@ -162,10 +167,28 @@ class RankProcess:
     def kill(self) -> None:
         """Kills the process and all its descendants; does nothing if that was done."""
         if self._process.returncode is None:
+            # A child with a session and an environment of its own is known by its parent alone, while that lives.
+            family = processes.tree(self.pid) - {self.pid}
             processes.kill_group(self.pid)
+            processes.send(family, signal.SIGKILL)
             self._process.wait()
             processes.kill_with_environment(_PROCESS_VARIABLE, self._token)
         self.connection.close()
+
+
+def _interpreter_flags() -> list[str]:
+    """The options of the Python that runs the session, such as `-O` and `-W error`."""
+    # What multiprocessing starts its processes with; there is no public name for it.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def _signal_name(number: int) -> str:
+    """The name of a signal, or the number of one that has no name, as most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
 
 
 def _environment(rank: int, token: str) -> Mapping[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from tfstyle_dist.testing import messages
 from tfstyle_dist.testing.ranks import Ranks
 from tfstyle_dist.testing.reset import RankState
+from tfstyle_dist.testing.session_options import as_plain, is_collection, is_plain
 
 
 class RankSession:
@@ -39,6 +43,8 @@ class RankSession:
         self._connection = connection
         self._lock = threading.Lock()
         self._request = request
+        self._environment_before: dict[str, str | None] = {}
+        self._collected: list[pytest.Item] = []
         self._items: dict[str, pytest.Item] = {}
         self._collect_problems: list[str] = []
         self._reports: list[dict[str, Any]] = []
@@ -46,14 +52,21 @@ class RankSession:
         self._config: pytest.Config | None = None
         self._unfit: str | None = None
 
-    def run(self, options: Mapping[str, Any], args: Sequence[str]) -> None:
+    def run(self, start: messages.Start) -> None:
         """Runs the session until the parent wants something else.
 
         Args:
-            options: The values of the command line options.
-            args: The plugins to load early and the positional arguments of the parent.
+            start: How to build the session.
         """
-        config = pytest.Config.fromdictargs(dict(options), list(args))
+        self._environment_before = _set_environment(self._request.env)
+        config = pytest.Config.fromdictargs(dict(start.options), list(start.args))
+        for name, value in start.pickled.items():
+            # What a plugin keeps for itself may be readable in its own process only.
+            with contextlib.suppress(Exception):
+                setattr(config.option, name, pickle.loads(value))
+        if start.worker is not None:
+            # The names by which plugins, and the fixture `worker_id`, know a worker of pytest-xdist.
+            vars(config).update(workerinput=dict(start.worker), workeroutput={})
         config.pluginmanager.register(self, messages.RANK_PLUGIN_NAME)
         config.hook.pytest_cmdline_main(config=config)
 
@@ -73,12 +86,26 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         """Collects the requested file instead of what the parent's command line names."""
-        session.config.args[:] = [self._request.path]
+        path = Path(self._request.path)
+        # pytest takes what follows a bracket for the id of a parameter, so the folder above it is collected.
+        above = [folder for folder in path.parents if "[" not in str(folder)]
+        session.config.args[:] = [str(above[0] if "[" in str(path) else path)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Keeps out what lies beside the requested file, where a folder above it is collected."""
+        path = Path(self._request.path)
+        wanted = "[" not in self._request.path or collection_path == path or collection_path in path.parents
+        return None if wanted else True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Remembers why the file could not be collected."""
         if report.failed:
             self._collect_problems.append(str(report.longrepr))
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Remembers every test, because the session has selected already: a rank that selects may lose some."""
+        self._collected.append(item)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -95,7 +122,8 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Answers the parent's messages as long as they are about this file."""
-        self._items = {item.nodeid: item for item in session.items}
+        self._items = {item.nodeid: item for item in (*self._collected, *session.items)}
+        _set_environment(self._environment_before)
         self.began = True
         message: object = self._request
         while True:
@@ -122,8 +150,10 @@ class RankSession:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps a report for the parent."""
         assert self._config is not None
-        hook = self._config.hook
-        self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        # Hooks hang on a report what they like, such as the test itself, and that is for this process only.
+        plain = {name: as_plain(value) for name, value in data.items() if is_plain(value) or is_collection(value)}
+        self._reports.append(plain)
 
     def _send(self, message: object) -> None:
         with self._lock:
@@ -147,14 +177,11 @@ class RankSession:
         self._reports = []
         self.assignment = message
         self._state = RankState.now()
-        for name, value in message.env.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_environment(message.env)
         item = self._items[message.nodeid]
+        protocol = config.pluginmanager.subset_hook_caller("pytest_runtest_protocol", _other_runners(config))
         # Without a next item every fixture is torn down, so that no test sees the world of another.
-        crash = problem_of(lambda: config.hook.pytest_runtest_protocol(item=item, nextitem=None))
+        crash = problem_of(lambda: protocol(item=item, nextitem=None))
         if any(report["outcome"] == "failed" for report in self._reports):
             # Lets peers that wait for this rank in a collective see a closed connection instead of a timeout.
             crash = problem_of(self._state.close_groups) or crash
@@ -169,6 +196,30 @@ class RankSession:
         problems = [unfit] if unfit is not None else []
         crash = problem_of(lambda: problems.extend(state.restore()))
         return crash or ("; ".join(problems) or None)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Sets variables, or with None removes them; returns what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
+def _other_runners(config: pytest.Config) -> list[object]:
+    """The plugins that run a test in a way of their own, such as once more after a failure.
+
+    They do so in the session, where all ranks take part; a rank alone would wait for its peers in vain.
+    """
+    return [
+        implementation.plugin
+        for implementation in config.hook.pytest_runtest_protocol.get_hookimpls()
+        if not (implementation.hookwrapper or implementation.wrapper)
+        and not implementation.function.__module__.startswith("_pytest.")
+    ]
 
 
 def _came_out_of(error: BaseException | None, package: str) -> bool:

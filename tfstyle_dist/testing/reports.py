@@ -43,9 +43,14 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class _Crash:
-    """The part of pytest's file location that its one-line summary and its JUnit report read."""
+    """The part of pytest's file location that its one-line summary and other plugins' reports read."""
 
+    path: str
+    lineno: int
     message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.lineno}: {self.message}"
 
 
 class RankFailures:
@@ -54,15 +59,18 @@ class RankFailures:
     Args:
         failures: The failures, in the order in which they are to be shown.
         notes: Lines about the other ranks.
+        place: The file and the line of the test, for a failure that has no place of its own.
     """
 
-    def __init__(self, failures: Sequence[RankFailure], notes: Sequence[str]) -> None:
+    def __init__(self, failures: Sequence[RankFailure], notes: Sequence[str], place: tuple[str, int]) -> None:
         self._failures = failures
         self._notes = notes
         first = failures[0]
         crash = getattr(first.detail, "reprcrash", None)
-        message = first.header if crash is None else f"rank {first.rank}: {crash.message}"
-        self.reprcrash = _Crash(message)
+        if crash is None:
+            self.reprcrash = _Crash(*place, first.header)
+        else:
+            self.reprcrash = _Crash(crash.path, crash.lineno, f"rank {first.rank}: {crash.message}")
 
     def toterminal(self, tw: Any) -> None:
         """Writes the failures as pytest writes a traceback."""
@@ -91,6 +99,8 @@ class Merged:
         wasxfail: The reason of an expected failure or an unexpected pass, or None.
         sections: The captured output of every rank.
         broken: Whether the ranks, not the test body, failed.
+        xpassed: Whether the test failed because it passed, against its strict mark.
+        user_properties: What the ranks recorded with pytest's fixture `record_property`.
     """
 
     outcome: str = "passed"
@@ -98,27 +108,41 @@ class Merged:
     wasxfail: str | None = None
     sections: list[tuple[str, str]] = field(default_factory=list)
     broken: bool = False
+    xpassed: bool = False
+    user_properties: list[tuple[str, object]] = field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """Why the test was skipped."""
+        return _reason(self.longrepr)
 
 
-def merge(config: pytest.Config, results: Sequence[RankResult], timeout: float) -> Merged:
+def merge(item: pytest.Item, results: Sequence[RankResult], timeout: float) -> Merged:
     """Merges what the ranks of one test reported.
 
     A failure of any rank is a failure of the test. Else a skip of any rank is a skip. A test that is expected
     to fail has done so if any of its ranks has.
 
     Args:
-        config: The configuration of the session that will show the report.
+        item: The test in the session that will show the report.
         results: One result per rank.
         timeout: Seconds that the test had.
 
     Returns:
         The merged outcome.
     """
-    verdicts = [_verdict(config, result, len(results), timeout) for result in results]
-    merged = _decide(verdicts)
+    verdicts = [_verdict(item.config, result, len(results), timeout) for result in results]
+    merged = _decide(verdicts, (str(item.path), (item.location[1] or 0) + 1))
     for result, verdict in zip(results, verdicts, strict=True):
         merged.sections += _sections(result, verdict.reports)
+        # Each report repeats the properties of the phases before it.
+        recorded = [(name, value) for report in verdict.reports[-1:] for name, value in report.user_properties]
+        merged.user_properties += [pair for pair in recorded if pair not in merged.user_properties]
     return merged
+
+
+def _reason(longrepr: Any) -> str:
+    return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
 
 
 @dataclass
@@ -132,8 +156,7 @@ class _Verdict:
 
     @property
     def reason(self) -> str:
-        longrepr = None if self.deciding is None else self.deciding.longrepr
-        return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
+        return _reason(None if self.deciding is None else self.deciding.longrepr)
 
     @property
     def summary(self) -> str:
@@ -160,6 +183,9 @@ def _verdict(config: pytest.Config, result: RankResult, workers: int, timeout: f
         verdict.state = "xpassed strictly" if strict else "failed"
         return verdict
     for report in reports:
+        # Of a subtest only a failure, which was counted above, says something of the test.
+        if hasattr(report, "context"):
+            continue
         if hasattr(report, "wasxfail"):
             verdict.state, verdict.deciding = ("xfailed" if report.skipped else "xpassed"), report
         elif report.skipped:
@@ -193,14 +219,14 @@ def _without_harness(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def _decide(verdicts: Sequence[_Verdict]) -> Merged:
+def _decide(verdicts: Sequence[_Verdict], place: tuple[str, int]) -> Merged:
     by_state: dict[str, list[_Verdict]] = {}
     for verdict in verdicts:
         by_state.setdefault(verdict.state, []).append(verdict)
     if "failed" in by_state or "xfailed" not in by_state:
         failing = by_state.get("failed") or by_state.get("xpassed strictly")
         if failing:
-            return _failed(failing, verdicts)
+            return _failed(failing, verdicts, place)
     for state, outcome in (("xfailed", "skipped"), ("skipped", "skipped"), ("xpassed", "passed")):
         if state in by_state:
             deciding = by_state[state][0].deciding
@@ -213,17 +239,22 @@ def _decide(verdicts: Sequence[_Verdict]) -> Merged:
         states = ", ".join(f"rank {verdict.rank} {verdict.state}" for verdict in verdicts)
         text = f"no rank reported: {states}"
         nobody = RankFailure(0, text, "At least one rank must live to say that the test passed.", 0.0)
-        return Merged("failed", RankFailures([nobody], []), broken=True)
+        return Merged("failed", RankFailures([nobody], [], place), broken=True)
     return Merged()
 
 
-def _failed(failing: Sequence[_Verdict], verdicts: Sequence[_Verdict]) -> Merged:
+def _failed(failing: Sequence[_Verdict], verdicts: Sequence[_Verdict], place: tuple[str, int]) -> Merged:
     failures = [failure for verdict in failing for failure in verdict.failures]
     failures.sort(key=lambda failure: failure.at)
     notes = [f"rank {verdict.rank}: {verdict.summary}" for verdict in verdicts if verdict not in failing]
     if any(_LATE.search(str(failure.detail)) for failure in failures):
         notes.append(_ABOUT_DEADLINES)
-    return Merged("failed", RankFailures(failures, notes), broken=any(verdict.broken for verdict in failing))
+    return Merged(
+        "failed",
+        RankFailures(failures, notes, place),
+        broken=any(verdict.broken for verdict in failing),
+        xpassed=all(verdict.state == "xpassed strictly" for verdict in failing),
+    )
 
 
 def _sections(result: RankResult, reports: Sequence[pytest.TestReport]) -> list[tuple[str, str]]:
