@@ -420,7 +420,7 @@ def test_every_form_of_backward_and_grad_calls_the_engine_through_one_function()
     assert len(calls) == 5
 
 
-def test_sparse_tensors_are_taken_apart_and_put_together() -> None:
+def test_sparse_tensors_are_taken_apart_and_assemble() -> None:
     indices, values = torch.tensor([[2, 0, 2]]), torch.tensor([1.0, 2.0, 3.0])
     made = torch_internals.sparse_of(indices, values, (3,), coalesced=False)
     assert not made.is_coalesced()

@@ -110,7 +110,7 @@ def test_local_replicas_take_named_arguments_and_divide_by_their_items(items: An
     torch.testing.assert_close((loss, *(p.grad for p in own.parameters())), expected)
 
 
-def test_outputs_of_local_replicas_are_put_together() -> None:
+def test_outputs_of_local_replicas_are_assemble() -> None:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         accelerator = StrategyAccelerator(strategy=strategy, cpu=True, mixed_precision="bf16")
         model = accelerator.prepare(Outputs())

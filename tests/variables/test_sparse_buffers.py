@@ -133,11 +133,11 @@ def test_what_has_neither_one_memory_nor_parts() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts(layout: str) -> None:
     tensor = LAYOUTS[layout](torch.triu(torch.ones(4, 4)))
-    made = sparse_parts.put_together(sparse_parts.about(tensor), sparse_parts.parts_of(tensor))
+    made = sparse_parts.assemble(sparse_parts.about(tensor), sparse_parts.parts_of(tensor))
     assert made.layout is tensor.layout
     torch.testing.assert_close(made.to_dense(), tensor.to_dense())
     with pytest.raises(ValueError, match="is no sparse tensor"):
-        sparse_parts.put_together(["strided", [4, 4], True], sparse_parts.parts_of(tensor))
+        sparse_parts.assemble(["strided", [4, 4], True], sparse_parts.parts_of(tensor))
     target = LAYOUTS[layout](torch.eye(4))
     sparse_parts.fill(target, tensor)
     torch.testing.assert_close(target.to_dense(), tensor.to_dense())
@@ -145,9 +145,9 @@ def test_parts(layout: str) -> None:
 
 def test_parts_that_are_not_coalesced() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (3, 3))
-    made = sparse_parts.put_together(sparse_parts.about(tensor), sparse_parts.parts_of(tensor))
+    made = sparse_parts.assemble(sparse_parts.about(tensor), sparse_parts.parts_of(tensor))
     assert not made.is_coalesced()
     assert float(made.to_dense()[0, 1]) == 3.0
     outside = [torch.tensor([[7], [0]]), torch.tensor([1.0])]
     with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
-        sparse_parts.put_together(["sparse_coo", [3, 3], True], outside)
+        sparse_parts.assemble(["sparse_coo", [3, 3], True], outside)

@@ -113,7 +113,7 @@ def _no_numbers(path: str, kind: Any) -> str:
     )
 
 
-def decode(tree: Any, get: Get, build: Build = sparse_parts.put_together) -> Any:
+def decode(tree: Any, get: Get, build: Build = sparse_parts.assemble) -> Any:
     """What ``encode`` was given.
 
     Args:

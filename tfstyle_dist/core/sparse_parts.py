@@ -1,4 +1,4 @@
-"""A sparse tensor as dense ones, which can be sent, kept in files, and put together again."""
+"""A sparse tensor as dense ones, which can be sent, kept in files, and assembled again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def count(description: Sequence[Any]) -> int:
 
 
 def check(description: Any, parts: int) -> None:
-    """Finds out whether ``put_together`` knows a description.
+    """Finds out whether ``assemble`` knows a description.
 
     Raises:
         ValueError: ``about`` makes nothing like that, or not with as many parts.
@@ -62,7 +62,7 @@ def check(description: Any, parts: int) -> None:
         raise ValueError(f"{str(description)[:80]} with {parts} parts is no sparse tensor")
 
 
-def put_together(description: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def assemble(description: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sparse tensor that was taken apart.
 
     Args:

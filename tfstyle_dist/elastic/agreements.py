@@ -70,7 +70,7 @@ class Agreements:
                 if sparse is None:
                     value = next(parts)
                 else:
-                    value = sparse_parts.put_together(sparse, list(islice(parts, sparse_parts.count(sparse))))
+                    value = sparse_parts.assemble(sparse, list(islice(parts, sparse_parts.count(sparse))))
                 for component in list(record.components) if record.kind == "variable" else [record.components[first]]:
                     sparse_parts.fill(component, value)
 

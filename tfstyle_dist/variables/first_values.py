@@ -150,4 +150,4 @@ def send_sparse(group: WorkerGroup, tensor: torch.Tensor, name: str) -> None:
         if part.numel():
             group.broadcast(part, 0, name)
     if group.rank:
-        sparse_parts.fill(tensor, sparse_parts.put_together(description, parts))
+        sparse_parts.fill(tensor, sparse_parts.assemble(description, parts))
