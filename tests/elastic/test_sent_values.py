@@ -42,6 +42,19 @@ def arrived(contents: ReplicaContents, value: Any, own: Any = MISSING) -> Any:
     return ValueReader(contents, packet.tensors).value(packet.header["value"], own)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse_tensors_keep_their_layout(contents: ReplicaContents, layout: str) -> None:
+    dense = torch.triu(torch.ones(4, 4))
+    ways = {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}
+    blocks = {"bsr": dense.to_sparse_bsr, "bsc": dense.to_sparse_bsc}
+    value = ways[layout]() if layout in ways else blocks[layout]((2, 2))
+    found = arrived(contents, {"neighbours": value})["neighbours"]
+    assert found.layout is value.layout
+    assert layout != "coo" or found.is_coalesced()
+    torch.testing.assert_close(found.to_dense(), dense)
+
+
 @pytest.mark.parametrize(
     "value",
     [

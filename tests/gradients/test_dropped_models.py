@@ -17,6 +17,11 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
     optimizer.step()
 
 
+def graphs(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward(create_graph=True)
+    model.zero_grad()
+
+
 @pytest.mark.distributed(workers=2, timeout=60)
 @pytest.mark.parametrize("only_on_rank", [None, 1])
 @pytest.mark.parametrize("sparse", [False, True])
@@ -41,6 +46,7 @@ def test_training_goes_on(rank: int, only_on_rank: int | None, sparse: bool, dev
         torch.testing.assert_close(second.weight.detach(), before - 0.3)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.distributed(workers=2, timeout=60)
 @pytest.mark.parametrize(
     "kind",
@@ -80,6 +86,8 @@ def test_the_garbage_collector_may_run_while_the_workers_talk(rank: int, kind: A
                 strategy.run(step, args=(model, optimizer, torch.full((2, 3), rank + 1.0)))
                 torch.testing.assert_close(model.weight.detach(), before - 0.3)
                 strategy.sync_buffers()
+                if kind is td.MirroredStrategy:
+                    strategy.run(graphs, args=(model,))
                 del model, optimizer
     finally:
         gc.enable()

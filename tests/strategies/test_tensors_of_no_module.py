@@ -81,6 +81,11 @@ def test_the_error_without_it_says_what_to_write() -> None:
             _train(strategy, made, beside)
 
 
+def test_one_without_a_shape_is_refused() -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, pytest.raises(ValueError, match="has no shape yet"):
+        strategy.experimental_adopt(nn.UninitializedParameter())
+
+
 def test_a_tensor_that_is_not_trained_stays_each_replicas_own() -> None:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         count = strategy.experimental_adopt(torch.zeros(1))

@@ -18,7 +18,12 @@ pytestmark = [
     pytest.mark.cpu_only("the pretend device has few operations of sparse tensors"),
     *(
         pytest.mark.filterwarnings(f"ignore:{said}")
-        for said in ("Sparse .* tensor support", "The PyTorch API of nested", "Sparse invariant checks")
+        for said in (
+            ".*quantize_per_tensor",
+            "Sparse .* tensor support",
+            "The PyTorch API of nested",
+            "Sparse invariant checks",
+        )
     ),
 ]
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -95,14 +100,39 @@ def test_ranks_begin_with_the_first_ones(rank: int) -> None:
                 strategy.sync_buffers()
                 torch.testing.assert_close(model.neighbours.to_dense(), first, msg=name)
     with tfd.MirroredStrategy(["cpu:0"]) as strategy:
-        with strategy.scope():
-            model = Graph(torch.zeros(4, 4).to_sparse() if rank == 0 else other.to_sparse())
-        assert float(model.neighbours.to_dense().sum()) == 0.0
+        places = torch.tensor([[0, 1], [2, 0], [3, 3]]).t()  # a list of edges, as columns that are not contiguous
+        edges = torch.sparse_coo_tensor(places, torch.ones(1).expand(3), (4, 4))
+        columns = torch.arange(16.0).reshape(4, 4).to_sparse_bsr((2, 2)).t()
+        for first_ones in (torch.zeros(4, 4).to_sparse(), edges, columns):
+            with strategy.scope():
+                model = Graph(first_ones if rank == 0 else 3 * first_ones)
+            torch.testing.assert_close(model.neighbours.to_dense(), first_ones.to_dense())
     differ = pytest.raises(CollectiveMismatchError, match=r"built different models.*torch\.sparse_cs")
     with tfd.MirroredStrategy(["cpu:0"]) as strategy, differ, strategy.scope():
         model = Graph(first.to_sparse_csr() if rank == 0 else first.to_sparse_csc())
     with tfd.MirroredStrategy(["cpu:0"]) as strategy, strategy.scope():
         for odd in (torch.nested.nested_tensor([first[:1], first[:2]]), first.to_mkldnn()):
+            with pytest.raises(TypeError, match=r"A buffer of layout .* cannot be sent to the other workers"):
+                Graph(odd)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_type_of_the_whole_model(layout: str) -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = Graph(LAYOUTS[layout](torch.eye(4)))
+        strategy.run(lambda: model(torch.ones(4, 3)).sum().backward())
+        model.double()
+        found = strategy.run(lambda: model(torch.ones(4, 3).double()).detach())
+        assert [value.dtype for value in found.values] == [torch.float64] * 2
+        torch.testing.assert_close(*found.values)
+
+
+def test_an_elastic_job_refuses_what_it_cannot_send() -> None:
+    elastic = tfd.experimental.Elastic(replicas=2)
+    with tfd.MultiWorkerMirroredStrategy(elastic=elastic) as strategy, strategy.scope():
+        nested, dense = torch.nested.nested_tensor([torch.ones(1)]), torch.ones(2)
+        for odd in (nested, torch.quantize_per_tensor(dense, 1, 0, torch.qint8), dense.to_mkldnn()):
             with pytest.raises(TypeError, match=r"A buffer of layout .* cannot be sent to the other workers"):
                 Graph(odd)
 

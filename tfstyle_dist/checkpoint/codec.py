@@ -15,7 +15,7 @@ Put = Callable[[str, torch.Tensor], str]
 Get = Callable[[str], torch.Tensor]
 Build = Callable[[Any, list[torch.Tensor]], torch.Tensor]
 
-_SPARSE = "$sparse"
+_SPARSE, _PART = "$sparse", " part "
 _PLAIN = (type(None), bool, int, float, str)
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _BOUNDED = "$deque_of"
@@ -67,7 +67,13 @@ def _encode_tensor(value: torch.Tensor, path: str, put: Put) -> Any:
             f"{path} is a {nested}tensor of layout {value.layout} and type {value.dtype}, which a checkpoint cannot "
             "hold. Make it dense, or keep it out of the checkpoint, a buffer by persistent=False."
         )
-    return {_SPARSE: [sparse_parts.about(value), [put(path, part) for part in sparse_parts.parts_of(value)]]}
+    parts = [put(f"{path}{_PART}{i}", part) for i, part in enumerate(sparse_parts.parts_of(value))]
+    return {_SPARSE: [sparse_parts.about(value), parts]}
+
+
+def is_part(name: str) -> bool:
+    """Whether a tensor is a part of a sparse one, which may have another number of elements on each worker."""
+    return name[:-1].endswith(_PART)
 
 
 def _encode_rare(value: Any, path: str, put: Put) -> Any:

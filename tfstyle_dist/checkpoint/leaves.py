@@ -118,6 +118,8 @@ def _problem(name: str, tensor: torch.Tensor, tree: Any, of_tensors: Mapping[str
         return f"{name} has shape {here}, saved was {saved}"
     if str(tensor.layout) != f"torch.{layout}":
         return f"{name} has layout {tensor.layout}, saved was torch.{layout}"
+    if tensor.layout is torch.sparse_coo and tensor.sparse_dim() != facts["shape"][0]:
+        return f"{name} has {tensor.sparse_dim()} sparse dimensions, saved were {facts['shape'][0]}"
     here_dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, Variable) and here_dtype != facts["dtype"]:
         return f"{name} has dtype {here_dtype}, saved was {facts['dtype']}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.checkpoint import codec
 from tfstyle_dist.checkpoint.leaves import Leaf
 from tfstyle_dist.checkpoint.on_servers import Source, source_of
 from tfstyle_dist.comm import mesh
@@ -84,7 +85,8 @@ class Snapshot:
     def describe(self) -> str:
         """What must be the same on all workers, in short."""
         items = [(name, item.tensor) for name, item in self._items.items() if not item.private]
-        lines = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in items]
+        shapes = [None if codec.is_part(name) else list(tensor.shape) for name, tensor in items]
+        lines = [f"{name} {shape} {tensor.dtype}" for (name, tensor), shape in zip(items, shapes, strict=True)]
         mark = hashlib.blake2b("\n".join([*self.objects, *lines]).encode(), digest_size=8).hexdigest()
         names = ", ".join(f"{path} ({about['class']})" for path, about in self.objects.items())
         return f"{len(lines)} tensors of {names}, digest {mark}"

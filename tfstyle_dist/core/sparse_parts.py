@@ -16,12 +16,14 @@ _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its numbers, one after the other."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    with torch_internals.DisableTorchFunctionSubclass():  # to look at a variable is not to read it
+        return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
     """Whether ``parts_of`` can take a tensor apart: COO, CSR, CSC, BSR and BSC."""
-    return tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED.values()
+    with torch_internals.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED.values()
 
 
 def about(tensor: torch.Tensor) -> list[Any]:
@@ -35,7 +37,7 @@ def about(tensor: torch.Tensor) -> list[Any]:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Its indices and values, without a graph; they share its memory."""
+    """Its indices and values, without a graph; they share its memory, and may lie in it in any order."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return [torch_internals.indices_of(tensor), torch_internals.values_of(tensor)]

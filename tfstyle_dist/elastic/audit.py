@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.raw_bytes import bytes_of
@@ -131,9 +132,9 @@ class Audit:
 
 def digest(tensor: torch.Tensor) -> int:
     """The sum of a tensor's bytes as 64-bit words; every change of one bit changes it."""
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.coalesce()
-        return (digest(whole.indices()) + 3 * digest(whole.values())) & _MASK
+    if sparse_parts.is_sparse(tensor):
+        whole = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
+        return sum((2 * place + 1) * digest(part) for place, part in enumerate(sparse_parts.parts_of(whole))) & _MASK
     data = bytes_of(tensor)
     if not data.numel():
         return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.values import Division, Share, note_result, share_of_result
@@ -43,9 +43,9 @@ def describe(
                 described.append(["w", number])
                 continue
             value = leaf.detach()
-            if value.layout is torch.sparse_coo:
-                described.append(["s", list(value.shape), value.is_coalesced()])
-                tensors += [torch_internals.indices_of(value), torch_internals.values_of(value)]
+            if sparse_parts.is_sparse(value):
+                described.append(["s", *sparse_parts.about(value)])
+                tensors += sparse_parts.parts_of(value)
             elif value.layout is torch.strided and not value.is_nested:
                 check_can_be_sent(value)
                 described.append(["t", *_told(share_of_result(leaf))])
@@ -119,9 +119,7 @@ class Reader:
             if len(entry) > 1:  # what was computed of no examples is nothing here too
                 note_result(tensor, _share(*entry[1:]))
             return tensor
-        indices, values = self.tensor(), self.tensor()
-        with torch.no_grad():
-            return torch_internals.sparse_of(indices, values, entry[1], entry[2])
+        return sparse_parts.assemble(entry[1:], [self.tensor() for _ in range(sparse_parts.count(entry[1:]))])
 
 
 def check_same_everywhere(leaves: Sequence[Any], described: Described, what: str) -> None:

@@ -26,7 +26,7 @@ class Tensors:
     @cached_property
     def _by_number(self) -> dict[int, torch.Tensor]:
         assert self._store.contents is not None
-        found = {record.number: record.tensor for record in self._store.records() if record.tensor is not None}
+        found = {record.number: held for record in self._store.records() if (held := record.tensor) is not None}
         return found | dict(numbered(self._store.contents))
 
     @cached_property

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
@@ -93,10 +94,8 @@ class ValueWriter:
         return ["u" if isinstance(value, tuple) else "e" if kind is set else "l", parts]
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
-        if value.layout is torch.sparse_coo:
-            whole = value.coalesce()
-            parts = [self.put(part) for part in (whole.indices(), whole.values())]
-            return ["s", *parts, list(value.shape)]
+        if sparse_parts.is_sparse(value):
+            return ["s", [self.put(part) for part in sparse_parts.parts_of(value)], sparse_parts.about(value)]
         if not is_sent_as_tensor(value):
             return self._leave_out(value)
         return ["t", self.put(value.detach())]
@@ -169,7 +168,7 @@ class ValueReader:
         if kind == "t":
             return written(own, self.tensors[what])
         if kind == "s":
-            return torch.sparse_coo_tensor(self.tensors[what], self.tensors[described[2]], described[3])
+            return sparse_parts.assemble(described[2], [self.tensors[number] for number in what])
         if kind == "n":
             array = self.tensors[what].numpy()
             if self._writes_arrays and _fits(own, array) and described[2]:

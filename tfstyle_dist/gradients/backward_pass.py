@@ -65,7 +65,8 @@ class PassReducer(GradientReducer):
             touched = self._graphs
         finally:
             self._graphs = None
-        states = [s for states in self.states.values() for s in states if s.record.tensor is not None]
+        living = self.store.alive_everywhere(r for r in self.store.records() if id(r) in self.states)
+        states = [s for record in living for s in self.states[id(record)]]
         states = [s for s in states if not (id(s) in touched and self.keeps_local(s))]
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
         flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
+from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
 from tfstyle_dist.input.pipeline import Step
@@ -88,7 +89,11 @@ class DistributedIterator:
         if self._ended:
             raise StopIteration
         if self._error is not None:
-            raise self._error  # a program that goes on after it must not take it for the end of the epoch
+            error, self._error, self._ended = self._error, None, True
+            get_logger().error(
+                "input: the epoch ends early, because %s was raised in it: %s", type(error).__name__, error
+            )
+            raise StopIteration
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()

@@ -57,7 +57,8 @@ def buffer_record(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.
         TypeError: several workers cannot be given such a buffer.
     """
     dense = sparse_parts.is_dense(buffer)
-    if store.worker.group.size > 1 and not dense and not sparse_parts.is_sparse(buffer):
+    several = store.worker.group.size > 1 or store.make_equal is not None
+    if several and not dense and not sparse_parts.is_sparse(buffer):
         raise TypeError(
             f"A buffer of layout {buffer.layout}{' that is nested' * buffer.is_nested} and type {buffer.dtype} cannot "
             "be sent to the other workers. Keep it as a plain attribute of the module, or make it dense or sparse."

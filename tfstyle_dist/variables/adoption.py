@@ -183,7 +183,10 @@ def adopt_tensor(store: ParameterStore, tensor: torch.nn.Parameter) -> None:
 
     Raises:
         TypeError: parameter servers take over parameters alone.
+        ValueError: it has no shape yet.
     """
+    if isinstance(tensor, torch.nn.UninitializedParameter):
+        raise ValueError("An UninitializedParameter has no shape yet: materialize it before it is adopted.")
     if store.placement is Placement.REMOTE and not isinstance(tensor, torch.nn.Parameter):
         raise TypeError(
             f"Parameter servers take over a torch.nn.Parameter, got a {type(tensor).__name__}. Write "

@@ -88,7 +88,10 @@ def _difference(group: WorkerGroup, pending: Sequence[Record]) -> CollectiveMism
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype) if tensor.layout is torch.strided else f"{tensor.dtype} {tensor.layout}"
+    if tensor.layout is torch.strided:
+        return str(tensor.dtype)
+    dimensions = f" of {tensor.sparse_dim()} sparse dimensions" if tensor.layout is torch.sparse_coo else ""
+    return f"{tensor.dtype} {tensor.layout}{dimensions}"
 
 
 def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -141,7 +144,7 @@ def send_sparse(group: WorkerGroup, tensor: torch.Tensor, name: str) -> None:
         tensor: of one shape and layout on all of them; it is written in place.
         name: of the call.
     """
-    parts = sparse_parts.parts_of(tensor)
+    parts = [part.contiguous() for part in sparse_parts.parts_of(tensor)]
     told = [sparse_parts.about(tensor), [list(p.shape) for p in parts]] if group.rank == 0 else None
     description, shapes = group.gather_objects(told, name)[0]
     if group.rank:

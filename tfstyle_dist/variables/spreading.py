@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core import sparse_parts, torch_internals
 from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, Copier, Mark
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.object_content import ObjectContent
@@ -175,5 +175,11 @@ def _renew_views(value: Any, own: Any, left: Sequence[int], outer: tuple[int, ..
 def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether a buffer was replaced by itself in another type or on another device."""
     if old.shape != new.shape or (old.dtype, old.device) == (new.dtype, new.device) or old.is_meta or new.is_meta:
+        return False
+    if sparse_parts.is_sparse(old) and old.layout is new.layout:
+        (*places, values), (*others, new) = sparse_parts.parts_of(old), sparse_parts.parts_of(new)
+        alike = all(torch.equal(a.to(b.device), b) for a, b in zip(places, others, strict=True))
+        return alike and torch.equal(values.to(new.device, new.dtype), new)
+    if not (sparse_parts.is_dense(old) and sparse_parts.is_dense(new)):
         return False
     return torch.equal(old.to(new.device, new.dtype), new)

@@ -254,7 +254,7 @@ class ReplicaReducer(GradientReducer):
 
         The workers have agreed on the parameters; one that is gone here since then adds nothing and gets nothing.
         """
-        _living, plan, group = Living(self.store.records()), self._agreed_plan(), self.worker.group
+        plan, group = self._agreed_plan(), self.worker.group
         with torch.no_grad():
             for bucket in plan.buckets:
                 buffer = self._packed(bucket)
@@ -272,10 +272,10 @@ class ReplicaReducer(GradientReducer):
         return [None] * self.worker.num_local_replicas
 
     def _agreed_plan(self) -> ReductionPlan:
-        before, plan = self._plan, self.plan()
-        if plan is not before:
+        if self._plan is None or self._plan_version != self.store.version:
+            _living, plan = Living(self.store.records()), self.plan()
             self._rows = {record: no_rows(record.components[0].detach()) for record in plan.sparse}
-        return plan
+        return self.plan()
 
     def _packed(self, bucket: Bucket) -> torch.Tensor:
         buffer = bucket.new_buffer()
