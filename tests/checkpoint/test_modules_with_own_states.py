@@ -91,6 +91,13 @@ class Growing(torch.nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
 
+class Exporting(torch.nn.Linear):
+    """A method of another name, as those that transformers' models have for adapters, makes no state its own."""
+
+    def export_state_dict(self) -> dict[str, Any]:
+        return dict(self.state_dict())
+
+
 class Refusing(OnlyAfter):
     """Takes nothing."""
 
@@ -162,10 +169,28 @@ def test_a_module_that_refuses_changes_nothing(tmp_path: Path) -> None:
         assert not tensor.any()
 
 
+class Stubborn(OnlyAfter):
+    """Takes nothing, not even what it had."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        raise RuntimeError("never")
+
+
+def test_one_that_takes_nothing_back_does_not_hide_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = Checkpoint(a=OnlyAfter(), b=Stubborn()).write(tmp_path / "ckpt")
+    first = OnlyAfter()
+    before = first.weight.detach().clone()
+    with pytest.raises(InvalidArgumentError, match=r"was not restored .*b did not take its saved state: never"):
+        Checkpoint(a=first, b=Stubborn()).restore(path)
+    assert torch.equal(first.weight, before)
+    assert "b did not take back what it had" in caplog.text
+
+
 def test_torch_s_own_modules_are_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> torch.nn.Module:
         attention = torch.nn.MultiheadAttention(4, 2)
-        return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(3, 4), attention)
+        layers = torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.LSTM(3, 4), attention, Exporting(2, 2)
+        return torch.nn.Sequential(*layers)
 
     saved, model = build(), build()
     path = Checkpoint(model=saved).write(tmp_path / "ckpt")
@@ -220,6 +245,33 @@ def test_ranks_end_equal(rank: int, shared_tmp_path: Path) -> None:
     checkpoint.restore(path).assert_consumed()
     assert (model.calls, model.cache) == (5, 15.0)
     assert torch.equal(model.weight, torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.distributed(workers=2, timeout=60, deadline=20)
+def test_ranks_that_differ_in_their_hooks_or_in_what_they_take(rank: int, shared_tmp_path: Path) -> None:
+    strategy = td.MirroredStrategy()
+    with strategy.scope():
+        counting: Any = OnlyAfter()
+        counting.seen = td.Variable(
+            0.0, synchronization=td.VariableSynchronization.ON_READ, aggregation=td.VariableAggregation.SUM
+        )
+        plain = torch.nn.Linear(2, 2)
+        refusing = OnlyAfter()
+    strategy.run(lambda: counting.seen.assign_add(torch.tensor(2.0)))
+    objects = {"a": refusing, "b": counting, "c": plain}
+    checkpoint = Checkpoint(**objects)
+    path = checkpoint.write(shared_tmp_path / "ckpt")
+    told = []
+    if rank == 0:  # such as for a log
+        plain.register_load_state_dict_post_hook(lambda *_: told.append(rank))
+    checkpoint.restore(path).assert_consumed()
+    assert told == [0] * (rank == 0)
+    assert float(counting.seen.value()) == 4.0
+    if rank == 1:
+        refusing.__class__ = Refusing
+    with pytest.raises(InvalidArgumentError, match=r"worker 1: a did not take its saved state: no room for a bias"):
+        checkpoint.restore(path)
+    assert float(counting.seen.value()) == 4.0  # the workers go on in step
 
 
 def test_a_lazy_module_is_refused_by_name(tmp_path: Path) -> None:

@@ -56,6 +56,19 @@ def test_lists_of_fields_are_cut() -> None:
             assert [len(part) for part in y.values] == [1, 1]
 
 
+def test_a_collate_function_that_takes_pairs_alone() -> None:
+    """It cannot be asked for a batch of one sample."""
+
+    def pairs(samples: list[int]) -> list[torch.Tensor]:
+        assert len(samples) % 2 == 0, "needs pairs"
+        return [torch.tensor(samples), -torch.tensor(samples)]
+
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        loader = DataLoader(range(4), batch_size=2, collate_fn=pairs)  # type: ignore[arg-type]
+        found = [[x.tolist() for x in batch[0].values] for batch in strategy.experimental_distribute_dataset(loader)]
+    assert found == [[[0], [1]], [[2], [3]]]
+
+
 def _detection(samples: list[Any]) -> Any:
     return tuple(zip(*samples, strict=True))
 

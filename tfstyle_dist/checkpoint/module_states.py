@@ -19,6 +19,8 @@ from tfstyle_dist.variables.logical_state import write_logical
 EXTRA = "_extra_state"
 """How the name of a module's extra state ends."""
 
+_METHODS = frozenset(name for name in vars(torch.nn.Module) if name.endswith("state_dict"))
+
 
 def state_of(module: torch.nn.Module) -> Any:
     """The state of a module, with its own tensors in it where it gives them."""
@@ -54,7 +56,7 @@ def takes_itself(module: torch.nn.Module) -> bool:
 def _has_own_way(module: torch.nn.Module) -> bool:
     """Whether a module has hooks for loading, or methods for its state that ``torch.nn`` does not have."""
     kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.nn.")]
-    methods = any(name.endswith("state_dict") for kind in kinds for name in vars(kind))
+    methods = any(name in _METHODS for kind in kinds for name in vars(kind))
     return methods or any("load_state_dict" in name and held for name, held in vars(module).items())
 
 
@@ -68,9 +70,18 @@ def _memory(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
 
 
 def keep(module: torch.nn.Module) -> Callable[[], None]:
-    """Copies the state of a module; the result puts it back."""
-    kept = copy.deepcopy(module.state_dict())
+    """Copies the state of a module to the CPU; the result puts it back."""
+    state = module.state_dict()
+    if not isinstance(state, Mapping):
+        kept: Any = copy.deepcopy(state)
+    else:
+        kept = copy.copy(state)
+        kept.update({key: _kept(entry) for key, entry in state.items()})
     return lambda: _load(module, kept)
+
+
+def _kept(entry: Any) -> Any:
+    return entry.detach().to("cpu", copy=True) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry)
 
 
 def take(module: torch.nn.Module, saved: Any) -> tuple[list[str], list[str]]:

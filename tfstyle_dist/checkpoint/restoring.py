@@ -16,6 +16,7 @@ from tfstyle_dist.checkpoint.reader import CheckpointReader
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError, NotFoundError
+from tfstyle_dist.core.logging import get_logger
 
 _BYTES_AT_A_TIME = 64 * 1024 * 1024
 
@@ -57,16 +58,18 @@ def restore(
     others = [other for other in checkpoints_in(_folder_of(path)) if other != path]
     if isinstance(error, DataLossError) and others:
         error = DataLossError(f"{error} Other checkpoints in that folder: {', '.join(others)}.")
-    exchange(group, what, failed, error, same={"path": path, "data": saved if not error else ""})
+    same = {"path": path, "data": saved if not error else ""}
+    told = exchange(group, what, failed, error, same=same, takes=_who_takes_itself(leaves, found))
     assert reader is not None
     used: set[str] = set()
     servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])
     read = Read(lambda names: _pieces(reader, names), servers)
     matched = [leaf for leaf in leaves if leaf.path in found]
     trees = {leaf.path: reader.content["objects"][leaf.path]["tree"] for leaf in matched}
-    _first_who_may_refuse(group, [leaf for leaf in matched if leaf.takes_itself], trees, read, (what, failed))
+    taking = {name for other in told for name in other["takes"]}  # hooks may be on some workers only
+    _first_who_may_refuse(group, [leaf for leaf in matched if leaf.path in taking], trees, read, (what, failed))
     for leaf in matched:
-        if not leaf.takes_itself:
+        if leaf.path not in taking:
             leaf.worker = group.own_number
             leaf.load(trees[leaf.path], read)
         used |= found[leaf.path].used
@@ -79,29 +82,40 @@ def restore(
 def _first_who_may_refuse(
     group: WorkerGroup, leaves: Sequence[Leaf], trees: Mapping[str, Any], read: Read, failed: tuple[str, str]
 ) -> None:
-    """Gives objects their state that take it themselves; if one refuses, all on all workers get back what they had."""
-    if not leaves:
-        return
-    undo: list[Callable[[], None]] = []
-    error: Exception | None = None
+    """Gives objects their state that take it themselves; if one refuses, all on all workers get back what they had.
+
+    The workers meet after each, because variables are read and written by all of them at once.
+    """
+    undo: dict[str, Callable[[], None]] = {}
+    what, text = failed
     for leaf in leaves:
+        error: Exception | None = None
+        leaf.takes_itself = True
         try:
-            undo.append(leaf.keep())
+            undo[leaf.path] = leaf.keep()
             leaf.load(trees[leaf.path], read)
         except (DataLossError, NotFoundError) as failure:
             error = failure
-            break
         except Exception as failure:
             error = InvalidArgumentError(f"{leaf.path} did not take its saved state: {failure}")
             error.__cause__ = failure
-            break
-    what, text = failed
-    try:
-        exchange(group, f"{what}: taken", text, error)
-    except Exception:
-        for put_back in undo:
+        try:
+            exchange(group, f"{what}: {leaf.path} has taken its state", text, error)
+        except Exception:
+            _put_back(undo)
+            raise
+
+
+def _who_takes_itself(leaves: Sequence[Leaf], found: Mapping[str, Match]) -> list[str]:
+    return [leaf.path for leaf in leaves if leaf.takes_itself and leaf.path in found]
+
+
+def _put_back(undo: Mapping[str, Callable[[], None]]) -> None:
+    for path, put_back in undo.items():
+        try:
             put_back()
-        raise
+        except Exception as error:  # the first one is raised
+            get_logger().error("%s did not take back what it had before the restore: %s", path, error)
 
 
 def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,8 @@ def any_has_more(
         raise InvalidArgumentError(
             "The workers read different batches, so dividing them would lose some samples and repeat others. Make the "
             "dataset yield the same batches in the same order on every worker (seed its shuffling alike), or use "
-            "AutoShardPolicy.FILE, or strategy.distribute_datasets_from_function."
+            "AutoShardPolicy.FILE, or strategy.distribute_datasets_from_function. If it is random augmentation alone "
+            "that differs, seed that alike as well, or augment in the step."
         )
     if needing:
         texts = group.gather_objects(
@@ -118,7 +120,11 @@ def _look_at(digest: Any, leaf: Any, most: int) -> None:
     shape = tuple(leaf.shape) if array else (len(leaf),) if isinstance(leaf, list | tuple) else ()
     digest.update(repr((shape, leaf.dtype if array else type(leaf).__name__)).encode())
     places = _places(math.prod(shape), most)
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch.Tensor) and leaf.is_contiguous():
+        flat = leaf.detach().reshape(-1)
+        some = flat if len(flat) == len(places) else flat[_index(len(flat), most)]
+        digest.update(bytes_of(some.cpu()).numpy().tobytes())
+    elif isinstance(leaf, torch.Tensor):
         at = tuple(torch.from_numpy(axis).to(leaf.device) for axis in np.unravel_index(places, shape)) if shape else ()
         digest.update(bytes_of(leaf.detach()[at].cpu()).numpy().tobytes())
     elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
@@ -128,12 +134,18 @@ def _look_at(digest: Any, leaf: Any, most: int) -> None:
         digest.update(repr([_beginning(entries[place]) for place in places]).encode())
 
 
+@lru_cache(maxsize=1024)
 def _places(count: int, most: int) -> np.ndarray[Any, Any]:
     """At most ``most`` of the numbers below ``count``: one at another place of each of as many equal parts."""
     if count <= most:
         return np.arange(count)
     parts = np.arange(most)
     return np.minimum(((parts + parts * _GOLDEN % 1.0) * (count / most)).astype(np.int64), count - 1)
+
+
+@lru_cache(maxsize=1024)
+def _index(count: int, most: int) -> torch.Tensor:
+    return torch.from_numpy(_places(count, most))
 
 
 def _beginning(entry: Any) -> Any:

@@ -7,6 +7,7 @@ limit below that was measured to be faster; above, the shared memory is.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -74,8 +75,8 @@ class InlineCollate:
 def _inlined(batch: Any) -> Any:
     """``batch`` with what fits inline; what is no plain dict, list or tuple is sent as it is."""
     kind = type(batch)
-    if kind is dict:
-        return {key: _inlined(value) for key, value in batch.items()}
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _inlined(value)) for key, value in batch.items())
     if kind is list or kind is tuple:
         return kind(map(_inlined, batch))
     if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a namedtuple

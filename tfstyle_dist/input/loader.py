@@ -213,7 +213,12 @@ class SamplerPipeline(Pipeline):
         if size == 1 or size not in lengths(batch):
             return False
         if self._lists is None:
-            self._lists = lengths(batch) != lengths(self._some(1))
+            try:
+                self._lists = lengths(batch) != lengths(self._some(1))
+            except (
+                Exception
+            ):  # a collate function that wants more than one sample: lists hold fields, as they mostly do
+                self._lists = False
         return self._lists
 
 
