@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,14 @@ def test_a_folder_that_lost_its_files_is_damaged_not_deleted(tmp_path: Path) -> 
     shutil.rmtree(data_of(path))
     with pytest.raises(OSError, match=r"ckpt' is damaged: .* cannot be read"):
         checkpoint().restore(path)
+
+
+def test_what_killed_writers_of_the_list_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    old, new = tmp_path / "checkpoint-0123abcd.tmp", tmp_path / "checkpoint-89ef0123.tmp"
+    for file in (old, new):
+        file.touch()
+    hours_ago = time.time() - 2 * 3600
+    os.utime(old, (hours_ago, hours_ago))
+    checkpoint().save(tmp_path / "ckpt")
+    assert not old.exists()
+    assert new.exists()  # another program may be at it

@@ -7,11 +7,13 @@ the index file gets its name. The file ``checkpoint`` says which one is the late
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -24,6 +26,7 @@ from tfstyle_dist.core.errors import DataLossError, NotFoundError
 
 FORMAT = "tfstyle_dist checkpoint"
 VERSION = 1
+_LEFT_SECONDS = 3600
 INDEX, DATA, UNFINISHED = ".index", ".data-", ".tmp"
 _SEPARATORS = re.escape(f"{os.sep}{os.altsep or ''}")
 _FOLDER = re.compile(rf"[^{_SEPARATORS}\0]*{re.escape(DATA)}[0-9a-f]+")
@@ -38,10 +41,17 @@ def sync_folder(directory: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Gives ``path`` this content in one step: whoever reads it finds the old or the new one."""
-    # Other programs and threads may write the file of the latest checkpoint of this folder, too.
-    temporary = path.with_name(f"{path.name}-{secrets.token_hex(4)}{UNFINISHED}")
+def write_atomically(path: Path, text: str, shared: bool = False) -> None:
+    """Gives ``path`` this content in one step: whoever reads it finds the old or the new one.
+
+    Args:
+        path: the file.
+        text: its content.
+        shared: whether other programs and threads may write it at the same time, as the list of a folder's checkpoints.
+    """
+    temporary = path.with_name(f"{path.name}{f'-{secrets.token_hex(4)}' if shared else ''}{UNFINISHED}")
+    if shared:
+        _remove_old(path)
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -53,6 +63,14 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _remove_old(path: Path) -> None:
+    """What writers of ``path`` that were killed left behind: nobody writes a small file for an hour."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}-*{UNFINISHED}"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
+                left.unlink()
 
 
 def fingerprint(path: Path) -> dict[str, int]:

@@ -50,7 +50,7 @@ def write_state(directory: str, state: CheckpointState, latest_filename: str | N
     lines += [f"all_model_checkpoint_timestamps: {stamp!r}" for stamp in state.all_model_checkpoint_timestamps]
     if state.last_preserved_timestamp is not None:
         lines.append(f"last_preserved_timestamp: {state.last_preserved_timestamp!r}")
-    files.write_atomically(Path(directory, latest_filename or STATE_FILE), "\n".join(lines) + "\n")
+    files.write_atomically(Path(directory, latest_filename or STATE_FILE), "\n".join(lines) + "\n", shared=True)
 
 
 def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None) -> CheckpointState | None:
