@@ -59,7 +59,7 @@ def encode(value: Any, path: str, put: Put) -> Any:
 
 
 def _encode_tensor(value: torch.Tensor, path: str, put: Put) -> Any:
-    if sparse_parts.is_dense(value):
+    if sparse_parts.is_plain(value):
         return {"$tensor": put(path, value)}
     if not sparse_parts.is_sparse(value):
         nested = "nested " if value.is_nested else ""

@@ -14,8 +14,8 @@ _COMPRESSED = {f"sparse_{name}": getattr(torch, f"sparse_{name}") for name in ("
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its numbers, one after the other."""
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its numbers, one for each element: neither sparse, nested nor quantized."""
     with torch_internals.DisableTorchFunctionSubclass():  # to look at a variable is not to read it
         return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 

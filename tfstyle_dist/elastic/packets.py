@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import element_types
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.messages import Decision, Epoch, Freeze, Message, Met, Outside, Report, Vote
@@ -20,13 +21,7 @@ from tfstyle_dist.elastic.messages import Decision, Epoch, Freeze, Message, Met,
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"tfE1"
 MOST_HEADER = 64 * 1024 * 1024
-_DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.complex64, torch.complex128,
-    )
-}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in element_types.COMMON}
 _META = "meta "  # before the type of a tensor that has no values, as functional modules have
 
 

@@ -89,7 +89,7 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
     living = store.alive_everywhere(store.records("buffer"))
     for record in living:
         first = record.components[0]
-        if not sparse_parts.is_dense(first):
+        if not sparse_parts.is_plain(first):
             if worker.group.size > 1:
                 send_sparse(worker.group, first, f"buffer {record.local_name!r}")
             for component in list(record.components)[1:]:

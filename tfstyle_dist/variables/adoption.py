@@ -83,7 +83,7 @@ def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> None:
 
 def _adopt_buffer(store: ParameterStore, buffer: torch.Tensor, module: torch.nn.Module, name: str) -> None:
     """Servers hold dense tensors only: what else a module has travels with it, to each worker its own."""
-    if store.placement is not Placement.REMOTE or sparse_parts.is_dense(buffer):
+    if store.placement is not Placement.REMOTE or sparse_parts.is_plain(buffer):
         store.adopt_buffer(buffer, module, name)
 
 

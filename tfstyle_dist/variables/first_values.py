@@ -10,28 +10,23 @@ from itertools import zip_longest
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.core import sparse_parts
+from tfstyle_dist.core import element_types, sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.variables.record import Living, Placement, Record, raw
 
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
-_SUMMED = frozenset(
-    {
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-        torch.float32, torch.float64, torch.complex64, torch.complex128,
-    }
-)  # fmt: skip
 
 
 def has_sums(dtype: torch.dtype) -> bool:
     """Whether elements of a type can be added, and sent between workers; not those of float8, uint16 and the like."""
-    return dtype in _SUMMED
+    return dtype in element_types.COMMON
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as something that can be sent: of a type without sums, its bytes."""
-    return tensor if has_sums(tensor.dtype) else tensor.view(torch.uint8)
+    """The memory of a contiguous tensor as something that can be sent: of a type without sums, its bytes."""
+    return tensor if has_sums(tensor.dtype) else bytes_of(tensor)
 
 
 def of_the_same_structure(group: WorkerGroup, pending: list[Record]) -> Living:

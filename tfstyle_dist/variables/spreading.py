@@ -180,6 +180,6 @@ def _is_converted(old: torch.Tensor, new: torch.Tensor) -> bool:
         (*places, values), (*others, new) = sparse_parts.parts_of(old), sparse_parts.parts_of(new)
         alike = all(torch.equal(a.to(b.device), b) for a, b in zip(places, others, strict=True))
         return alike and torch.equal(values.to(new.device, new.dtype), new)
-    if not (sparse_parts.is_dense(old) and sparse_parts.is_dense(new)):
+    if not (sparse_parts.is_plain(old) and sparse_parts.is_plain(new)):
         return False
     return torch.equal(old.to(new.device, new.dtype), new)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tfstyle_dist.core import element_types
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.parameter_server.protocol.header import ProtocolError
@@ -21,10 +22,7 @@ MOST_COPIED = 1 << 30
 
 _OPERATION = struct.Struct("<BBHIQQQ")
 
-DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+DTYPES = element_types.COMMON
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
