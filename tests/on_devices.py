@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_gpu import on_a_host_of_its_own
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,6 +31,10 @@ from tfstyle_dist.runtime import context
 VARIABLE = "TFSTYLE_TEST_DEVICES"
 NAMES = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
 KIND = NAMES[0].partition(":")[0] if NAMES else "cpu"
+IS_CUDA = KIND == "cuda"
+"""For libraries that choose a device themselves and do not know the pretend one."""
+READS_FIRST = ("input/test_", "integrations/test_accelerate", "integrations/test_trainer")
+"""Tests of what is read on the CPU and moved then."""
 _TORCH, _TESTS = (str(Path(str(file)).parent) + os.sep for file in (torch.__file__, __file__))
 _parse = devices.parse
 _DRAWS = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
@@ -123,9 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _makes_tensors_of(node: Any) -> None:
-    """On the device, but in tests of input: what is read is on the CPU first."""
-    path = getattr(node, "path", None)
-    torch.set_default_device("cpu" if path is not None and "input" in path.parts else KIND)
+    path = "/".join(Path(getattr(node, "path", "")).parts[-2:])
+    torch.set_default_device("cpu" if path.startswith(READS_FIRST) else KIND)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -139,6 +143,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     launch = launch_env.launch()
     if launch is not None:  # as a program of ranks does when it begins
         torch.get_device_module(KIND).set_device(_device(launch.local_rank).index)
+        if IS_CUDA and torch.cuda.device_count() < launch.local_world_size:
+            os.environ.update(on_a_host_of_its_own(launch.rank))
 
 
 @pytest.hookimpl(wrapper=True)

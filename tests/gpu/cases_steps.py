@@ -131,6 +131,22 @@ def test_large_gradients_are_each_replicas_own(devices: list[str]) -> None:
         assert float(other) == float(second)
 
 
+@on_devices
+def test_the_one_copy_is_evaluated_on_the_first_device(devices: list[str]) -> None:
+    """As transformers' Trainer does, whose inputs are on its device, where the one copy of the parameters is not."""
+    wrappers = pytest.importorskip("tfstyle_dist.integrations.accelerate.wrappers")
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.eval()
+    x = inputs(0)
+    with td.experimental.CentralStorageStrategy(devices) as strategy:
+        outside = wrappers.LocalReplicas(model, strategy, divides=False)
+        assert outside.is_elsewhere
+        with torch.no_grad():
+            found = outside(x.to(devices[0].partition("#")[0]))
+    assert found.device == torch.device(f"{KIND}:0")
+    torch.testing.assert_close(found.cpu(), model(x), **LOOSER)
+
+
 @pytest.mark.parametrize("home", ["cpu:0", f"{KIND}:0"])
 @on_devices
 def test_central_storage(devices: list[str], home: str) -> None:

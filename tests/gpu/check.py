@@ -68,6 +68,16 @@ def suites(name: str, *arguments: str) -> Section:
     return cases(name, *arguments, limit=200, marker="not distributed and not gpu and not xla", environment=devices)
 
 
+def ranks(name: str, count: int, *arguments: str) -> Section:
+    """A section of tests of several ranks that were written for the CPU, all on the first device."""
+    devices = {"TFSTYLE_TEST_DEVICES": ",".join(f"{KIND}:0#{rank}" for rank in range(count))}
+    given = [
+        argument if argument.startswith("-") or "/" not in argument else f"tests/{argument}.py"
+        for argument in arguments
+    ]
+    return cases(name, *given, limit=240, marker="distributed", environment=devices)
+
+
 def sections() -> list[Section]:
     """What is run, in the order of importance."""
     interpreted = {"TRITON_INTERPRET": "1"}
@@ -93,6 +103,10 @@ def sections() -> list[Section]:
         made.append(suites("suites: TensorFlow's programs", "tests/conformance"))
         drawn = "test_programs and not central and not ranks"
         made.append(suites("suites: random programs", "tests/random_programs/test_random_programs.py", "-k", drawn))
+        files = ("gradients/test_weights_by_examples", "strategies/test_everyday", "strategies/test_sync_batch_norm")
+        made.append(ranks("suites: ranks", 2, *files, "checkpoint/test_checkpoint_ranks"))
+        made.append(ranks("suites: models in parts", 4, "model_parallel/test_partition"))
+        made.append(ranks("suites: Keras on ranks", 2, "integrations/test_keras_parity", "-k", "mirrored_2_workers]"))
         made.append(foreign("other people's steps, torch.optim", "torch", "steps"))
         made.append(Section("quickstart", ["examples/quickstart.py"], 90.0, pytest=False))
         made.append(measured("steps: speed", "step_overhead.py", "--device", KIND, "--rounds", "1"))

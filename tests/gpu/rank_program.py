@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from device_kind import KIND, load_kind
+from shared_gpu import on_a_host_of_its_own
 from torch.utils.checkpoint import checkpoint
 
 import tfstyle_dist as td
@@ -272,9 +273,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "together":
         DEVICE = f"{KIND}:0"
     elif count < int(os.environ["WORLD_SIZE"]):
-        # NCCL refuses two ranks of one host on one GPU. On hosts of their own, as it seems to it, they talk by sockets.
-        os.environ.update(NCCL_HOSTID=f"host of rank {RANK}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-        os.environ["TFSTYLE_HOST"] = f"host-of-rank-{RANK}"
+        os.environ.update(on_a_host_of_its_own(RANK))
     if KIND == "pretend":
         from pretend_accelerator.collectives import register
 

@@ -12,6 +12,7 @@ import accelerate
 import pytest
 import torch
 from accelerate_state import no_accelerate_state  # noqa: F401
+from on_devices import IS_CUDA
 from torch import nn
 
 import tfstyle_dist as tfd
@@ -53,7 +54,7 @@ def test_local_replicas_train_as_one_device(name: str, tmp_path: Path) -> None:
     alone = make_model()
     expected = train(alone, torch.optim.Adam(alone.parameters(), lr=0.1), torch.Tensor.backward)
     with strategies()[name]() as strategy:
-        accelerator = StrategyAccelerator(strategy=strategy, cpu=True)
+        accelerator = StrategyAccelerator(strategy=strategy, cpu=not IS_CUDA)
         own = make_model()
         model, optimizer = accelerator.prepare(own, torch.optim.Adam(own.parameters(), lr=0.1))
         assert accelerator.unwrap_model(model) is own
@@ -103,7 +104,7 @@ def test_local_replicas_take_named_arguments_and_divide_by_their_items(items: An
     loss = own(scale=scale, inputs=inputs, num_items_in_batch=items)
     expected = loss, *torch.autograd.grad(loss, list(own.parameters()))
     with tfd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
-        accelerator = StrategyAccelerator(strategy=strategy, cpu=True)
+        accelerator = StrategyAccelerator(strategy=strategy, cpu=not IS_CUDA)
         model = accelerator.prepare(own)
         loss = model(scale=scale, inputs=inputs, num_items_in_batch=items)
         accelerator.backward(loss)
@@ -112,7 +113,7 @@ def test_local_replicas_take_named_arguments_and_divide_by_their_items(items: An
 
 def test_outputs_of_local_replicas_are_assemble() -> None:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        accelerator = StrategyAccelerator(strategy=strategy, cpu=True, mixed_precision="bf16")
+        accelerator = StrategyAccelerator(strategy=strategy, cpu=not IS_CUDA, mixed_precision="bf16")
         model = accelerator.prepare(Outputs())
         inputs = torch.randn(5, 2)
         outputs = model(inputs, 2.0, mask=None)
@@ -195,6 +196,7 @@ def test_without_other_processes_there_is_one_replica() -> None:
         assert from_accelerator(accelerator) is accelerator.strategy
 
 
+@pytest.mark.cpu_only("accelerate numbers CPUs")
 def test_a_device_that_the_environment_names_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
     accelerator = StrategyAccelerator()
@@ -203,6 +205,7 @@ def test_a_device_that_the_environment_names_is_that_of_both(monkeypatch: pytest
     assert accelerator.strategy.worker.torch_device(0) == torch.device("cpu")
 
 
+@pytest.mark.cpu_only("accelerate numbers CPUs")
 def test_a_strategy_made_before_the_accelerator_takes_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:3")
     monkeypatch.setenv("TF_CONFIG", "{}")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate_state import no_accelerate_state  # noqa: F401
+from on_devices import IS_CUDA
 from torch import nn
 
 import tfstyle_dist as tfd
@@ -85,7 +86,7 @@ class Balanced(nn.Module):
 @pytest.fixture
 def accelerator() -> Iterator[StrategyAccelerator]:
     with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        yield StrategyAccelerator(strategy=strategy, cpu=True)
+        yield StrategyAccelerator(strategy=strategy, cpu=not IS_CUDA)
 
 
 @pytest.mark.parametrize("count", [5, 4, 1])

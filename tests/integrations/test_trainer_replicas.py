@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate_state import no_accelerate_state  # noqa: F401
+from on_devices import IS_CUDA
 from torch.nn.functional import cross_entropy
 
 import tfstyle_dist as tfd
 from tfstyle_dist.integrations.accelerate import StrategyTrainerMixin
+from tfstyle_dist.integrations.accelerate.wrappers import LocalReplicas
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,7 +110,7 @@ def train(program: str, folder: Path, strategy: Any) -> tuple[list[float], float
     make, data, options = PROGRAMS[program]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
+        use_cpu=not IS_CUDA,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         learning_rate=0.05,
@@ -158,3 +160,37 @@ def test_the_strategy_computes_where_the_trainer_would_use_all_gpus(
     with STRATEGIES["mirrored_3"]() as strategy:
         got = train("sentences", tmp_path, strategy)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+class Noting(Classifier):
+    """Writes down how many sentences each call is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[bool, int]] = []
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.sizes.append((self.training, len(input_ids)))
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_an_evaluation_takes_whole_batches(is_elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """True: as where parameters are on the CPU and the replicas on GPUs; the first one has copies of them then."""
+    monkeypatch.setattr(LocalReplicas, "is_elsewhere", is_elsewhere)
+    monkeypatch.setitem(PROGRAMS, "noting", (Noting, KINDS, {}))
+    calls: list[bool] = []
+    inner = LocalReplicas.forward
+    monkeypatch.setattr(
+        LocalReplicas, "forward", lambda self, *a, **k: [calls.append(self.training), inner(self, *a, **k)][1]
+    )
+    expected = train("noting", tmp_path, None)
+    with STRATEGIES["central_2"]() as strategy:
+        made: list[Noting] = []
+        monkeypatch.setitem(PROGRAMS, "noting", (lambda: made.append(Noting()) or made[0], KINDS, {}))
+        got = train("noting", tmp_path, strategy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert [size for training, size in made[0].sizes if training][:2] == [2, 2]
+    assert [size for training, size in made[0].sizes if not training] == [4, 4, 1]
+    assert calls.count(False) == (3 if is_elsewhere else 0)

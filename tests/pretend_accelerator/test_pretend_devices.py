@@ -66,7 +66,7 @@ def test_suites(layout: str) -> None:
 
 # What a run of all tests does of the other suites; docs/gpus.md says when all of each was run.
 MORE = {
-    "input": ["test_layouts.py", "test_sources.py", "test_uneven_training.py"],
+    "input": [""],
     "checkpoint": ["test_checkpoint_contents.py"],
     "train": ["test_optimizers.py"],
     "parity": ["test_parity.py", "test_central_parity.py"],

@@ -14,7 +14,7 @@ import torch
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.input import layouts
-from tfstyle_dist.input.split import describe, from_description, map_leaves
+from tfstyle_dist.input.split import describe, from_description, leaves_of
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.values import Division
 
@@ -100,8 +100,7 @@ _LOOKED_AT = 256
 
 def fingerprint(batch: Any) -> int:
     """A small number that tells batches apart: of the sizes and dtypes of all leaves, and of some entries of each."""
-    leaves: list[Any] = []
-    map_leaves(leaves.append, batch)
+    leaves = leaves_of(batch)
     most = max(_LOOKED_AT // max(len(leaves), 1), 2)
     digest = hashlib.blake2b(digest_size=5)
     for leaf in leaves:

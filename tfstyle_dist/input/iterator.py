@@ -71,7 +71,7 @@ class DistributedIterator:
         self._steps: Iterator[Step] | None = None
         self._template: Any = None
         self._ended = False
-        self._error: Exception | None = None
+        self._raised = ""  # not the error: its traceback would keep this, and what is read ahead, in a circle
         self._share: Share | None = None  # of the latest batch, the first local replica's; none if it was not noted
         _alive.add(self)
 
@@ -88,17 +88,15 @@ class DistributedIterator:
         self._dataset.require_outside("next() of a distributed iterator")
         if self._ended:
             raise StopIteration
-        if self._error is not None:
-            error, self._error, self._ended = self._error, None, True
-            get_logger().error(
-                "input: the epoch ends early, because %s was raised in it: %s", type(error).__name__, error
-            )
+        if self._raised:
+            get_logger().error("input: the epoch ends early, because %s", self._raised)
+            self._raised, self._ended = "", True
             raise StopIteration
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
         except Exception as error:
-            self._error = error
+            self._raised = f"{type(error).__name__} was raised in it: {error}"
             self._fail(error)
             raise
         if step is None:
@@ -188,7 +186,7 @@ class DistributedIterator:
             self._pipeline.set_seed(state["seed"])
         first, second = state["position"]
         self._epoch, self._made, self._position = state["epoch"], state["steps"], (first, second)
-        self._steps, self._ended, self._error = None, state["ended"], None
+        self._steps, self._ended, self._raised = None, state["ended"], ""
         self._dataset.continue_after(self._epoch)
 
     def _check_state(self, state: dict[str, Any]) -> None:

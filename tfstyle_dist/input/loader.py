@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.examples import empty_of, lengths, list_error, say_not_counted
+from tfstyle_dist.input.forks import garbage_left_alone
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
@@ -119,7 +120,7 @@ class SamplerPipeline(Pipeline):
             drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # as a DataLoader would
             loader.generator.manual_seed(mixed_seed(drawn, self.layout.worker + 1))
         # Its generator is the CPU's, whatever the default device is.
-        with torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
+        with garbage_left_alone(), torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch

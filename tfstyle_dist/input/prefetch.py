@@ -13,14 +13,15 @@ import torch
 from tfstyle_dist.core.devices import accelerator, is_accelerator
 from tfstyle_dist.input.layouts import memory_of
 from tfstyle_dist.input.pipeline import Step
-from tfstyle_dist.input.split import map_leaves
+from tfstyle_dist.input.split import leaves_of, map_leaves
 
 
 class DevicePrefetcher:
     """The steps of a pipeline with their parts on the replicas' devices.
 
     On an accelerator the copies run on a stream of their own, ``depth`` steps ahead of the training step; from pinned
-    memory they do not wait. On the CPU nothing is copied and nothing is read ahead.
+    memory they do not wait. What is no tensor and has a method ``to`` is moved when its step is asked for. On the CPU
+    nothing is copied and nothing is read ahead. What the pipeline raises while it is read ahead is raised in its place.
 
     Args:
         steps: a pipeline's steps.
@@ -31,6 +32,7 @@ class DevicePrefetcher:
     def __init__(self, steps: Iterator[Step], devices: Sequence[torch.device], depth: int) -> None:
         self._steps, self._devices, self._depth = steps, devices, depth
         self._ready: deque[tuple[Step, list[Any]]] = deque()
+        self._raised: list[Exception] = []
         self._streams = {d: accelerator(d.type).Stream(d) for d in set(devices) if is_accelerator(d.type)}
 
     def __iter__(self) -> Iterator[Step]:
@@ -39,20 +41,29 @@ class DevicePrefetcher:
     def __next__(self) -> Step:
         if not self._streams:
             return self._moved(next(self._steps)) if any(d.type != "cpu" for d in self._devices) else next(self._steps)
-        while len(self._ready) <= self._depth:
-            step = next(self._steps, None)
-            if step is None:
-                break
-            self._ready.append(self._copied(step))
+        self._read_ahead()
         if not self._ready:
-            raise StopIteration
+            raise self._raised.pop() if self._raised else StopIteration
         step, events = self._ready.popleft()
         for part, device, event in zip(step.parts, self._devices, events, strict=True):
             stream = accelerator(device.type).current_stream(device)
             stream.wait_event(event)
             # The memory belongs to the copying stream: it must not be given away while this one still reads it.
-            map_leaves(partial(_record, stream), part)
-        return step
+            for leaf in _device_leaves(part):
+                for memory in memory_of(leaf):
+                    memory.record_stream(stream)
+        return self._moved(step)
+
+    def _read_ahead(self) -> None:
+        while len(self._ready) <= self._depth and not self._raised:
+            try:
+                step = next(self._steps, None)
+            except Exception as error:
+                self._raised.append(error)
+                break
+            if step is None:
+                break
+            self._ready.append(self._copied(step))
 
     def _moved(self, step: Step) -> Step:
         return replace(step, parts=[to_device(p, d) for p, d in zip(step.parts, self._devices, strict=True)])
@@ -65,7 +76,7 @@ class DevicePrefetcher:
             for other in {leaf.device for leaf in _device_leaves(part)}:
                 stream.wait_stream(accelerator(other.type).current_stream(other))
             with module.stream(stream):
-                parts.append(to_device(part, device))
+                parts.append(map_leaves(partial(_tensor_to, device), part))
                 event = module.Event()
                 event.record(stream)
             events.append(event)
@@ -73,24 +84,22 @@ class DevicePrefetcher:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with its tensors on ``device``; arrays and texts stay as they are."""
-    return map_leaves(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch
-    )
+    """``batch`` on ``device``: its tensors, and what else has a method ``to``; arrays and texts stay as they are."""
+    return map_leaves(partial(_leaf_to, device), batch)
+
+
+def _leaf_to(device: torch.device, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _tensor_to(device, leaf)
+    if not callable(getattr(leaf, "to", None)):
+        return leaf
+    moved = leaf.to(device)
+    return leaf if moved is None else moved
+
+
+def _tensor_to(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _device_leaves(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if _is_on_device(leaf) else None, batch)
-    return found
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and is_accelerator(leaf.device.type)
-
-
-def _record(stream: Any, leaf: Any) -> Any:
-    if _is_on_device(leaf):
-        for memory in memory_of(leaf):
-            memory.record_stream(stream)
-    return leaf
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and is_accelerator(leaf.device.type)]

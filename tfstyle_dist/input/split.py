@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import InvalidArgumentError
@@ -34,11 +36,11 @@ def is_text_list(value: Any) -> bool:
 
 
 def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """``batch`` with ``fn`` applied to tensors, arrays and lists of texts, at any depth.
+    """``batch`` with ``fn`` applied to tensors, arrays, lists of texts and other objects, at any depth.
 
     Args:
         fn: takes one leaf.
-        batch: a nest of tuples, lists, dicts, other mappings, and leaves.
+        batch: a nest of tuples, lists, dicts, other mappings (of which a copy is filled), and leaves.
     """
     if isinstance(batch, torch.Tensor | np.ndarray):
         return fn(batch)
@@ -47,11 +49,38 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, Mapping):  # not a dict: e.g. what a tokenizer returns
-            make: Any = type(value)
-            return make({k: map_leaves(fn, v) for k, v in value.items()})
+            return _refilled(value, {k: map_leaves(fn, v) for k, v in value.items()})
         return fn(value)
 
-    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=is_text_list)
+    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=_is_leaf)
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """The leaves of ``batch`` that ``map_leaves`` would give to its function."""
+    found: list[Any] = []
+    for leaf in torch_internals.pytree.tree_leaves(batch, is_leaf=_is_leaf):
+        if isinstance(leaf, Mapping):
+            found += [inner for value in leaf.values() for inner in leaves_of(value)]
+        elif leaf is not None:
+            found.append(leaf)
+    return found
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, PackedSequence) or is_text_list(value)
+
+
+def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the same class with other values and what else it has; a dict where its class can make none."""
+    make: Any = type(mapping)
+    try:
+        if not isinstance(mapping, MutableMapping):
+            return make(entries)
+        refilled = copy.copy(mapping)
+        refilled.update(entries)
+    except (AttributeError, NotImplementedError, TypeError):
+        return entries
+    return refilled
 
 
 def leading_size(batch: Any) -> int:
@@ -66,8 +95,7 @@ def leading_size(batch: Any) -> int:
         InvalidArgumentError: the first dimensions differ, or there is no leaf.
         TypeError: a leaf that cannot be split.
     """
-    sizes: list[int] = []
-    map_leaves(lambda leaf: sizes.append(_leaf_size(leaf)), batch)
+    sizes = [_leaf_size(leaf) for leaf in leaves_of(batch)]
     if not sizes:
         raise InvalidArgumentError(f"A global batch must hold at least one tensor, got {batch!r}.")
     if any(size != sizes[0] for size in sizes):
@@ -103,7 +131,7 @@ def _leaf_size(leaf: Any) -> int:
             layouts.check_divisible(leaf)
             return leaf.size(0)
         return int(leaf.shape[0])
-    if isinstance(leaf, list | tuple):
+    if is_text_list(leaf):
         return len(leaf)
     if isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
         raise IndexError(
@@ -146,13 +174,8 @@ def fresh(empty: Any) -> Any:
 
 def is_scalar(batch: Any) -> bool:
     """Whether some leaf has no batch dimension."""
-    found: list[bool] = []
     scalars = bool | int | float | complex | str | bytes | np.generic
-    map_leaves(
-        lambda leaf: found.append(isinstance(leaf, scalars) or getattr(leaf, "ndim", 1) == 0),
-        batch,
-    )
-    return any(found)
+    return any(isinstance(leaf, scalars) or getattr(leaf, "ndim", 1) == 0 for leaf in leaves_of(batch))
 
 
 def group(parts: Sequence[Any]) -> Any:
@@ -160,7 +183,7 @@ def group(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    if any(is_text_list(p) for p in parts) or all(p is None for p in parts):
+    if any(_is_leaf(p) for p in parts) or all(p is None for p in parts):
         return None if first is None else PerReplica(parts)
     if isinstance(first, dict):
         entries: Any = {k: group([p[k] for p in parts]) for k in first}
@@ -180,7 +203,7 @@ def spec_of(batch: Any) -> Any:
         if isinstance(value, torch.Tensor | np.ndarray):
             shape = layouts.sizes(value) if isinstance(value, torch.Tensor) else value.shape
             return TensorSpec((None, *shape[1:]) if value.ndim else (), value.dtype)
-        if isinstance(value, list | tuple):
+        if is_text_list(value):
             return TensorSpec((None,), type(value[0]))
         return TensorSpec((), type(value))
 
@@ -203,7 +226,7 @@ def describe(batch: Any) -> Any:
         return ["texts"]
     if isinstance(batch, Mapping):
         return ["dict", [[k, describe(v)] for k, v in batch.items()]]
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple) and not _is_leaf(batch):
         return ["tuple" if isinstance(batch, tuple) else "list", [describe(v) for v in batch]]
     raise TypeError(f"The structure of a batch with a {type(batch).__name__} cannot be told to another worker.")
 

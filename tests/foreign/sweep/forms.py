@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -16,25 +15,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import servers
 import torch
-from programs import REPLICAS, Case, Each, Run, flat
+from programs import CASES, REPLICAS, Case, Each, Run, flat
+from shared_gpu import on_a_host_of_its_own
+from staying import Answer, Staying, said_of
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core import network
 
 DEVICE = os.environ.get("TFSTYLE_FOREIGN_DEVICE", "cpu")
 TWO = ("cpu:0", "cpu:1") if DEVICE == "cpu" else (f"{DEVICE}:0#0", f"{DEVICE}:0#1")
+APART = bool(os.environ.get("TFSTYLE_FOREIGN_NCCL"))
+"""Whether two ranks sum with NCCL on one GPU."""
 if DEVICE == "pretend":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     from pretend_accelerator import load
 
     load()
 PROCESSES = {"one": 1, "replicas": 1, "central": 1, "shared": 2, "ranks": 2, "grouped": 2, "elastic": 2, "servers": 1}
 GRACE = 10.0  # seconds that a process has to say itself where it hangs
-Answer = tuple[str, Any]
-"""("values", a dict of names and tensors), or ("raised" or "hang", what was said)."""
 
 
 def strategy_of(form: str) -> Any:
@@ -52,8 +51,8 @@ def strategy_of(form: str) -> Any:
     if form == "servers":
         return servers.strategy()
     if DEVICE != "cpu":  # the library between devices needs one for each rank
-        ring = tfd.experimental.CommunicationOptions(implementation="RING")
-        return tfd.MirroredStrategy([f"{DEVICE}:0"], communication_options=ring)
+        options = tfd.experimental.CommunicationOptions(implementation="AUTO" if APART else "RING")
+        return tfd.MirroredStrategy([f"{DEVICE}:0"], communication_options=options)
     return tfd.MirroredStrategy()
 
 
@@ -106,7 +105,7 @@ def _in_child(work: Callable[[], Any], place: Path, limit: float, environment: d
             answer: Answer = ("values", work())
         except BaseException as error:
             traceback.print_exc()
-            answer = ("raised", f"{type(error).__name__}: {error}")
+            answer = ("raised", said_of(error))
         torch.save(answer, place.with_suffix(".new"))
         place.with_suffix(".new").rename(place)
         sys.stdout.flush()
@@ -151,6 +150,7 @@ def rank_environments(count: int) -> Iterator[dict[str, str]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": f"foreign-{port}",
+            **(on_a_host_of_its_own(rank) if APART else {}),
         }
 
 
@@ -162,33 +162,11 @@ def worker_environments(count: int) -> Iterator[dict[str, str]]:
         yield {"TF_CONFIG": json.dumps(told)}
 
 
-class _TooLong(BaseException):
-    """A case has not ended within its limit."""
+def _execute_titled(title: str, form: str, dtype: str, shares: int) -> dict[str, Any]:
+    return execute(CASES[title], form, dtype, shares)
 
 
-def _stop(*_: Any) -> None:
-    raise _TooLong
-
-
-def _answer_here(case: Case, form: str, dtype: str, shares: int) -> Answer:
-    """Runs a case in this process; what it leaves behind in torch, the next case finds."""
-    random.seed(0)
-    np.random.seed(0)
-    signal.signal(signal.SIGALRM, _stop)
-    signal.alarm(int(case.limit))
-    try:
-        with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            warnings.simplefilter("ignore")
-            return "values", execute(case, form, dtype, shares)
-    except _TooLong:
-        return "hang", f"not over after {case.limit:.0f} s"
-    except BaseException as error:
-        return "raised", f"{type(error).__name__}: {error}"
-    finally:
-        signal.alarm(0)
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-        torch.set_grad_enabled(True)
+STAYING = Staying(_execute_titled, GRACE)
 
 
 def answers_of(
@@ -196,9 +174,9 @@ def answers_of(
 ) -> list[Answer]:
     """Runs a case in one form, and returns the answer of each of its processes; ``together``: see ``measure.py``."""
     count = PROCESSES[form]
-    if together and count == 1:
-        return [_answer_here(case, form, dtype, shares)]
     environments = list((worker_environments if form == "elastic" else rank_environments)(count)) if count > 1 else [{}]
+    if together:
+        return STAYING.answers((case.title, form, dtype, shares), environments, case.limit)
     places = [folder / f"{form}-{dtype}-{shares}-{rank}" for rank in range(count)]
     for place in places:
         place.unlink(missing_ok=True)

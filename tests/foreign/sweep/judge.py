@@ -23,7 +23,9 @@ FOR_THE_CPU = "is written for the CPU"
 """One device raises, and is no CPU: it names that, or draws with a generator of the CPU."""
 GOOD = (AGREES, REFUSED, DOCUMENTED, FOR_THE_CPU)
 REFUSALS = {
-    "central": re.compile(r"^RuntimeError: .*\b[Uu]nder central storage\b", re.DOTALL),
+    "central": re.compile(
+        r"^RuntimeError: .*\b[Uu]nder central storage\b|which the first replica makes for all with", re.DOTALL
+    ),
     "elastic": re.compile(
         r"^UnavailableError: .* a step raised here|^NotImplementedError: .* In an elastic job", re.DOTALL
     ),
@@ -190,7 +192,7 @@ def _references(
 
 
 def judge(title: str, forms: Sequence[str], together: bool = False) -> list[dict[str, Any]]:
-    """Runs a case in those of its forms that are asked for; ``together``: those of one process in this one."""
+    """Runs a case in those of its forms that are asked for; ``together``: in processes that stay for the next."""
     case = CASES[title]
     known: dict[tuple[str, int], list[Answer]] = {}
     verdicts = []

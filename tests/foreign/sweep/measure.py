@@ -3,7 +3,7 @@
     make foreign                                                # all, in an environment of its own
     python tests/foreign/sweep/measure.py --group steps --case hook   # a part
     python tests/foreign/sweep/measure.py --installed                 # without the groups whose packages are missing
-    TFSTYLE_FOREIGN_DEVICE=cuda python tests/foreign/sweep/measure.py --forms replicas central --together   # a GPU
+    TFSTYLE_FOREIGN_DEVICE=cuda python tests/foreign/sweep/measure.py --forms replicas ranks --together   # a GPU
 
 The exit code is 1 if a case neither agrees nor is refused or explained in docs/status.md.
 """
@@ -28,11 +28,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import servers
 import torch
-from forms import PROCESSES
+from forms import DEVICE, STAYING
 from judge import Verdict, judge
 from programs import ALL_FORMS, CASES, Net, Run
 from report import written
@@ -128,21 +129,13 @@ def _one(asked: tuple[str, tuple[str, ...], bool]) -> list[dict[str, Any]]:
     return judge(*asked)
 
 
-def _of_one_process(title: str, forms: Sequence[str]) -> bool:
-    case = CASES[title]
-    return case.reference != "ranks" and all(PROCESSES[form] == 1 for form in case.forms if form in forms)
-
-
 def verdicts_of(titles: Sequence[str], forms: tuple[str, ...], jobs: int, together: bool) -> Iterator[Verdict]:
     """The verdicts of the cases, as they come."""
     alone = tuple(form for form in forms if form != "servers")
-    parts: dict[bool, list[str]] = {False: [], True: []}  # a process that has used a device cannot be forked
-    for title in titles:
-        parts[together and _of_one_process(title, alone)].append(title)
-    for part, own in parts.items():
-        with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=25 if part else None) as pool:
-            for answers in pool.imap_unordered(_one, [(title, alone, part) for title in own]):
-                yield from (Verdict(**answer) for answer in answers)
+    most = 25 if together and not STAYING.groups else None
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=most) as pool:
+        for answers in pool.imap_unordered(_one, [(title, alone, together) for title in titles]):
+            yield from (Verdict(**answer) for answer in answers)
     on_servers = [title for title in titles if "servers" in forms and "servers" in CASES[title].forms]
     if on_servers:
         with servers.cluster():
@@ -163,7 +156,7 @@ def main() -> int:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="run cases of one process one after the other in one: much faster on a device that takes long to begin",
+        help="run many cases one after the other in the same processes: faster on a device that takes long to begin",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--json", type=Path, help="write the verdicts there as they come, a line each")
@@ -172,6 +165,8 @@ def main() -> int:
     torch.set_num_threads(1)
     start = time.monotonic()
     missing = fill(asked.group, asked.installed)
+    if DEVICE not in ("cpu", "pretend"):
+        STAYING.groups = asked.group
     titles = [title for title in CASES if any(part in title for part in asked.case)]
     if asked.list:
         print("\n".join(titles))

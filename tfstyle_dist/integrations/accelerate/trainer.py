@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfstyle_dist.integrations.accelerate.accelerator import attach
+from tfstyle_dist.integrations.accelerate.wrappers import LocalReplicas
 from tfstyle_dist.strategies import Strategy
 
 
@@ -48,3 +49,10 @@ class StrategyTrainerMixin:
             me.args._n_gpu = 1
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         attach(me.accelerator, self._tfstyle_given)
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer``; a model whose one copy is not where it computes is evaluated on the first replica."""
+        trained = getattr(self, "model_wrapped", None)
+        if not training and isinstance(trained, LocalReplicas) and trained.module is model and trained.is_elsewhere:
+            return LocalReplicas(model, self.strategy, divides=False)
+        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]

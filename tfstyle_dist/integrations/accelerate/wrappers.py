@@ -94,7 +94,18 @@ class LocalReplicas(Wrapped):
     Args:
         module: the model.
         strategy: gives devices and aggregation method.
+        divides: False leaves the whole batch to the first replica.
     """
+
+    def __init__(self, module: torch.nn.Module, strategy: Strategy, divides: bool = True) -> None:
+        super().__init__(module, strategy)
+        self._divides = divides
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a parameter is not on the first replica's device."""
+        device = self.strategy.worker.torch_device(0)
+        return any(parameter.device != device for parameter in self.module.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the shares, put together along dimension 0 on the first replica's device.
@@ -104,7 +115,8 @@ class LocalReplicas(Wrapped):
         """
         worker = self.strategy.worker
         count = _count_examples((args, kwargs))
-        cuts = [count * place // worker.num_local_replicas for place in range(worker.num_local_replicas + 1)]
+        replicas = worker.num_local_replicas if self._divides else 1
+        cuts = [count * place // replicas for place in range(replicas + 1)]
         shares = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start] or [(0, count)]
         devices = [worker.torch_device(place) for place in range(len(shares))]
         parameters = dict(self.module.named_parameters())
