@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tfstyle_dist as td
-from tfstyle_dist.input.split import TensorSpec
+from tfstyle_dist.input.split import TensorSpec, describe, from_description, slice_batch
 
 pytestmark = [  # what torch says about its own kinds of tensors
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -91,6 +91,23 @@ def test_a_rank_without_data_gets_empty_batches_of_the_kind(
     assert (batch.layout, batch.is_nested, batch.dtype) == (kind(1).layout, kind(1).is_nested, torch.float32)
     shared = [row for step in strategy.experimental_distribute_dataset([kind(5)]) for row in rows(step)]
     assert shared == (rows(kind(5))[:3] if rank == 0 else rows(kind(5))[3:])
+
+
+def test_jagged_tensors_of_one_raggedness_stay_so() -> None:
+    """As a sequence and its mask: they can be multiplied, on every replica, also where there are no examples."""
+    x = jagged(5)
+    batch = {"x": x, "mask": [torch.nested.nested_tensor_from_jagged(torch.full((15,), 2.0), offsets=x.offsets())]}
+    with td.MirroredStrategy(THREE) as strategy:
+
+        def doubled(share: Any) -> torch.Tensor:
+            return (share["x"] * share["mask"][0]).values().sum().reshape(1)
+
+        (step,) = strategy.experimental_distribute_dataset([batch])
+        seen = [float(s) for s in strategy.experimental_local_results(strategy.run(doubled, args=(step,)))]
+    expected = [2 * sum(float(row.sum()) for row in part) for part in (ROWS[:2], ROWS[2:4], ROWS[4:])]
+    assert seen == expected
+    template = from_description(describe(slice_batch(batch, range(0))))
+    assert (template["x"] * template["mask"][0]).size(0) == 0
 
 
 def test_what_cannot_be_divided_says_so() -> None:

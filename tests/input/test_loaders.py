@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from lockstep import make, run_workers
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import tfstyle_dist as td
 from tfstyle_dist.input import AutoShardPolicy
@@ -160,6 +160,36 @@ def test_loader_processes_of_several_workers_draw_other_random_numbers(own_sampl
         iter(DataLoader(Augmented(), num_workers=0))
     assert after == after_one == [float(torch.rand(()))], "the program's own numbers are those beside a DataLoader"
     assert drawn(1, order)[0] == one[0], "the same seed, the same numbers"
+
+
+class AugmentedFiles(IterableDataset[torch.Tensor]):
+    """Can be divided by files, and by itself."""
+
+    def __init__(self, files: Sequence[str] = ("a", "b")) -> None:
+        self.files = files
+
+    def with_files(self, files: Sequence[str]) -> AugmentedFiles:
+        return AugmentedFiles(files)
+
+    def shard(self, count: int, index: int) -> AugmentedFiles:
+        return AugmentedFiles(self.files[index::count])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in self.files:
+            yield torch.rand(4)
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT], ids=lambda policy: policy.name)
+def test_loader_processes_of_workers_with_own_files_draw_other_random_numbers(policy: AutoShardPolicy) -> None:
+    def read(worker: Any) -> list[float]:
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(AugmentedFiles(), batch_size=1, num_workers=1, generator=generator)
+        batches = make(worker, loader, policy=policy)
+        return [x for _ in range(2) for batch in batches for x in batch.flatten().tolist()]
+
+    zero, one = run_workers(2, 1, read)
+    assert len({*zero, *one}) == len(zero) + len(one) == 16
+    assert run_workers(2, 1, read) == [zero, one], "the same seed, the same numbers"
 
 
 class Bad(Dataset[int]):

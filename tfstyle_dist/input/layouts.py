@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -44,12 +45,25 @@ def entry_sizes(tensor: torch.Tensor) -> list[tuple[int, ...]] | tuple[int, ...]
     return [tuple(entry.shape) for entry in tensor.detach().unbind()] if tensor.is_nested else tuple(tensor.shape)
 
 
-def cut(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Examples ``start`` to ``stop`` of a tensor of any divisible layout; of a dense one as a view."""
+def cut(tensor: torch.Tensor, start: int, stop: int, offsets: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Examples ``start`` to ``stop`` of a tensor of any divisible layout; of a dense or jagged one as a view.
+
+    Args:
+        tensor: what is cut.
+        start: the first example.
+        stop: the one after the last.
+        offsets: one dict for all tensors of a batch, filled here: jagged tensors with the same offsets, which can be
+            added and multiplied, have the same ones afterwards.
+    """
     if is_dense(tensor):
         return tensor[start:stop]
     if not tensor.is_nested:
         return tensor.narrow_copy(0, start, stop - start)
+    if tensor.layout is torch.jagged and tensor.lengths() is None and _size(tensor, 1) is None:
+        whole = tensor.offsets()
+        own = offsets.setdefault(id(whole), whole[start : stop + 1] - whole[start])
+        values = tensor.detach().values()[int(whole[start]) : int(whole[stop])]
+        return torch.nested.nested_tensor_from_jagged(values, offsets=own)
     parts = list(tensor.detach().unbind()[start:stop])
     if parts or tensor.layout is torch.strided:
         return torch.nested.nested_tensor(parts, layout=tensor.layout, dtype=tensor.dtype, device=tensor.device)
@@ -67,9 +81,14 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def empty_jagged(no_rows: torch.Tensor) -> torch.Tensor:
     """A jagged tensor of no entries, whose rows would look like those that ``no_rows`` has none of."""
-    return torch.nested.nested_tensor_from_jagged(
-        no_rows, offsets=torch.zeros(1, dtype=torch.int64, device=no_rows.device)
-    )
+    return torch.nested.nested_tensor_from_jagged(no_rows, offsets=_no_offsets(no_rows.device))
+
+
+@functools.cache
+def _no_offsets(device: torch.device) -> torch.Tensor:
+    """The same for all, so that empty tensors can be added and multiplied as those that have entries."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def describe(tensor: torch.Tensor) -> list[Any]:

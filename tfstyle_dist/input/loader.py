@@ -16,7 +16,8 @@ from tfstyle_dist.input.forks import garbage_left_alone
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
-from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, mixed_seed, random_numbers_of
+from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, random_numbers_of
+from tfstyle_dist.input.seeds import LoaderSeeds
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps
 from tfstyle_dist.input.split import first_size, fresh, leading_size
 
@@ -91,7 +92,7 @@ class SamplerPipeline(Pipeline):
         self._dataset, self._collate = faster(dataset, collate)
         self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
         self._loader: DataLoader[Any] | None = None
-        self._draws_seeds = False
+        self._seeds: LoaderSeeds | None = None
         self._reader: weakref.ref[_Reader] | None = None
         self._template: Any = None
         self._checked = False
@@ -116,9 +117,8 @@ class SamplerPipeline(Pipeline):
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position)
         loader = self._idle_loader()
-        if self._draws_seeds and loader.generator is not None:
-            drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # as a DataLoader would
-            loader.generator.manual_seed(mixed_seed(drawn, self.layout.worker + 1))
+        if self._seeds is not None:
+            self._seeds.begin_epoch()
         # Its generator is the CPU's, whatever the default device is.
         with garbage_left_alone(), torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
@@ -155,13 +155,9 @@ class SamplerPipeline(Pipeline):
         generator = options.pop("generator", None)
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
             generator = torch.Generator().manual_seed(self.sampler.order.seed)
-        # The processes of all workers would draw the same random numbers, e.g. for augmentation.
-        self._draws_seeds = generator is None and self.layout.workers > 1
-        if self._draws_seeds:
-            generator = torch.Generator()  # seeded for each epoch
-        elif generator is not None and self.layout.workers > 1:
-            seed = mixed_seed(generator.initial_seed(), self.layout.worker + 1)
-            generator = torch.Generator().manual_seed(seed)
+        if self.layout.workers > 1:
+            self._seeds = LoaderSeeds(generator, self.layout.worker)
+            generator = self._seeds.generator
         return DataLoader(
             self._dataset,
             batch_sampler=self.sampler,

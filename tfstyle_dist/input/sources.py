@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +29,7 @@ from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
+from tfstyle_dist.input.seeds import LoaderSeeds
 from tfstyle_dist.input.sharding import check_files, resolve_policy, shard_files
 
 _KEPT = (
@@ -224,8 +226,12 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     elif own:
         dataset = dataset.shard(layout.workers, layout.worker)
         reads = "reads its own shard"
-    if own:
-        source = dataset if loader is None else _with_dataset(loader, dataset)
+    seeds = None
+    if own and loader is not None:
+        seeds = LoaderSeeds(loader.generator, layout.worker)
+        source = _with_dataset(loader, dataset, seeds.generator)
+    elif own:
+        source = dataset
     notes = []
     if layout.workers > 1 and policy is AutoShardPolicy.DATA:
         notes.append(
@@ -240,7 +246,7 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     size = getattr(source, "batch_size", None)
     size = size if isinstance(size, int) else None
     samples = size or _samples_of(getattr(source, "batch_sampler", None))
-    pipeline = BatchPipeline(_Epochs(source), layout, policy, length, size, samples)
+    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples)
     return Plan(pipeline, policy, size, None, reads, files, notes)
 
 
@@ -255,17 +261,19 @@ def _samples_of(batch_sampler: Any) -> int | None:
 class _Epochs:
     """Reads a source once for each epoch, and tells it the epoch where it wants to know."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(self, source: Any, seeds: LoaderSeeds | None) -> None:
+        self._source, self._seeds = source, seeds
 
     def __call__(self, epoch: int) -> Iterable[Any]:
         tell_epoch(self._source, epoch)
+        if self._seeds is not None:
+            self._seeds.begin_epoch()
         return self._source  # type: ignore[no-any-return]
 
 
-def _with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """The same DataLoader over another IterableDataset."""
-    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+def _with_dataset(loader: DataLoader[Any], dataset: Any, generator: torch.Generator) -> DataLoader[Any]:
+    """The same DataLoader over another IterableDataset, with another generator."""
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)} | {"generator": generator}
     if not options["num_workers"]:
         options["prefetch_factor"] = None
     return DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options)

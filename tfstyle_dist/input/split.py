@@ -152,8 +152,10 @@ def slice_batch(batch: Any, piece: range) -> Any:
         piece: consecutive examples; an empty range keeps structure, dtype and trailing shape.
     """
     start, stop = piece.start, max(piece.start, piece.stop)
+    offsets: dict[int, torch.Tensor] = {}
     return map_leaves(
-        lambda leaf: layouts.cut(leaf, start, stop) if isinstance(leaf, torch.Tensor) else leaf[start:stop], batch
+        lambda leaf: layouts.cut(leaf, start, stop, offsets) if isinstance(leaf, torch.Tensor) else leaf[start:stop],
+        batch,
     )
 
 

@@ -50,9 +50,9 @@ class StrategyTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         attach(me.accelerator, self._tfstyle_given)
 
-    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """See ``Trainer``; a model whose one copy is not where it computes is evaluated on the first replica."""
         trained = getattr(self, "model_wrapped", None)
-        if not training and isinstance(trained, LocalReplicas) and trained.module is model and trained.is_elsewhere:
-            return LocalReplicas(model, self.strategy, divides=False)
-        return super()._wrap_model(model, training, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(trained, LocalReplicas) and trained.module is model and trained.is_elsewhere:
+            model = LocalReplicas(model, self.strategy, divides=False).train(model.training)
+        return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
