@@ -42,21 +42,20 @@ def compiling() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    global _fork_found_lock
-    _fork_found_lock = _lock.acquire(blocking=False)
+    _fork.found_lock = _lock.acquire(blocking=False)
 
 
 def _after_fork_in_parent() -> None:
-    if _fork_found_lock:
+    if _fork.found_lock:
         _lock.release()
 
 
 def _after_fork_in_child() -> None:
     global _lock, _was_forked_while_compiling
-    if not _fork_found_lock:  # the compiler's locks may be held by a thread that does not exist here
+    if not _fork.found_lock:  # the compiler's locks may be held by a thread that does not exist here
         _was_forked_while_compiling = True
     _lock = threading.RLock()
 
 
-_fork_found_lock = True
+_fork = threading.local()  # several threads may fork at once
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

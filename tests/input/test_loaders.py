@@ -16,6 +16,7 @@ import tfstyle_dist as td
 from tfstyle_dist.input import AutoShardPolicy
 from tfstyle_dist.input.loader import SamplerPipeline
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder
+from tfstyle_dist.input.seeds import LoaderSeeds, WithSeeds
 from tfstyle_dist.input.sharding import Layout
 
 pytestmark = pytest.mark.timeout(90)
@@ -179,17 +180,62 @@ class AugmentedFiles(IterableDataset[torch.Tensor]):
             yield torch.rand(4)
 
 
-@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT], ids=lambda policy: policy.name)
-def test_loader_processes_of_workers_with_own_files_draw_other_random_numbers(policy: AutoShardPolicy) -> None:
-    def read(worker: Any) -> list[float]:
-        generator = torch.Generator().manual_seed(3)
-        loader = DataLoader(AugmentedFiles(), batch_size=1, num_workers=1, generator=generator)
-        batches = make(worker, loader, policy=policy)
-        return [x for _ in range(2) for batch in batches for x in batch.flatten().tolist()]
+def read_files(policy: AutoShardPolicy, given: bool = True) -> list[list[float]]:
+    """What each of two workers reads in two passes, with the same generator of its own."""
 
-    zero, one = run_workers(2, 1, read)
-    assert len({*zero, *one}) == len(zero) + len(one) == 16
-    assert run_workers(2, 1, read) == [zero, one], "the same seed, the same numbers"
+    def read(worker: Any) -> list[float]:
+        generator = torch.Generator().manual_seed(3) if given else None
+        numbers = []
+        for _ in range(2):  # distributed anew for each, as some loops do it
+            loader = DataLoader(AugmentedFiles(), batch_size=1, num_workers=1, generator=generator)
+            batches = make(worker, loader, policy=policy)
+            numbers += [x for batch in batches for x in batch.flatten().tolist()]
+        return numbers
+
+    return run_workers(2, 1, read)
+
+
+def test_loader_processes_of_workers_with_own_files_draw_other_random_numbers() -> None:
+    numbers = read_files(AutoShardPolicy.FILE)
+    assert [len(set(own)) for own in numbers] == [8, 8]
+    assert len({*numbers[0], *numbers[1]}) == 16
+    assert read_files(AutoShardPolicy.FILE) == numbers, "the same seed, the same numbers"
+
+
+def test_loader_processes_that_shard_by_themselves_draw_the_same() -> None:
+    """They may take every other entry of an order that each of them draws."""
+    first, second = read_files(AutoShardPolicy.HINT)
+    assert first == second
+    assert len(set(first)) == 8
+
+
+def test_files_are_read_where_tensors_are_made_on_another_device_by_default(one: td.Strategy) -> None:
+    place = "meta" if one.worker.torch_device(0).type == "cpu" else str(one.worker.torch_device(0))
+    with torch.device(place):
+        seeds = LoaderSeeds(None, 1)
+        loader = DataLoader(range(4), batch_size=2, generator=seeds.generator)
+        assert [len(batch) for batch in WithSeeds(loader, seeds)] == [2, 2]
+
+
+def test_an_epoch_inside_of_an_epoch_has_seeds_of_its_own() -> None:
+    """The processes are busy with the outer one: others read the inner one."""
+
+    def numbers(nested: bool) -> list[float]:
+        torch.manual_seed(0)
+        options = {"num_workers": 1, "persistent_workers": True}
+        layout = Layout(workers=2, worker=1)
+        pipeline = SamplerPipeline(
+            Augmented(), SequentialOrder(range(8)), 4, False, layout, AutoShardPolicy.DATA, options
+        )
+        outer = pipeline.begin(0, (0, 0))
+        next(outer)
+        if nested:
+            list(pipeline.begin(1, (0, 0)))
+        list(outer)
+        torch.manual_seed(7)
+        return [x for step in pipeline.begin(2, (0, 0)) for x in step.parts[0].tolist()]
+
+    assert numbers(True) == numbers(False)
 
 
 class Bad(Dataset[int]):

@@ -6,8 +6,8 @@ import contextlib
 import gc
 import os
 import weakref
-from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import tfstyle_dist as td
+from tfstyle_dist.input.forks import leave_garbage_to_the_parent
+from tfstyle_dist.input.prefetch import DevicePrefetcher
 from tfstyle_dist.input.split import leaves_of, map_leaves
 
 pytestmark = pytest.mark.timeout(90)
@@ -31,12 +33,34 @@ def place_of(strategy: td.Strategy) -> torch.device:
     return strategy.worker.torch_device(0)
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
-    """As a tokenizer's: a mapping with something beside its entries."""
+class Stored(MutableMapping[str, Any]):
+    """Keeps its entries in an object that a shallow copy would share."""
 
-    def __init__(self, data: dict[str, Any], words: list[str]) -> None:
-        super().__init__(data)
-        self.words = words
+    def __init__(self, entries: Any = ()) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Dotted(dict):  # type: ignore[type-arg]
+    """Shows its entries as attributes, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
 
 
 class Fixed(Mapping[str, torch.Tensor]):
@@ -72,25 +96,44 @@ class Holder(Graph):
         self.nodes = self.nodes.to(device)
 
 
-def test_a_mapping_keeps_its_class_and_what_else_it_has() -> None:
-    given = {"a": Encoding({"x": torch.ones(2)}, ["one", "two"]), "b": [Fixed(x=torch.ones(3))]}
-    doubled = map_leaves(lambda leaf: leaf * 2, given)
-    assert type(doubled["a"]) is Encoding
-    assert (doubled["a"].words, doubled["a"]["x"].tolist()) == (["one", "two"], [2.0, 2.0])
-    assert given["a"]["x"].tolist() == [1.0, 1.0], "the one that was given stays as it is"
-    assert doubled["b"][0] == {"x": doubled["b"][0]["x"]}, "a dict where its class can make none, as a DataLoader does"
-    assert [leaf.tolist() for leaf in leaves_of(given)] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+class Quantity:
+    """Its method ``to`` is about something else."""
+
+    def to(self, unit: str) -> Quantity:
+        raise ValueError(f"unknown unit {unit}")
+
+
+@pytest.mark.parametrize("kind", [Stored, Dotted])
+def test_shares_of_a_mapping_are_its_own(kind: Any) -> None:
+    whole = torch.arange(4.0)
+    batches = [kind({"x": whole})]
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        (step,) = strategy.experimental_distribute_dataset(batches)
+        shares = strategy.experimental_local_results(step)
+        assert [type(share) for share in shares] == [kind] * 2
+        assert [share["x"].tolist() for share in shares] == [[0.0, 1.0], [2.0, 3.0]]
+        assert [share["x"].device for share in shares] == [strategy.worker.torch_device(r) for r in (0, 1)]
+        if kind is Dotted:
+            assert [share.x.tolist() for share in shares] == [[0.0, 1.0], [2.0, 3.0]]
+    assert batches[0]["x"] is whole, "what the program has stays as it is"
+
+
+def test_a_mapping_that_is_not_made_from_a_dict_becomes_one() -> None:
+    given = [Fixed(x=torch.ones(3))]
+    assert map_leaves(lambda leaf: leaf.tolist(), given) == [{"x": [1.0, 1.0, 1.0]}]
+    assert [leaf.tolist() for leaf in leaves_of(given)] == [[1.0, 1.0, 1.0]]
 
 
 def test_objects_and_packed_sequences_come_to_the_device(one: td.Strategy) -> None:
-    packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    batches = [{"graph": Graph(torch.ones(2)), "held": Holder(torch.ones(2)), "packed": packed, "names": ["a", "b"]}]
-    (batch,) = one.experimental_distribute_dataset(batches)
+    packed, held, quantity = pack_sequence([torch.ones(3), torch.ones(2)]), Holder(torch.ones(2)), Quantity()
+    given = {"graph": Graph(torch.ones(2)), "held": held, "packed": packed, "names": ["a", "b"], "meter": quantity}
+    (batch,) = one.experimental_distribute_dataset([{**given, "kind": torch.nn.Linear}])
     assert batch["graph"].nodes.device == batch["held"].nodes.device == place_of(one)
+    assert held.nodes.device.type == "cpu", "the one of the program stays where it is"
     assert isinstance(batch["packed"], PackedSequence)
     assert batch["packed"].data.device == place_of(one)
     assert batch["packed"].batch_sizes.device.type == "cpu", "as torch wants it"
-    assert batch["names"] == ["a", "b"]
+    assert (batch["names"], batch["meter"], batch["kind"]) == (["a", "b"], quantity, torch.nn.Linear)
 
 
 def test_a_packed_sequence_is_not_cut() -> None:
@@ -124,18 +167,22 @@ def test_batches_before_an_error_are_not_lost(one: td.Strategy) -> None:
         next(iterator)
 
 
-def test_an_iterator_that_raised_needs_no_garbage_collector(one: td.Strategy) -> None:
+@pytest.mark.parametrize("reads", [1, 3])
+def test_an_iterator_that_raised_needs_no_garbage_collector(one: td.Strategy, reads: int) -> None:
     """With what was read ahead on a GPU it would be garbage of which a loader process dies."""
-    iterator = iter(one.experimental_distribute_dataset(Failing()))
-    kept = weakref.ref(iterator)
+    options = td.InputOptions(experimental_per_replica_buffer_size=2)
+    iterator = iter(one.experimental_distribute_dataset(Failing(), options))
+    kept = [weakref.ref(iterator)]
     gc.collect()
     gc.disable()
     try:
         with contextlib.suppress(OSError):
-            for _ in range(3):
+            for _ in range(reads):
                 next(iterator)
+        if isinstance(iterator._steps, DevicePrefetcher):
+            kept.append(weakref.ref(iterator._steps))
         del iterator
-        assert kept() is None
+        assert [reference() for reference in kept] == [None] * len(kept)
     finally:
         gc.enable()
 
@@ -163,33 +210,52 @@ class Collecting(Dataset[int]):
         return Freed.there.count(os.getpid())
 
 
-@pytest.mark.parametrize("own", ["rebuilt", "stream"])
-def test_loader_processes_leave_the_programs_garbage_alone(one: td.Strategy, own: str) -> None:
-    """Of a GPU's events, which a fork cannot free."""
-    loader = DataLoader(Collecting(), batch_size=2, num_workers=1)
-    data: Any = loader if own == "rebuilt" else one.distribute_datasets_from_function(lambda context: loader)
-    batches = one.experimental_distribute_dataset(loader) if own == "rebuilt" else data
+class Nested:
+    """A source of batches whose loader processes are forked at the first batch."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from DataLoader(Collecting(), batch_size=2, num_workers=1)
+
+
+@pytest.mark.parametrize("has_frozen", [False, True])
+@pytest.mark.parametrize(
+    "source", [DataLoader(Collecting(), batch_size=2, num_workers=1), Nested()], ids=["own", "not"]
+)
+def test_loader_processes_leave_the_programs_garbage_alone(one: td.Strategy, source: Any, has_frozen: bool) -> None:
+    """Of a GPU's events, which a fork cannot free; this is begun where batches are moved to a device."""
+    leave_garbage_to_the_parent()
     gc.collect()
     gc.disable()
+    if has_frozen:
+        gc.freeze()
     try:
+        frozen = gc.get_freeze_count()
         Freed()
-        assert [batch.tolist() for batch in batches] == [[0, 0], [0, 0]]
-        assert gc.get_freeze_count() == 0, "here it is collected as ever"
+        assert [batch.tolist() for batch in one.experimental_distribute_dataset(source)] == [[0, 0], [0, 0]]
+        assert gc.get_freeze_count() <= frozen
+        assert not gc.isenabled(), "as the program wants it"
+        gc.enable()
         Freed.there.clear()
         gc.collect()
-        assert Freed.there == [os.getpid()]
+        assert Freed.there == [os.getpid()], "here it is collected as ever"
+        list(one.experimental_distribute_dataset(source))
+        assert gc.isenabled()
     finally:
+        gc.unfreeze()
         gc.enable()
         Freed.there.clear()
 
 
-def test_what_a_program_has_frozen_stays_frozen(one: td.Strategy) -> None:
-    batches = one.experimental_distribute_dataset(DataLoader(Collecting(), batch_size=4, num_workers=1))
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        assert [batch.tolist() for batch in batches] == [[0] * 4]
-        assert gc.get_freeze_count() <= frozen
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+def test_several_threads_fork_at_once() -> None:
+    leave_garbage_to_the_parent()
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(lambda _: _forked_collects(), range(40)))
+    assert ended == [0] * 40
+    assert gc.isenabled()
+
+
+def _forked_collects() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.get_freeze_count() > 0 else 1)
+    return os.waitpid(pid, 0)[1]

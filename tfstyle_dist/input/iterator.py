@@ -96,7 +96,7 @@ class DistributedIterator:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
         except Exception as error:
-            self._raised = f"{type(error).__name__} was raised in it: {error}"
+            self._raised = f"{type(error).__name__} was raised in it"
             self._fail(error)
             raise
         if step is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core import sparse_parts
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -59,8 +59,9 @@ def cut(tensor: torch.Tensor, start: int, stop: int, offsets: dict[int, torch.Te
         return tensor[start:stop]
     if not tensor.is_nested:
         return tensor.narrow_copy(0, start, stop - start)
-    if tensor.layout is torch.jagged and tensor.lengths() is None and _size(tensor, 1) is None:
-        whole = tensor.offsets()
+    jagged: Any = tensor
+    if tensor.layout is torch.jagged and jagged.lengths() is None and _size(tensor, 1) is None:
+        whole = jagged.offsets()
         own = offsets.setdefault(id(whole), whole[start : stop + 1] - whole[start])
         values = tensor.detach().values()[int(whole[start]) : int(whole[stop])]
         return torch.nested.nested_tensor_from_jagged(values, offsets=own)
@@ -70,13 +71,15 @@ def cut(tensor: torch.Tensor, start: int, stop: int, offsets: dict[int, torch.Te
     return empty_jagged(tensor.values()[:0])
 
 
-def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def memory_of(tensor: Any) -> list[torch.Tensor]:
     """The dense tensors in which a tensor's values are."""
     if is_dense(tensor):
         return [tensor]
     if not tensor.is_nested:
-        return [torch_internals.indices_of(tensor), torch_internals.values_of(tensor)]
-    return [tensor.values()]
+        return sparse_parts.parts_of(tensor)
+    if tensor.layout is torch.strided:
+        return [tensor.values()]
+    return [part for part in (tensor.values(), tensor.offsets(), tensor.lengths()) if part is not None]
 
 
 def empty_jagged(no_rows: torch.Tensor) -> torch.Tensor:

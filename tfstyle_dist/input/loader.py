@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.examples import empty_of, lengths, list_error, say_not_counted
-from tfstyle_dist.input.forks import garbage_left_alone
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, random_numbers_of
-from tfstyle_dist.input.seeds import LoaderSeeds
+from tfstyle_dist.input.seeds import LoaderSeeds, on_the_cpu
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps
 from tfstyle_dist.input.split import first_size, fresh, leading_size
 
@@ -91,8 +88,7 @@ class SamplerPipeline(Pipeline):
         collate = self._options.pop("collate_fn", None) or default_collate
         self._dataset, self._collate = faster(dataset, collate)
         self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
-        self._loader: DataLoader[Any] | None = None
-        self._seeds: LoaderSeeds | None = None
+        self._loader: tuple[DataLoader[Any], LoaderSeeds | None] | None = None
         self._reader: weakref.ref[_Reader] | None = None
         self._template: Any = None
         self._checked = False
@@ -116,16 +112,15 @@ class SamplerPipeline(Pipeline):
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position)
-        loader = self._idle_loader()
-        if self._seeds is not None:
-            self._seeds.begin_epoch()
-        # Its generator is the CPU's, whatever the default device is.
-        with garbage_left_alone(), torch.device("cpu") if torch_internals.in_function_mode() else nullcontext():
+        loader, seeds = self._idle_loader()
+        if seeds is not None:
+            seeds.begin_epoch()
+        with on_the_cpu():
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch
         reader = _Reader(self, self.sampler.plan(), batches)
-        if loader is self._loader:
+        if self._loader is not None and loader is self._loader[0]:
             self._reader = weakref.ref(reader)
         return reader
 
@@ -137,12 +132,12 @@ class SamplerPipeline(Pipeline):
         dataset = self._dataset
         return [dataset[index] for index in indices]
 
-    def _idle_loader(self) -> DataLoader[Any]:
+    def _idle_loader(self) -> tuple[DataLoader[Any], LoaderSeeds | None]:
         """The loader; another one while its persistent processes serve an iterator that is not finished."""
         if self._loader is None:
             self._loader = self._new_loader()
         reader = self._reader() if self._reader is not None else None
-        if self._loader.persistent_workers and reader is not None and not reader.finished:
+        if self._loader[0].persistent_workers and reader is not None and not reader.finished:
             return self._new_loader()
         return self._loader
 
@@ -150,21 +145,20 @@ class SamplerPipeline(Pipeline):
         """The next epoch gets new processes: these have failed."""
         self._loader = None
 
-    def _new_loader(self) -> DataLoader[Any]:
+    def _new_loader(self) -> tuple[DataLoader[Any], LoaderSeeds | None]:
         options = dict(self._options)
         generator = options.pop("generator", None)
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
             generator = torch.Generator().manual_seed(self.sampler.order.seed)
-        if self.layout.workers > 1:
-            self._seeds = LoaderSeeds(generator, self.layout.worker)
-            generator = self._seeds.generator
-        return DataLoader(
+        seeds = LoaderSeeds(generator, self.layout.worker) if self.layout.workers > 1 else None
+        loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_sampler=self.sampler,
             collate_fn=InlineCollate(self._collate) if options.get("num_workers") else self._collate,
-            generator=generator,
+            generator=generator if seeds is None else seeds.generator,
             **options,
         )
+        return loader, seeds
 
     def empty(self) -> Any:
         """An empty batch, made from the first sample of the dataset the first time it is needed."""

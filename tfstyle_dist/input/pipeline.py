@@ -10,7 +10,6 @@ from typing import Any
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.examples import refuse_list_of_tensors
-from tfstyle_dist.input.forks import garbage_left_alone
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
@@ -128,9 +127,7 @@ class BatchPipeline(Pipeline):
 
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: batches before ``position`` are read and dropped."""
-        with garbage_left_alone():
-            batches = iter(self._source(epoch))
-        steps = self._steps(batches, (0, 0) if self.unit == "steps" else position)
+        steps = self._steps(iter(self._source(epoch)), (0, 0) if self.unit == "steps" else position)
         if self.unit == "steps":
             for _ in range(position[0]):
                 next(steps, None)
@@ -190,8 +187,7 @@ class DealtPipeline(Pipeline):
         for source in self._sources:
             tell_epoch(source, epoch)
         replicas = self.layout.replicas
-        with garbage_left_alone():
-            streams = [iter(s) for s in self._sources]
+        streams = [iter(s) for s in self._sources]
         if len(streams) < replicas:
             streams *= replicas
         steps = self._steps(streams)

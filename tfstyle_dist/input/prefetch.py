@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.devices import accelerator, is_accelerator
+from tfstyle_dist.input.forks import leave_garbage_to_the_parent
 from tfstyle_dist.input.layouts import memory_of
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.split import leaves_of, map_leaves
@@ -30,6 +32,7 @@ class DevicePrefetcher:
     """
 
     def __init__(self, steps: Iterator[Step], devices: Sequence[torch.device], depth: int) -> None:
+        leave_garbage_to_the_parent()
         self._steps, self._devices, self._depth = steps, devices, depth
         self._ready: deque[tuple[Step, list[Any]]] = deque()
         self._raised: list[Exception] = []
@@ -58,12 +61,12 @@ class DevicePrefetcher:
         while len(self._ready) <= self._depth and not self._raised:
             try:
                 step = next(self._steps, None)
+                if step is None:
+                    break
+                self._ready.append(self._copied(step))
             except Exception as error:
-                self._raised.append(error)
-                break
-            if step is None:
-                break
-            self._ready.append(self._copied(step))
+                own = error.__traceback__  # without this frame, which would make a circle of the two
+                self._raised.append(error.with_traceback(own and own.tb_next))
 
     def _moved(self, step: Step) -> Step:
         return replace(step, parts=[to_device(p, d) for p, d in zip(step.parts, self._devices, strict=True)])
@@ -84,17 +87,21 @@ class DevicePrefetcher:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` on ``device``: its tensors, and what else has a method ``to``; arrays and texts stay as they are."""
+    """``batch`` on ``device``: its tensors, and copies of objects that have ``to(device)``; all else stays as it is."""
     return map_leaves(partial(_leaf_to, device), batch)
 
 
 def _leaf_to(device: torch.device, leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return _tensor_to(device, leaf)
-    if not callable(getattr(leaf, "to", None)):
+    if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
         return leaf
-    moved = leaf.to(device)
-    return leaf if moved is None else moved
+    try:
+        own = copy.copy(leaf)  # some are moved in place
+        moved = own.to(device)
+    except (AttributeError, TypeError, ValueError):
+        return leaf  # another method of that name
+    return own if moved is None else moved
 
 
 def _tensor_to(device: torch.device, leaf: Any) -> Any:

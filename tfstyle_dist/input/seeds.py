@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.sampler import mixed_seed
 
 
@@ -11,21 +16,41 @@ class LoaderSeeds:
     """Gives the processes of a worker's ``DataLoader`` other seeds than those of other workers, e.g. to augment with.
 
     Args:
-        given: the program's generator for the loader; ``None``: torch's random numbers, which advance as they would.
+        given: the program's generator for the loader, which advances as it would; ``None``: torch's random numbers.
         worker: number of this worker.
 
     Attributes:
-        generator: for the loader.
+        generator: for the loader, on the CPU.
     """
 
     def __init__(self, given: torch.Generator | None, worker: int) -> None:
-        self._draws, self._number = given is None, worker + 1
+        self._given, self._number = given, worker + 1
         self.generator = torch.Generator()
-        if given is not None:
-            self.generator.manual_seed(mixed_seed(given.initial_seed(), self._number))
 
     def begin_epoch(self) -> None:
         """To be called before the loader is iterated."""
-        if self._draws:
-            drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # as a DataLoader would
-            self.generator.manual_seed(mixed_seed(drawn, self._number))
+        device = torch.device("cpu") if self._given is None else self._given.device
+        drawn = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=self._given))
+        self.generator.manual_seed(mixed_seed(drawn, self._number))
+
+
+def on_the_cpu() -> AbstractContextManager[Any]:
+    """Inside, a ``DataLoader`` draws from its generator of the CPU, whatever the default device is."""
+    return torch.device("cpu") if torch_internals.in_function_mode() else nullcontext()
+
+
+class WithSeeds:
+    """A ``DataLoader`` with seeds, for one pass.
+
+    Args:
+        loader: with their generator.
+        seeds: begin another epoch.
+    """
+
+    def __init__(self, loader: Any, seeds: LoaderSeeds) -> None:
+        self._loader, self._seeds = loader, seeds
+
+    def __iter__(self) -> Iterator[Any]:
+        self._seeds.begin_epoch()
+        with on_the_cpu():
+            return iter(self._loader)

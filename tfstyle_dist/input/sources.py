@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,7 +28,7 @@ from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
-from tfstyle_dist.input.seeds import LoaderSeeds
+from tfstyle_dist.input.seeds import LoaderSeeds, WithSeeds
 from tfstyle_dist.input.sharding import check_files, resolve_policy, shard_files
 
 _KEPT = (
@@ -227,11 +226,10 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
         dataset = dataset.shard(layout.workers, layout.worker)
         reads = "reads its own shard"
     seeds = None
-    if own and loader is not None:
+    if own and loader is not None and policy is AutoShardPolicy.FILE:  # a shard may need equal random numbers
         seeds = LoaderSeeds(loader.generator, layout.worker)
-        source = _with_dataset(loader, dataset, seeds.generator)
-    elif own:
-        source = dataset
+    if own:
+        source = dataset if loader is None else _with_dataset(loader, dataset, seeds)
     notes = []
     if layout.workers > 1 and policy is AutoShardPolicy.DATA:
         notes.append(
@@ -266,14 +264,14 @@ class _Epochs:
 
     def __call__(self, epoch: int) -> Iterable[Any]:
         tell_epoch(self._source, epoch)
-        if self._seeds is not None:
-            self._seeds.begin_epoch()
-        return self._source  # type: ignore[no-any-return]
+        return self._source if self._seeds is None else WithSeeds(self._source, self._seeds)
 
 
-def _with_dataset(loader: DataLoader[Any], dataset: Any, generator: torch.Generator) -> DataLoader[Any]:
-    """The same DataLoader over another IterableDataset, with another generator."""
-    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)} | {"generator": generator}
+def _with_dataset(loader: DataLoader[Any], dataset: Any, seeds: LoaderSeeds | None) -> DataLoader[Any]:
+    """The same DataLoader over another IterableDataset, perhaps with other seeds."""
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if seeds is not None:
+        options["generator"] = seeds.generator
     if not options["num_workers"]:
         options["prefetch_factor"] = None
     return DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options)

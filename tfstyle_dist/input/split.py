@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,8 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
 
     Args:
         fn: takes one leaf.
-        batch: a nest of tuples, lists, dicts, other mappings (of which a copy is filled), and leaves.
+        batch: a nest of tuples, lists, dicts, other mappings, and leaves. A mapping that is no dict is made again from
+            a dict; one that cannot be made so becomes that dict, as a ``DataLoader`` does it.
     """
     if isinstance(batch, torch.Tensor | np.ndarray):
         return fn(batch)
@@ -49,7 +49,12 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, Mapping):  # not a dict: e.g. what a tokenizer returns
-            return _refilled(value, {k: map_leaves(fn, v) for k, v in value.items()})
+            entries = {k: map_leaves(fn, v) for k, v in value.items()}
+            make: Any = type(value)
+            try:
+                return make(entries)
+            except TypeError:
+                return entries
         return fn(value)
 
     return torch_internals.pytree.tree_map(leaf, batch, is_leaf=_is_leaf)
@@ -68,19 +73,6 @@ def leaves_of(batch: Any) -> list[Any]:
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, PackedSequence) or is_text_list(value)
-
-
-def _refilled(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of the same class with other values and what else it has; a dict where its class can make none."""
-    make: Any = type(mapping)
-    try:
-        if not isinstance(mapping, MutableMapping):
-            return make(entries)
-        refilled = copy.copy(mapping)
-        refilled.update(entries)
-    except (AttributeError, NotImplementedError, TypeError):
-        return entries
-    return refilled
 
 
 def leading_size(batch: Any) -> int:
@@ -131,7 +123,7 @@ def _leaf_size(leaf: Any) -> int:
             layouts.check_divisible(leaf)
             return leaf.size(0)
         return int(leaf.shape[0])
-    if is_text_list(leaf):
+    if isinstance(leaf, list | tuple) and not isinstance(leaf, PackedSequence):
         return len(leaf)
     if isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
         raise IndexError(
@@ -205,7 +197,7 @@ def spec_of(batch: Any) -> Any:
         if isinstance(value, torch.Tensor | np.ndarray):
             shape = layouts.sizes(value) if isinstance(value, torch.Tensor) else value.shape
             return TensorSpec((None, *shape[1:]) if value.ndim else (), value.dtype)
-        if is_text_list(value):
+        if isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
             return TensorSpec((None,), type(value[0]))
         return TensorSpec((), type(value))
 
