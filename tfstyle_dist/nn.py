@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
@@ -11,15 +15,17 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(
-    per_example_loss: torch.Tensor,
-    sample_weight: torch.Tensor | float | None = None,
+    per_example_loss: torch.Tensor | Sequence[torch.Tensor],
+    sample_weight: torch.Tensor | Sequence[Any] | float | None = None,
     global_batch_size: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This replica's part of the average loss: the SUM over the replicas is the average over the global batch.
 
     Args:
-        per_example_loss: losses of this replica's examples, at least one dimension, first the batch.
-        sample_weight: a weight for each example, or one for all.
+        per_example_loss: losses of this replica's examples, at least one dimension, first the batch; a list of
+            tensors counts as one.
+        sample_weight: a weight for each example, or one for all; with an axis less or more (of 1) than the losses as in
+            TensorFlow.
         global_batch_size: examples of all replicas together; default: this replica's number times the number of
             replicas, which is right only for even batches.
 
@@ -27,7 +33,7 @@ def compute_average_loss(
         A scalar: ``sum(per_example_loss * sample_weight) / global_batch_size``; 0 when that size is 0.
 
     Raises:
-        ValueError: ``per_example_loss`` is a scalar.
+        ValueError: ``per_example_loss`` is a scalar, or ``sample_weight`` does not fit it.
         TypeError: ``global_batch_size`` is no whole number.
         InvalidArgumentError: ``global_batch_size`` is negative.
         RuntimeError: no ``global_batch_size`` in cross-replica context.
@@ -38,15 +44,13 @@ def compute_average_loss(
 
     Source: ``tf.nn.compute_average_loss``.
     """
-    loss = torch.as_tensor(per_example_loss)
+    loss = _tensor(per_example_loss)
     if loss.dim() == 0:
         raise ValueError(
             "Invalid value passed for `per_example_loss`: a scalar (rank 0). Give one loss per example, e.g. "
             "cross_entropy(..., reduction='none')."
         )
-    weighted = (
-        loss if sample_weight is None else loss * torch.as_tensor(sample_weight, dtype=loss.dtype, device=loss.device)
-    )
+    weighted = loss if sample_weight is None else _weighted(loss, _tensor(sample_weight))
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
@@ -64,6 +68,29 @@ def compute_average_loss(
     return total / size if size else total * 0.0
 
 
+def _tensor(value: Any) -> torch.Tensor:
+    """A tensor with the graph of what it is made of: of tensors in a list, too."""
+    if isinstance(value, list | tuple) and any(isinstance(entry, torch.Tensor) for entry in value):
+        return torch.stack([torch.as_tensor(entry) for entry in value])
+    return torch.as_tensor(value)
+
+
+def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Their product; where one has an axis more, as TensorFlow's ``squeeze_or_expand_dimensions`` makes them fit."""
+    if weight.dim() == loss.dim() + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif weight.dim() > 0 and loss.dim() == weight.dim() + 1:
+        weight = weight.unsqueeze(-1)
+    computes = loss.is_floating_point() or loss.is_complex()
+    product = loss * weight.to(loss.device, loss.dtype if computes else torch.float32)
+    if product.shape != loss.shape:
+        raise ValueError(
+            f"sample_weight of shape {tuple(weight.shape)} does not fit per_example_loss of shape {tuple(loss.shape)}. "
+            "Give one weight for all, one for each example, or one for each loss."
+        )
+    return product if computes else product.to(loss.dtype)
+
+
 def _whole(size: int | torch.Tensor) -> int:
     if isinstance(size, torch.Tensor):
         if size.dim() > 0:
@@ -71,16 +98,16 @@ def _whole(size: int | torch.Tensor) -> int:
         if size.is_floating_point() or size.is_complex():
             raise TypeError(f"`global_batch_size` must be an integer, got a tensor of {size.dtype}.")
         return int(size)
-    if isinstance(size, bool) or not isinstance(size, int):
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise TypeError(f"`global_batch_size` must be an integer, got {type(size).__name__}: {size!r}.")
-    return size
+    return int(size)
 
 
-def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor:
+def scale_regularization_loss(regularization_loss: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of ``regularization_loss`` divided by the number of replicas, because the replicas' losses are summed.
 
     Args:
-        regularization_loss: a tensor of any shape, the same on all replicas.
+        regularization_loss: a tensor of any shape, or a list of such, the same on all replicas.
 
     Returns:
         A scalar tensor.
@@ -98,4 +125,8 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
             "You are calling scale_regularization_loss in cross-replica context, while it was expected to be called in "
             "replica context (inside strategy.run)."
         )
-    return torch.as_tensor(regularization_loss).sum() / get_strategy().num_replicas_in_sync
+    if isinstance(regularization_loss, list | tuple) and regularization_loss:
+        whole = torch.stack([torch.as_tensor(loss).sum() for loss in regularization_loss]).sum()
+    else:
+        whole = torch.as_tensor(regularization_loss).sum()
+    return whole / get_strategy().num_replicas_in_sync

@@ -118,7 +118,15 @@ def test_shares_of_a_mapping_are_its_own(kind: Any) -> None:
     assert batches[0]["x"] is whole, "what the program has stays as it is"
 
 
+class Named(dict):  # type: ignore[type-arg]
+    """Takes its entries one by one: a dict would be the first of them."""
+
+    def __init__(self, x: Any, labels: Any = None) -> None:
+        super().__init__(x=x, labels=labels)
+
+
 def test_a_mapping_that_is_not_made_from_a_dict_becomes_one() -> None:
+    assert map_leaves(lambda leaf: leaf.tolist(), Named(torch.ones(1))) == {"x": [1.0], "labels": None}
     given = [Fixed(x=torch.ones(3))]
     assert map_leaves(lambda leaf: leaf.tolist(), given) == [{"x": [1.0, 1.0, 1.0]}]
     assert [leaf.tolist() for leaf in leaves_of(given)] == [[1.0, 1.0, 1.0]]

@@ -35,7 +35,7 @@ class CheckpointLoadStatus:
         if self.unused:
             raise AssertionError(
                 f"Checkpoint {self.path!r} has what no object took: {_list(self.unused)}. Give the objects under the "
-                "names they were saved with, or call expect_partial() if that is intended."
+                "names they were saved with, before restore() is called, or call expect_partial() if that is intended."
             )
         return self
 
@@ -75,8 +75,9 @@ class CheckpointLoadStatus:
         if self._quiet or not (self.missing or self.unused):
             return
         get_logger().warning(
-            "Checkpoint %s did not match: not in it: %s; in it and not used: %s. Call expect_partial() on the result "
-            "of restore() if that is intended, or assert_consumed() to have it raised.",
+            "Checkpoint %s did not match: not in it: %s; in it and not used: %s. What is made after restore() is not "
+            "restored: make it before. Call expect_partial() on the result of restore() if it need not match, or "
+            "assert_consumed() to have it raised.",
             self.path,
             _list(self.missing) or "nothing",
             _list(self.unused) or "nothing",

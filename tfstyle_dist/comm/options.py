@@ -31,6 +31,7 @@ class CommunicationOptions:
         implementation: a ``CommunicationImplementation`` or its name in any case.
 
     Raises:
+        TypeError: ``bytes_per_pack`` is no number.
         ValueError: ``bytes_per_pack`` is negative, or ``implementation`` is unknown.
 
     Example:
@@ -44,6 +45,8 @@ class CommunicationOptions:
         timeout_seconds: float | None = None,
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
     ) -> None:
+        if isinstance(bytes_per_pack, str):
+            raise TypeError(f"bytes_per_pack must be a whole number of bytes, got {bytes_per_pack!r}.")
         if bytes_per_pack < 0:
             raise ValueError(f"bytes_per_pack must be >= 0, got {bytes_per_pack}; 0 lets the strategy choose.")
         if timeout_seconds is not None and timeout_seconds <= 0:

@@ -105,7 +105,7 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
         ValueError: one device instead of a sequence, none given, a device twice, CPU and GPU mixed, or a device that is
             absent.
     """
-    if isinstance(names, str | torch.device | ReplicaDevice):
+    if isinstance(names, str | torch.device | ReplicaDevice | int):
         raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{str(names)!r}].")
     devices = tuple(parse(n) for n in names)
     if not devices:

@@ -202,8 +202,7 @@ def distribute(dataset: Any, request: Request, options: InputOptions | None) -> 
     Raises:
         TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
     """
-    options = options or InputOptions()
-    options.check(from_function=False)
+    options = _checked_options(options, from_function=False)
     return DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
 
 
@@ -221,8 +220,7 @@ def distribute_from_function(
         TypeError: ``dataset_fn`` is no function, or does not return a dataset.
         ValueError: it returns an unbatched map-style dataset.
     """
-    options = options or InputOptions()
-    options.check(from_function=True)
+    options = _checked_options(options, from_function=True)
     if not callable(dataset_fn):
         raise TypeError(f"dataset_fn must be a function of an InputContext, got {type(dataset_fn).__name__}.")
     layout = Layout(worker.group.size, worker.group.rank, worker.num_local_replicas)
@@ -258,3 +256,11 @@ def _length(source: Any) -> int | None:
         except TypeError:
             return None
     return None
+
+
+def _checked_options(options: InputOptions | None, from_function: bool) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise TypeError(f"options must be InputOptions, got {options!r}; write e.g. InputOptions().")
+    options = options or InputOptions()
+    options.check(from_function)
+    return options

@@ -65,8 +65,8 @@ class DevicePrefetcher:
                     break
                 self._ready.append(self._copied(step))
             except Exception as error:
-                own = error.__traceback__  # without this frame, which would make a circle of the two
-                self._raised.append(error.with_traceback(own and own.tb_next))
+                # Without this frame, which would make a circle of the two.
+                self._raised.append(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
 
     def _moved(self, step: Step) -> Step:
         return replace(step, parts=[to_device(p, d) for p, d in zip(step.parts, self._devices, strict=True)])

@@ -49,12 +49,7 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
         if value is None:
             return None
         if isinstance(value, Mapping):  # not a dict: e.g. what a tokenizer returns
-            entries = {k: map_leaves(fn, v) for k, v in value.items()}
-            make: Any = type(value)
-            try:
-                return make(entries)
-            except TypeError:
-                return entries
+            return _made_like(value, {k: map_leaves(fn, v) for k, v in value.items()})
         return fn(value)
 
     return torch_internals.pytree.tree_map(leaf, batch, is_leaf=_is_leaf)
@@ -69,6 +64,17 @@ def leaves_of(batch: Any) -> list[Any]:
         elif leaf is not None:
             found.append(leaf)
     return found
+
+
+def _made_like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    make: Any = type(mapping)
+    try:
+        made = make(entries)
+        tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
+        same = made.keys() == entries.keys() and all(made[key] is tensor for key, tensor in tensors.items())
+    except (AttributeError, KeyError, TypeError):
+        return entries
+    return made if same else entries  # its class is made from something else
 
 
 def _is_leaf(value: Any) -> bool:

@@ -10,7 +10,16 @@ JOBS = ("chief", "evaluator", "ps", "worker")
 
 
 def cluster_of(resolver: Any) -> dict[str, list[str]]:
-    """The addresses of a resolver's cluster by job."""
+    """The addresses of a resolver's cluster by job.
+
+    Raises:
+        TypeError: it is no resolver.
+    """
+    if not callable(getattr(resolver, "cluster_spec", None)):
+        raise TypeError(
+            f"cluster_resolver must have a method cluster_spec(), got {resolver!r}. Write e.g. "
+            "cluster_resolver.SimpleClusterResolver(ClusterSpec({'worker': [...], 'ps': [...]}), task_type='chief')."
+        )
     spec = resolver.cluster_spec()
     return as_addresses(spec.as_dict() if hasattr(spec, "as_dict") else spec)
 
@@ -33,12 +42,22 @@ def as_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
     return result
 
 
-def check_cluster(cluster: Mapping[str, Sequence[str]]) -> None:
+def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None) -> None:
     """Refuses a cluster that cannot train.
 
+    Args:
+        cluster: the addresses of each job.
+        task: the job of this process, where its resolver knows it: the coordinator's, not one that waits for it.
+
     Raises:
-        ValueError: no worker, no ps, several chiefs or an unknown job.
+        ValueError: no worker, no ps, several chiefs, an unknown job, or a process that is to serve.
     """
+    if task in ("worker", "ps"):
+        raise ValueError(
+            f"This process is a task of the job {task!r}, but ParameterServerStrategy belongs to the coordinator (the "
+            "chief). Let it serve instead: if resolver.task_type in ('worker', 'ps'): Server(resolver.cluster_spec(), "
+            "job_name=resolver.task_type, task_index=resolver.task_id).join()"
+        )
     unknown = sorted(set(cluster) - set(JOBS))
     if unknown:
         raise ValueError(f"Disallowed job names {unknown} in the cluster; the jobs are {', '.join(JOBS)}.")

@@ -95,7 +95,7 @@ class ParameterServerStrategy(Strategy):
         if cluster_resolver is None:
             cluster_resolver = TFConfigClusterResolver() if launch_env.tf_config() else self._embedded()
         cluster = cluster_of(cluster_resolver)
-        check_cluster(cluster)
+        check_cluster(cluster, getattr(cluster_resolver, "task_type", None))
         self._resolver = cluster_resolver
         self.max_staleness = checked_staleness(max_staleness)
         self.wire_options = wire_options(wire_dtype, pull_ahead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.core import nest
@@ -18,6 +19,7 @@ from tfstyle_dist.cross_device_ops.collective import (
     widened,
 )
 from tfstyle_dist.runtime.clocks import COMMUNICATION
+from tfstyle_dist.strategies.along_axis import mean_of, sum_along
 from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import DistributedVariable, Variable
 from tfstyle_dist.variables.replicated import Replicated
@@ -35,6 +37,8 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
     """
     if isinstance(leaf, Replicated):
         return leaf._tfstyle_value()
+    if isinstance(leaf, np.ndarray | np.generic):
+        return torch.as_tensor(leaf)
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
             raise InvalidArgumentError(
@@ -204,15 +208,12 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None)
             )
     with torch.no_grad():
         # A sum of zero rows is 0 whatever the dtype; the counts weight each replica by its examples.
-        sums = [
-            v.detach().sum(dim=axis, dtype=None if v.is_floating_point() or v.is_complex() else v.dtype) for v in values
-        ]
+        sums = [sum_along(op, v, axis) for v in values]
         total = reduce_columns(strategy, ReduceOp.SUM, [sums], "reduce")[0]
         if op is ReduceOp.SUM:
             return total
         counts = [torch.tensor(float(v.shape[axis]), dtype=torch.float64) for v in values]
-        number = reduce_columns(strategy, ReduceOp.SUM, [counts], "reduce (sizes)")[0]
-        return total / number.to(total.device, total.dtype if total.is_floating_point() else torch.float32)
+        return mean_of(total, reduce_columns(strategy, ReduceOp.SUM, [counts], "reduce (sizes)")[0])
 
 
 def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:

@@ -16,7 +16,7 @@ from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
 from tfstyle_dist.train.shared_rule import SharedRule, is_shared
-from tfstyle_dist.train.sums import advance, reduced, value_of
+from tfstyle_dist.train.sums import advance, reduced, value_of, with_rows
 from tfstyle_dist.train.update_rule import UpdateRule
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
@@ -119,7 +119,7 @@ class TFOptimizer(UpdateRule):
             RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
         """
         method = AggregationMethod.validate(aggregation_method)
-        pairs = [tuple(p) for p in grads_and_vars]
+        pairs = [with_rows(*pair) for pair in grads_and_vars]
         if not pairs:
             raise ValueError("No gradients provided: grads_and_vars is empty. Give [(gradient, variable), ...].")
         frame, strategy = current_frame(), get_strategy()

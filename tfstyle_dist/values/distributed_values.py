@@ -62,6 +62,19 @@ class PerReplica(DistributedValues):
             "strategy.experimental_local_results(value) or strategy.reduce(...)."
         )
 
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else self._is_no_number()
+
+    def _is_no_number(self, *_: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} is no number: it holds one value for each of {len(self._values)} local replicas. "
+            "Make one of them first, e.g. strategy.reduce('MEAN', value, axis=None), or take them with "
+            "strategy.experimental_local_results(value)."
+        )
+
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _is_no_number
+    __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __round__ = item = _is_no_number
+
 
 class Mirrored(PerReplica):
     """Equal values, one on each replica's device: what ``extended.reduce_to`` gives for a variable."""
