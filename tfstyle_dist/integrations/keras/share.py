@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.logs import own_values
 
 _SEED_STATE = "seed_generator_state"
 APART = 1_000_003
@@ -119,7 +120,7 @@ class Ledger:
         Returns:
             The place of the metric in ``names``, from 1 on; 0 for a number of the user's own.
         """
-        own = self._model.get_metrics_result()
+        own = own_values(self._model.get_metrics_result())
         for known in sorted(self.names, key=lambda known: known != name):
             result = torch.as_tensor(own[known]).detach()
             if result.shape == value.shape and torch.equal(result.to(value), value):
