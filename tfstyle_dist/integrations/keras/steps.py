@@ -21,6 +21,7 @@ from tfstyle_dist.integrations.keras.backend import every_variable, keras, proce
 from tfstyle_dist.integrations.keras.logs import as_number, as_tensor, own_values
 from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
+from tfstyle_dist.integrations.keras.refusals import refuse_stateful
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -58,6 +59,7 @@ class Steps:
         if self._ready:
             return
         self._ready = True
+        refuse_stateful(self.model, self.strategy.num_replicas_in_sync)  # what the model makes as it is built
         self._seeds = process_seeds()
         adopt(self.strategy, self.model)
 
