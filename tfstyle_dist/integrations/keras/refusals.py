@@ -28,8 +28,8 @@ def refuse_training_in_run(model: Any, method: str) -> None:
     raise RuntimeError(
         f"{type(model).__name__}.{method} was called inside of strategy.run, by each of "
         f"{strategy.num_replicas_in_sync} replicas: its loss is a mean over the replica's share, and the optimizer "
-        "adds up the gradients of all. Call fit or train_on_batch outside of strategy.run, with the global batch. Or write "
-        "the step with loss.backward() and the optimizer, and divide the loss by the global batch "
+        "adds up the gradients of all. Call fit or train_on_batch outside of strategy.run, with the global batch. Or "
+        "write the step with loss.backward() and the optimizer, and divide the loss by the global batch "
         "(tfd.nn.compute_average_loss)."
     )
 

@@ -89,7 +89,7 @@ class Steps:
                 first.append(scope)
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
-        with metric_state.untouched(self.strategy):
+        with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(data[0],))
         first[0].advance_seeds(self.strategy.worker)
         outputs, counts = self.strategy.gather(told, axis=0)
