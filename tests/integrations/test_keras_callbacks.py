@@ -87,6 +87,29 @@ def test_learning_rates_of_the_chief_hold_everywhere(strategy: tfd.Strategy, ran
     assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
 
 
+def test_what_callbacks_log_is_in_the_history_of_all(strategy: tfd.Strategy, rank: int) -> None:
+    """Also what one that runs everywhere logs; not what is no number or text."""
+
+    class Logs(keras.callbacks.Callback):
+        on_every_worker = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs.update(rank=rank, mine=np.float32(epoch), text="a", model=self.model)
+            logs["loss"] = -1.0 - rank
+
+    model = made(strategy, optimizer=keras.optimizers.SGD(0.1))
+    callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 / (epoch + 1)), Logs()]
+    history = model.fit(X, Y, batch_size=100, epochs=3, verbose=0, validation_data=TEST, callbacks=callbacks).history
+    assert history["learning_rate"] == [0.5, 0.25, pytest.approx(0.5 / 3)]
+    assert (history["rank"], history["mine"], history["text"]) == ([0] * 3, [0.0, 1.0, 2.0], ["a"] * 3)
+    assert history["loss"] == [-1.0] * 3
+    assert len(history["val_loss"]) == 3
+    plain = keras.callbacks.History()  # of the chief alone, the others have one of Keras
+    plain.history["learning_rate"] = [9.0]
+    history = model.fit(X, Y, batch_size=100, epochs=2, verbose=0, callbacks=[callbacks[0], plain]).history
+    assert history["learning_rate"] == [*([9.0] if rank == 0 else []), 0.5, 0.25]
+
+
 def test_stopping_in_the_middle_of_an_epoch(strategy: tfd.Strategy) -> None:
     """TerminateOnNaN decides after a batch, so the workers meet after each."""
     model = made(strategy, optimizer=keras.optimizers.SGD(1e30))

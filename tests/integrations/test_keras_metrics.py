@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,38 @@ def test_a_loop_of_ones_own_and_fit_share_metrics(strategy: tfd.Strategy) -> Non
     own.update_state(torch.tensor([2.0, 4.0]))  # in cross-replica context all workers do the same
     if strategy.is_chief:
         assert (float(own.result()), float(own.count)) == (3.0, 2.0)
+
+
+class Hits(keras.metrics.Metric):
+    """As the example of ``keras.metrics.Metric`` is: the result is the state itself."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hits")
+        self.hits = self.add_weight(name="hits", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        found = keras.ops.logical_and(y_true > 0.5, y_pred > 0.5)
+        self.hits.assign(self.hits + keras.ops.sum(keras.ops.cast(found, self.dtype)))
+
+    def result(self) -> Any:
+        return self.hits
+
+
+@strategy_combinations("mirrored_2", "mirrored_2_workers", timeout=60)
+def test_a_metric_whose_result_is_its_state(strategy: tfd.Strategy) -> None:
+    """Callbacks of the chief see what all workers read, while the next step is under way."""
+    x = np.random.default_rng(0).normal(size=(1000, 4)).astype("float32")
+    y = (x[:, :1] > 0).astype("float32")
+    found = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid")])
+            model.compile("sgd", "binary_crossentropy", metrics=[Hits()])
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0).history
+        found.append(history["hits"] + [model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)["hits"]])
+    assert found[1] == found[0]
+    assert found[0][0] > 0
 
 
 @strategy_combinations("mirrored_3", "mirrored_2_workers")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.integrations.keras.backend import every_variable, keras
 from tfstyle_dist.integrations.keras.steps import Steps, share_values
@@ -27,6 +29,7 @@ _BATCH_EVENTS = (
     "on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_test_batch_end", "on_predict_batch_begin",
     "on_predict_batch_end",
 )  # fmt: skip
+_PLAIN = (bool, int, float, str)
 
 
 class _Alone(threading.local):
@@ -43,7 +46,8 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     The chief runs the user's callbacks and shows the progress bar. After each event the workers meet: the chief tells
     whether to stop, which epoch comes first, and which variables were changed, and sends those. Every worker has a
-    ``History``. A callback with the attribute ``on_every_worker = True`` runs on all; it must not change the model.
+    ``History``, with the numbers and texts of the chief's. A callback with the attribute ``on_every_worker = True``
+    runs on all; it must not change the model.
 
     Args:
         steps: of the model; made ready before the first event.
@@ -82,7 +86,7 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
                 call()
             return
         self._steps.prepare()
-        before = self._stamps() if self._chief else []
+        before, rows = self._stamps() if self._chief else [], self._rows()
         error: Exception | None = None
         try:
             with self._alone():
@@ -92,7 +96,7 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             if not self._chief:
                 self._group.report_failure(f"{name}: {type(raised).__name__}: {raised}")
                 raise
-        self._share(name, error, before)
+        self._share(name, error, before, rows)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -105,14 +109,20 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _stamps(self) -> list[tuple[int, ...]]:
         return [_stamp(v) for v in every_variable(self._steps.model)]
 
-    def _share(self, name: str, error: Exception | None, before: Sequence[tuple[int, ...]]) -> None:
+    def _rows(self) -> dict[str, int]:
+        """How many values the history has of each log."""
+        return {key: len(values) for key, values in self._history.history.items()} if self._history else {}
+
+    def _share(
+        self, name: str, error: Exception | None, before: Sequence[tuple[int, ...]], rows: dict[str, int]
+    ) -> None:
         model = self._steps.model
         mine: dict[str, Any] = {}
         if self._chief:
             changed = [i for i, (a, b) in enumerate(zip(before, self._stamps(), strict=False)) if a != b]
             flags = {flag: getattr(model, flag, None) for flag in _FLAGS}
             text = None if error is None else f"{type(error).__name__}: {error}"
-            mine = {"error": text, "changed": changed, "flags": flags}
+            mine = {"error": text, "changed": changed, "flags": flags, "history": self._added(rows)}
         told = self._group.gather_objects(mine, f"callbacks ({name})")[0]
         if error is not None:
             raise error
@@ -121,9 +131,22 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         for flag, value in told["flags"].items():
             if value is not None:
                 setattr(model, flag, value)
+        for key, values in told["history"].items():  # callbacks add logs, such as the learning rate
+            own = self._history.history.setdefault(key, [])
+            own[rows.get(key, 0) :] = values
         if told["changed"]:
             variables = every_variable(model)
             share_values(self._steps.strategy, [variables[i] for i in told["changed"]])
+
+    def _added(self, rows: dict[str, int]) -> dict[str, list[Any]]:
+        """The numbers and texts that the history has got since; what else a callback logs stays on the chief."""
+        if not self._history:
+            return {}
+        new = {
+            key: [v.item() if isinstance(v, np.generic) else v for v in values[rows.get(key, 0) :]]
+            for key, values in self._history.history.items()
+        }
+        return {key: values for key, values in new.items() if values and all(isinstance(v, _PLAIN) for v in values)}
 
 
 def _stamp(variable: Any) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from tfstyle_dist.integrations.keras import (
 from tfstyle_dist.integrations.keras.backend import get_data_adapter, keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.data import DistributedInput
+from tfstyle_dist.integrations.keras.refusals import refuse_stateful, refuse_training_in_run
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
@@ -64,12 +65,14 @@ def strategy_of(model: Any) -> Strategy | None:
     return None
 
 
-def _distributing(model: Any) -> Strategy | None:
+def _distributing(model: Any, method: str) -> Strategy | None:
     """The strategy that a method must follow now; ``None`` to do as Keras does."""
     strategy = strategy_of(model)
     if strategy is None or ALONE.active:
         return None
     frame = current_frame()
+    if method in ("fit", "train_on_batch"):
+        refuse_training_in_run(model, method)
     if frame is not None and (frame.replica is not None or frame.strategy is not strategy):
         if frame.replica is None:
             raise mixing_error(strategy, frame.strategy, "training a Keras model")
@@ -117,6 +120,7 @@ def _running(strategy: Strategy, model: Any) -> Iterator[Steps]:
             f"steps_per_execution={model.steps_per_execution} is not possible on Keras' torch backend; leave it out of "
             "compile."
         )
+    refuse_stateful(model, strategy.num_replicas_in_sync)
     steps = Steps(strategy, model)
     if getattr(model, "jit_compile", False) and model.compiled:
         warn_once("keras jit_compile", "jit_compile=True is not used under a strategy with several replicas.")
@@ -155,8 +159,14 @@ def _compile(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _train_step(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if current_frame() is not None and strategy_of(self) is not None:
+        refuse_training_in_run(self, "train_step")
+    return original(self, *args, **kwargs)
+
+
 def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self)
+    strategy = _distributing(self, "fit")
     if strategy is None:
         with _on_its_device(self):
             return original(self, *args, **kwargs)
@@ -192,7 +202,7 @@ def _split_validation(given: dict[str, Any]) -> None:
 
 
 def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self)
+    strategy = _distributing(self, "evaluate")
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
@@ -206,7 +216,7 @@ def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self)
+    strategy = _distributing(self, "predict")
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
@@ -218,7 +228,7 @@ def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _on_batch(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self)
+    strategy = _distributing(self, original.__name__)
     if strategy is None:
         return _as_keras(self, original, args, kwargs)
     if isinstance(strategy, ParameterServerStrategy):
@@ -271,6 +281,7 @@ def _callbacks(made: Steps, given: dict[str, Any], history: bool = False, **para
 
 _WRAPPERS = {
     "compile": _compile,
+    "train_step": _train_step,
     "fit": _fit,
     "evaluate": _evaluate,
     "predict": _predict,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.integrations.keras.backend import keras
+from tfstyle_dist.integrations.keras.logs import own_values
 
 _SEED_STATE = "seed_generator_state"
 APART = 1_000_003
@@ -38,9 +39,10 @@ CURRENT = _Current()
 class Ledger:
     """The variables that steps change besides the weights, and how the replicas' changes become one.
 
-    Metrics are summed over the replicas, as their ``aggregation`` says. Moving statistics (BatchNorm) become the mean,
-    weighted by examples. Whole numbers follow the first replica; the state of seed generators is another one on each
-    replica, so that dropout differs. What a step assigns to other variables is for ``assigned.StepScope``.
+    Metrics are summed over the replicas, as their ``aggregation`` says; one that says "none" must not change. Moving
+    statistics (BatchNorm) become the mean, weighted by examples. Whole numbers follow the first replica; the state of
+    seed generators is another one on each replica, so that dropout differs. What a step assigns to other variables is
+    for ``assigned.StepScope``.
 
     Args:
         model: a built Keras model.
@@ -59,8 +61,9 @@ class Ledger:
         candidates = [*model.metrics_variables, *model.non_trainable_variables, *extra]
         self.entries: list[tuple[Any, str]] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+        measured = {id(v) for v in model.metrics_variables}
         for variable in {id(v): v for v in candidates}.values():
-            rule = _rule(variable)
+            rule = _rule(variable, id(variable) in measured)
             if training or rule != "mean":
                 self.entries.append((variable, rule))
 
@@ -103,6 +106,9 @@ class Ledger:
             before = start.to(torch.float64).reshape(-1)
             if count == 0 or (rule in ("first", "seed") and replica):
                 parts.append(torch.zeros_like(before))
+            elif rule == "none":
+                _refuse_change(variable, before, now)
+                parts.append(torch.zeros_like(before))
             elif rule == "mean":
                 parts.append(now * count)
             else:
@@ -119,7 +125,7 @@ class Ledger:
         Returns:
             The place of the metric in ``names``, from 1 on; 0 for a number of the user's own.
         """
-        own = self._model.get_metrics_result()
+        own = own_values(self._model.get_metrics_result())
         for known in sorted(self.names, key=lambda known: known != name):
             result = torch.as_tensor(own[known]).detach()
             if result.shape == value.shape and torch.equal(result.to(value), value):
@@ -152,6 +158,16 @@ class Ledger:
         return sum(v.value.numel() for v, _ in self.entries)
 
 
+def _refuse_change(variable: Any, before: torch.Tensor, now: torch.Tensor) -> None:
+    """A metric's variable of which nothing says what the replicas' values are together must stay as it is."""
+    if not torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ValueError(
+            f"A step changed the metric's variable {variable.path!r}, which has aggregation='none': what the values of "
+            "several replicas are together is not known. Make it with add_weight, which sums them, or with "
+            "add_variable(..., aggregation='sum'), 'mean' or 'only_first_replica'."
+        )
+
+
 def is_seed(variable: Any) -> bool:
     """Whether a variable is the state of a seed generator: each replica and worker has its own."""
     return bool(variable.name == _SEED_STATE and tuple(variable.shape) == (2,))
@@ -176,9 +192,11 @@ def _part(value: torch.Tensor, replica: int, parts: int) -> torch.Tensor:
     return share if replica else value - share * (parts - 1)
 
 
-def _rule(variable: Any) -> str:
+def _rule(variable: Any, measured: bool) -> str:
     if is_seed(variable):
         return "seed"
+    if measured and variable.aggregation == "none":
+        return "none"
     if variable.aggregation == "sum":
         return "sum"
     floating = keras.backend.is_float_dtype(variable.dtype)

@@ -18,8 +18,10 @@ from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batc
 from tfstyle_dist.integrations.keras import metric_state
 from tfstyle_dist.integrations.keras.assigned import StepScope, assign_on_all
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
+from tfstyle_dist.integrations.keras.logs import as_number, as_tensor, own_values
 from tfstyle_dist.integrations.keras.optimizers import claim
 from tfstyle_dist.integrations.keras.random_numbers import RandomNumbers
+from tfstyle_dist.integrations.keras.refusals import refuse_stateful
 from tfstyle_dist.integrations.keras.share import CURRENT, Ledger
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.base import Strategy
@@ -57,6 +59,7 @@ class Steps:
         if self._ready:
             return
         self._ready = True
+        refuse_stateful(self.model, self.strategy.num_replicas_in_sync)  # what the model makes as it is built
         self._seeds = process_seeds()
         adopt(self.strategy, self.model)
 
@@ -86,7 +89,7 @@ class Steps:
                 first.append(scope)
             return keras.tree.map_structure(lambda t: t[:count].detach(), outputs), torch.tensor([count])
 
-        with metric_state.untouched(self.strategy):
+        with self._random.of_this_worker(), metric_state.untouched(self.strategy):
             told = self.strategy.run(replica, args=(data[0],))
         first[0].advance_seeds(self.strategy.worker)
         outputs, counts = self.strategy.gather(told, axis=0)
@@ -126,7 +129,7 @@ class Steps:
         total = self.strategy.reduce(ReduceOp.SUM, told, axis=None)
         count = float(total[0])
         ledger.settle(total[1 : 1 + ledger.numel], count)
-        metrics: dict[str, Any] = self.model.get_metrics_result()
+        metrics = own_values(self.model.get_metrics_result())
         if set(keys) == set(ledger.names):
             return metrics
         means = (total[1 + ledger.numel :] / count).view(len(keys), 2).tolist()
@@ -188,16 +191,16 @@ def on_replica(
                         f"{getattr(function, '__qualname__', function)} returned a {type(logs).__name__}; it must "
                         "return a dict of names and numbers, e.g. self.get_metrics_result()."
                     )
-                logs = _flat(logs)
+                logs = own_values(logs)
                 plain = set(logs) == set(ledger.names)
-                places = {} if plain else {name: ledger.source_of(name, _tensor(v)) for name, v in logs.items()}
+                places = {} if plain else {name: ledger.source_of(name, as_tensor(v)) for name, v in logs.items()}
         finally:
             CURRENT.count = before
         parts = ledger.changes(scope, began, count, replica)
         device = parts[0].device if parts else torch.device("cpu")
         weighted = []
         for name, place in places.items():  # numbers of the user's own, some of them results of metrics all the same
-            numbers = torch.tensor([_number(logs[name]), float(place)], dtype=torch.float64)
+            numbers = torch.tensor([as_number(logs[name]), float(place)], dtype=torch.float64)
             weighted.append(numbers * count if count else torch.zeros(2))
         parts = [torch.tensor([float(count)], dtype=torch.float64), *parts, *weighted]
         return logs, torch.cat([p.to(device, torch.float64) for p in parts]), scope
@@ -208,23 +211,6 @@ def _in_order(gathered: torch.Tensor, counts: Sequence[int], workers: int) -> to
     pieces = gathered.split(list(counts))
     each = len(pieces) // workers
     return torch.cat([pieces[w * each + r] for r in range(each) for w in range(workers)])
-
-
-def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """The logs without dicts in them, as Keras takes them too: the result of ``CompileMetrics`` is one."""
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return torch.as_tensor(value).detach()
-
-
-def _number(value: Any) -> float:
-    tensor = _tensor(value)
-    return float(tensor) if tensor.numel() == 1 else 0.0  # a metric of several numbers is read from its state
 
 
 def usable(batch: Any) -> tuple[int, Any]:
