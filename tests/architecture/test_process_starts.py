@@ -31,6 +31,7 @@ REASONS = {
     "foreign": "programs in forked children with a limit each, so that a hang is a result",
     "gpu/check.py": COMMANDS,
     "faults/test_scripts.py": "Ctrl-C, the debugger and the end of a program are of a whole program",
+    "input/test_moved_batches.py": "what a forked child may not do",
     "kernels/compile_kernels.py": "asks a tool of CUDA",
     "launch": COMMANDS,
     "multi_worker/cluster_processes.py": "programs in network namespaces, started by TF_CONFIG alone",
