@@ -72,6 +72,7 @@ def _made_like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
         made = make(entries)
         tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
         same = made.keys() == entries.keys() and all(made[key] is tensor for key, tensor in tensors.items())
+        same = same and all(made[key] is not entries for key in entries)
     except (AttributeError, KeyError, TypeError):
         return entries
     return made if same else entries  # its class is made from something else
