@@ -1,4 +1,8 @@
-"""Layer 1: groups of worker processes. Nothing else talks to ``torch.distributed``."""
+"""Layer 1: groups of worker processes. No other layer moves tensors by ``torch.distributed``.
+
+A new way between workers is a ``WorkerGroup``, as in ``xla``. Another library below the sums of ``collectives`` is what
+``TorchTransport`` is to ``TorchGroup``.
+"""
 
 from tfstyle_dist.comm.collectives.operations import Operation
 from tfstyle_dist.comm.group import Pending, WorkerGroup

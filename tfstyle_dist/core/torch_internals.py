@@ -1,8 +1,8 @@
 """Every name of torch that is private or undocumented, in one place.
 
 Each name is looked up when the package loads torch; of a module that ``import torch`` does not load, when it is first
-used. A torch without it raises ``ImportError`` that names its version. All names were seen in torch 2.9.1, 2.13.0 and
-2.15.0. ``tests/core/test_torch_internals.py`` shows what each must do: a torch that changed one fails a test there.
+used; what it is for stands beside it. A torch without it raises ``ImportError`` that says so. All names were seen in
+torch 2.9.1, 2.13.0 and 2.15.0. ``tests/core/test_torch_internals.py`` shows what each must do.
 """
 
 from __future__ import annotations

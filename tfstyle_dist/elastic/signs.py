@@ -1,4 +1,7 @@
-"""Whether another worker gives signs of life."""
+"""When another worker counts as lost because it is silent or stopped.
+
+Each worker decides that for itself; ``links`` drops the connection, and ``protocol`` goes on without it.
+"""
 
 from __future__ import annotations
 

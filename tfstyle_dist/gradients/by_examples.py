@@ -1,7 +1,8 @@
 """Where the replicas' shares of a batch differ, the loss of a replica weighs by its examples.
 
-The root of the backward pass is multiplied. So whatever sums the gradients afterwards need not know of it, only new
-gradients are touched when several passes accumulate, and what replicas exchange within a pass counts right as well.
+The root of the backward pass is multiplied. So whatever sums the gradients afterwards, and divides them by the number
+of replicas (``reducer``), need not know of it, only new gradients are touched when several passes accumulate, and what
+replicas exchange within a pass counts right as well.
 """
 
 from __future__ import annotations

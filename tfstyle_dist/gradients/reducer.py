@@ -1,4 +1,8 @@
-"""What all ways of reducing gradients share: hooks, accumulation, and the SUM of the new part alone."""
+"""What all ways of reducing gradients share: hooks, accumulation, and by what a sum is divided.
+
+``GradientReducer.divisor`` says it: the number of replicas for MEAN, nothing for SUM. Where several passes accumulate,
+only the new part is summed. The sums, and nearly all divisions, are made in ``exchanges``.
+"""
 
 from __future__ import annotations
 

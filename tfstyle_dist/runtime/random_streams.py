@@ -2,7 +2,8 @@
 
 Replica 0 draws what its process would draw; the others have streams of their own. After ``seed`` these go on from run
 to run, as in processes of their own. Without it they are derived, whenever a run begins, from the state that replica 0
-finds then, so that the same program draws the same numbers every time.
+finds then, so that the same program draws the same numbers every time. Between processes ``Strategy.seed_replicas``
+makes the difference, and in elastic jobs ``elastic.streams``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When and how much: the two questions about every gradient, asked per parameter."""
+"""For each parameter: when its gradient is reduced, and whether the sum is divided (MEAN) or not (SUM)."""
 
 from __future__ import annotations
 

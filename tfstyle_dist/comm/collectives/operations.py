@@ -1,4 +1,7 @@
-"""The operations of a group: their numbers, and what is said when one does not come about."""
+"""The operations of a group: their numbers, and what it means when one does not come about.
+
+``Operations.fail`` decides whether a worker is lost (``PeerLostError``) or only late (``DeadlineExceededError``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is missing, and in what state: what an error about a lost worker says."""
+"""Which workers are missing, and in what state: what ``Operations.fail`` decides by, and what its error says."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The process of one parameter server: its loop, its sessions, its table."""
+"""The process of one parameter server: a push goes through ``loop`` and ``batches`` to ``table``, which applies it."""

@@ -1,4 +1,4 @@
-"""The variables of one parameter server, and every change to them.
+"""The variables of one parameter server, and every change to them: here a pushed gradient becomes an update.
 
 One thread at a time works on a table, so each operation is atomic. Writes made by scheduled functions are counted for
 each function and variable: when a function is started again because its worker was lost, the writes that its earlier

@@ -1,4 +1,4 @@
-"""The transports beside ZeroMQ, the best one first; a new one is a file and a line here."""
+"""The transports beside ZeroMQ, the best one first. A new one is named in both tables here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What every transport does: the one interface of all ways between a client and a server.
 
-Each transport is one file: a ``Transport``, the client's end, and a ``Listener``, where its connections come in at the
-server. ``available.py`` lists them. Whoever connects introduces itself by ZeroMQ, and then asks for the best of them.
+Each transport is a ``Transport``, the client's end, and a ``Listener``, where its connections come in at the server.
+``available.py`` lists both. Whoever connects introduces itself by ZeroMQ, and then asks for the best of them.
 """
 
 from __future__ import annotations
