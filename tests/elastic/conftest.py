@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import tfstyle_dist as tfd
 
 _HERE = Path(__file__).parent
 Job = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def strategy() -> Iterator[Any]:
+    torch.manual_seed(5)
+    elastic = tfd.experimental.Elastic(replicas=4)
+    with tfd.MultiWorkerMirroredStrategy(elastic=elastic) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
