@@ -229,3 +229,36 @@ def test_gradient_policy(two: Any) -> None:
         two.set_gradient_policy(model.parameters(), scale="MAX")
     with pytest.raises(ValueError, match=r"shape \(3,\) does not belong to .*build its module in scope\(\)"):
         two.set_gradient_policy([torch.nn.Parameter(torch.ones(3))])
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_gradient_policy_of_what_is_no_list_of_parameters(devices: list[str]) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+        given: Any
+        for given, message in (
+            (model, r"got one Linear. Write parameters=module.parameters\(\)"),
+            (model.weight, r"got one Parameter. Write parameters=\[tensor\]"),
+            (model.named_parameters(), r"got one that holds a tuple. Write .*for name, p in module.named_parameters"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                strategy.set_gradient_policy(given, scale="SUM")
+        parameters = model.parameters()
+        torch.optim.SGD(parameters, lr=0.1)
+        with pytest.raises(ValueError, match=r"got no parameters.*call it anew"):
+            strategy.set_gradient_policy(parameters, scale="SUM")
+
+
+def test_a_gradient_policy_that_is_refused_changes_nothing(two: Any) -> None:
+    with two.scope():
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="reduce_at must be one of"):
+        two.set_gradient_policy(model.parameters(), scale="SUM", reduce_at="never")
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+
+    two.run(step)
+    assert model.weight.grad is not None
+    assert model.weight.grad.eq(1.0).all()  # the mean, as before

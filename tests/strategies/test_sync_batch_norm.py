@@ -54,6 +54,37 @@ def test_the_statistics_are_used_where_the_module_does_not_train() -> None:
             strategy.run(lambda: norm.train()(torch.ones(3)))
 
 
+def test_inputs_of_other_channels_are_refused() -> None:
+    """One channel would be stretched over all of them without an error."""
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            norm = nn.SyncBatchNorm(1, track_running_stats=False)
+            bare = nn.SyncBatchNorm(1, affine=False, track_running_stats=False)
+        with pytest.raises(
+            ValueError, match=r"SyncBatchNorm\(1\) takes inputs of 1 channels, got 3: \(2, 3\).*num_features=3"
+        ):
+            strategy.run(lambda: norm(torch.ones(2, 3)))
+        out = strategy.run(lambda: bare(torch.ones(2, 3)))  # as plain BatchNorm1d, which has nothing to compare with
+        assert float(strategy.reduce("SUM", out, axis=None).abs().max()) == 0.0
+
+
+@pytest.mark.distributed(workers=2)
+def test_a_group_of_some_workers_is_refused(process_group: object, rank: int) -> None:
+    alone = [torch.distributed.new_group([number]) for number in range(2)]
+    with td.MirroredStrategy() as strategy:
+        with strategy.scope():
+            whole = nn.SyncBatchNorm(2, process_group=process_group)
+            norm = nn.SyncBatchNorm(2, process_group=alone[rank])
+            others = nn.SyncBatchNorm(2, process_group=alone[1 - rank])
+        x = torch.full((2, 2), float(rank), device=torch.empty(0).device)
+        assert float(strategy.run(lambda: whole(x).detach()).mean()) == pytest.approx(2.0 * rank - 1.0, abs=1e-3)
+        with pytest.raises(ValueError, match=r"a process_group of 1 of the 2 workers.*Leave process_group out"):
+            strategy.run(lambda: norm(x))
+        with pytest.raises(ValueError, match="a process_group of other workers"):
+            strategy.run(lambda: others(x))
+        assert torch.equal(norm.eval()(x), nn.BatchNorm1d(2).eval()(x))
+
+
 def _ranks_of_different_branches(strategy: td.Strategy) -> None:
     """Two ranks whose last layer only one of them uses, by turns, behind a layer whose gradients meet in backward."""
 

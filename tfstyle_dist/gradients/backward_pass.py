@@ -37,14 +37,15 @@ class PassReducer(GradientReducer):
             Whether it is to be reduced.
         """
         if self._graphs is not None:
-            self._graphs[id(state)] = state
+            if state.holds():
+                self._graphs[id(state)] = state
             return False
         if self.keeps_local(state):
             return False
         task = torch_internals.backward_pass_under_way()
         if not self._active or (task != self._task and not nested_backward()):
             self._begin(task)
-        return True
+        return state.holds()  # torch calls the hook for a gradient that is undefined, too
 
     def in_same_pass(self, state: GradientState) -> bool:
         """Whether a gradient of this copy came in the backward pass under way."""

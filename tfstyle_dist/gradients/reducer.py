@@ -42,6 +42,10 @@ class GradientState:
         self.ready = self.dirty = self.watches_before = False
         self.before: torch.Tensor | None = None
 
+    def holds(self) -> bool:
+        """Whether the copy has a gradient. One that autograd left undefined, or ``zero_grad()`` dropped, is none."""
+        return self.record.tensor is not None and self.record.components[self.replica].grad is not None
+
 
 class GradientReducer(abc.ABC):
     """Reduces the gradients of adopted parameters by the end of ``backward()``.
@@ -157,7 +161,7 @@ class GradientReducer(abc.ABC):
         if policy is None or policy.reduce_at != "backward":
             return True
         if self._accumulating[state.replica]:
-            state.dirty = True
+            state.dirty = state.dirty or state.holds()
             return True
         return False
 

@@ -18,14 +18,32 @@ def _forward(original: Callable[..., torch.Tensor], module: torch.nn.SyncBatchNo
     frame = current_frame()
     replica = None if frame is None else frame.replica
     by_batch = module.training or module.running_mean is None
-    if replica is None or replica.num_replicas_in_sync == 1 or not by_batch:
+    if frame is None or replica is None or replica.num_replicas_in_sync == 1 or not by_batch:
         return original(module, x)
+    _check(module, x, frame.strategy.worker.group.size)
+    return _normalize(replica, module, x)
+
+
+def _check(module: torch.nn.SyncBatchNorm, x: torch.Tensor, num_workers: int) -> None:
+    """Refuses what would be normalised otherwise than the program says."""
     if x.dim() < 2:
         raise ValueError(
             f"SyncBatchNorm takes inputs of at least 2 dimensions, got {x.dim()}: {tuple(x.shape)}; the first is that "
             "of the examples, the second that of the channels."
         )
-    return _normalize(replica, module, x)
+    if x.shape[1] != module.num_features and not (module.weight is None and module.running_mean is None):
+        raise ValueError(
+            f"SyncBatchNorm({module.num_features}) takes inputs of {module.num_features} channels, got {x.shape[1]}: "
+            f"{tuple(x.shape)}; the second dimension is that of the channels. Build it with "
+            f"num_features={x.shape[1]}, or change the input."
+        )
+    group = module.process_group
+    if group is not None and (members := torch.distributed.get_world_size(group)) != num_workers:
+        whose = "other workers" if members < 0 else f"{members} of the {num_workers} workers"
+        raise ValueError(
+            f"SyncBatchNorm got a process_group of {whose}, but in strategy.run it normalises by the examples of all "
+            "replicas. Leave process_group out for that, or use nn.BatchNorm for the examples of each replica."
+        )
 
 
 def _normalize(replica: Replica, module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:

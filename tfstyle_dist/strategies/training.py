@@ -171,15 +171,17 @@ def set_gradient_policy(
         reduce_at: ``"backward"`` or ``"apply"`` (left local for a TF-style optimizer).
 
     Raises:
-        ValueError: a parameter that this strategy does not own, or an unknown ``scale`` or ``reduce_at``.
+        TypeError: ``parameters`` is a module or a tensor, or holds something else than tensors.
+        ValueError: a parameter that this strategy does not own, none at all, or an unknown ``scale`` or ``reduce_at``.
 
     Example:
         >>> strategy.set_gradient_policy(scale="SUM")
     """
+    GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
+    given = None if parameters is None else _several(parameters)
     if not strategy.adopts_modules:  # one replica: there is nothing to reduce
-        GradientPolicy(reduce_at or "backward", ReduceOp.MEAN if scale is None else ReduceOp.from_any(scale))
         return
-    owned = strategy.parameter_store.records() if parameters is None else [_own(strategy, p) for p in parameters]
+    owned = strategy.parameter_store.records() if given is None else [_own(strategy, p) for p in given]
     for record in list(owned):
         if record.policy is None:
             continue
@@ -189,6 +191,29 @@ def set_gradient_policy(
                 strategy.gradient_reducer.watch_before(record)
         if reduce_at is not None:
             record.policy.reduce_at = type(record.policy)(reduce_at, record.policy.scale).reduce_at
+
+
+def _several(parameters: Any) -> list[torch.Tensor]:
+    """The parameters that a program gave, at least one."""
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.nn.Module | torch.Tensor | str):
+        write = "parameters=[tensor]" if isinstance(parameters, torch.Tensor) else "parameters=module.parameters()"
+        raise TypeError(
+            f"set_gradient_policy takes an iterable of tensors, got one {type(parameters).__name__}. Write {write}."
+        )
+    given = list(parameters)
+    others = [p for p in given if not isinstance(p, torch.Tensor)]
+    if others:
+        raise TypeError(
+            f"set_gradient_policy takes an iterable of tensors, got one that holds a {type(others[0]).__name__}. Write "
+            "parameters=module.parameters(), or [p for name, p in module.named_parameters() if ...]."
+        )
+    if not given:
+        raise ValueError(
+            "set_gradient_policy got no parameters, so that it would change nothing. Leave parameters out for all that "
+            "the strategy owns; a generator such as module.parameters() is empty once an optimizer has read it, so "
+            "call it anew or write list(module.parameters())."
+        )
+    return given
 
 
 def _own(strategy: Strategy, parameter: Any) -> Any:

@@ -286,7 +286,7 @@ class ReplicaReducer(GradientReducer):
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
                 sum_parts(parts, self.method, self.own_sum, view)
-            if any(s.ready or s.dirty for s in self.states[id(record)]):
+            if any(s.ready or (s.dirty and s.holds()) for s in self.states[id(record)]):
                 buffer[bucket.numel + position] = 1.0
         return buffer
 
