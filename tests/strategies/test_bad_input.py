@@ -227,3 +227,22 @@ def test_all_gather(two: Any) -> None:
     uneven = PerReplica((torch.ones(2, 2), torch.ones(2, 3)))
     with pytest.raises(InvalidArgumentError, match=r"shape \[2, 3\].*differ along that axis only"):
         two.run(fn, args=(uneven, 0))
+
+
+def test_replicas_that_create_different_variables(two: Any) -> None:
+    def make(*names: str) -> list[td.Variable]:
+        return [td.Variable(float(place), name=name) for place, name in enumerate(names)]
+
+    def of_replica(first: Any, second: Any) -> Any:
+        replica = td.get_replica_context()
+        assert replica is not None
+        return make(*(second if replica.replica_id_in_sync_group else first))
+
+    message = "variable 'b' with mismatching name on replica 1, while replica 0 creates 'a': .* in the same order"
+    for first, second in ((["a", "b"], ["b", "a"]), (["a"], ["b"]), (["a"], ["b/a"]), (["a_x"], ["a"])):
+        with pytest.raises(RuntimeError, match=message if second[0] == "b" else "with mismatching name on replica 1"):
+            two.run(of_replica, args=(first, second))
+    with pytest.raises(RuntimeError, match="create variable None with mismatching name"):
+        two.run(of_replica, args=(["a"], [None]))
+    numbered = two.run(of_replica, args=(["block_0/kernel", "w_0"], ["block_1/kernel", "w_1"]))
+    assert [variable.name for variable in numbered] == ["block_0/kernel", "w_0"], "as TensorFlow names them"
