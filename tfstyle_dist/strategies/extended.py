@@ -16,7 +16,7 @@ from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import reductions
-from tfstyle_dist.values import DistributedValues, Mirrored, regroup, select_replica
+from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored, regroup, select_replica
 from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
 
 if TYPE_CHECKING:
@@ -110,9 +110,8 @@ class StrategyExtended:
         self.strategy.require_cross_replica_context("extended.reduce_to", "merge_call, or ReplicaContext.all_reduce")
         op = ReduceOp.from_any(reduce_op)
         total = reductions.reduce_leaf(self.strategy, op, value)
-        if self.strategy.num_replicas_in_sync == 1 or not isinstance(total, torch.Tensor | int | float):
-            return total
-        return place(torch.as_tensor(total), destinations)
+        placed = isinstance(total, torch.Tensor | IndexedSlices | int | float)
+        return place(total, destinations) if placed and self.strategy.num_replicas_in_sync > 1 else total
 
     def batch_reduce_to(
         self,
@@ -145,7 +144,7 @@ class StrategyExtended:
         """Copies of this worker's tensor where ``destinations`` says; nothing is sent to other workers.
 
         Args:
-            tensor: a tensor or number.
+            tensor: a tensor, number or ``IndexedSlices``.
             destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
 
         Returns:
@@ -160,7 +159,7 @@ class StrategyExtended:
             tensor(1.)
         """
         self.strategy.require_cross_replica_context("extended.broadcast_to", "merge_call")
-        return place(torch.as_tensor(tensor), destinations)
+        return place(tensor, destinations)
 
     # ---- variables --------------------------------------------------------------------------------------------
 

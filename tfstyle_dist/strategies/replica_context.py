@@ -15,7 +15,7 @@ from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
-from tfstyle_dist.strategies.reductions import as_reducible
+from tfstyle_dist.strategies.leaves import as_reducible, has_rows, refuse_rows
 from tfstyle_dist.strategies.share_runs import note_what_it_gives
 from tfstyle_dist.values import IndexedSlices, Share, regroup, select_replica
 
@@ -196,6 +196,7 @@ class ReplicaContext:
             The same nest of new tensors on this replica's device; with one replica ``value`` itself.
 
         Raises:
+            NotImplementedError: a leaf is ``IndexedSlices``.
             ValueError: ``axis`` is no whole number, or a leaf is no tensor (n > 1).
             InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
             RuntimeError: called inside ``merge_call`` or with a stale context.
@@ -208,9 +209,12 @@ class ReplicaContext:
             ([0, 1], [0, 1])
         """
         self._require_current("all_gather")
+        leaves, spec = nest.flatten(value)
+        for leaf in leaves:
+            if has_rows(leaf):
+                refuse_rows(leaf, "all_gather")
         if self.num_replicas_in_sync == 1:
             return value
-        leaves, spec = nest.flatten(value)
         tensors = [as_reducible(leaf, "all_gather") for leaf in leaves]
         with self._communicating(), region("all_gather in replica context"):
             return nest.unflatten([replica_reductions.all_gather(self, t, axis) for t in tensors], spec)
