@@ -246,3 +246,32 @@ def test_replicas_that_create_different_variables(two: Any) -> None:
         two.run(of_replica, args=(["a"], [None]))
     numbered = two.run(of_replica, args=(["block_0/kernel", "w_0"], ["block_1/kernel", "w_1"]))
     assert [variable.name for variable in numbered] == ["block_0/kernel", "w_0"], "as TensorFlow names them"
+
+
+@pytest.mark.parametrize("op", [td.HierarchicalCopyAllReduce, td.NcclAllReduce])
+@pytest.mark.parametrize("packs", [1.5, "2", None])
+def test_packs(op: Any, packs: Any) -> None:
+    with pytest.raises(TypeError, match=r"num_packs must be a whole number, got .*; write e.g. num_packs=1"):
+        op(num_packs=packs)
+
+
+@pytest.mark.parametrize("function", [3, "add"])
+def test_an_accumulation_that_is_no_function(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"accumulation_fn must be a function that takes a list .* got .*; write e.g."):
+        td.ReductionToOneDevice(accumulation_fn=function)
+
+
+def test_what_is_no_strategy_is_not_set() -> None:
+    with pytest.raises(TypeError, match=r"takes a strategy, or None to clear it, got 3; write e.g."):
+        td.experimental_set_strategy(3)  # type: ignore[arg-type]
+    assert not td.has_strategy()
+    td.experimental_set_strategy(None)
+
+
+def test_a_scope_that_was_not_entered_is_not_left(two: Any) -> None:
+    entered, other = two.scope(), two.scope()
+    with entered, pytest.raises(RuntimeError, match=r"was not entered.*Write `with strategy.scope"):
+        other.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="was not entered"):
+        entered.__exit__(None, None, None)
+    assert not td.has_strategy()
