@@ -261,6 +261,13 @@ def test_an_accumulation_that_is_no_function(function: Any) -> None:
         td.ReductionToOneDevice(accumulation_fn=function)
 
 
+@pytest.mark.parametrize("strategy", [td.MirroredStrategy, td.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("options", [3, "ring", {"timeout_seconds": 3}, td.CrossDeviceOps()])
+def test_communication_options(strategy: Any, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be CommunicationOptions, got .*; write e.g. communication_options=exp"):
+        strategy(communication_options=options)
+
+
 def test_what_is_no_strategy_is_not_set() -> None:
     with pytest.raises(TypeError, match=r"takes a strategy, or None to clear it, got 3; write e.g."):
         td.experimental_set_strategy(3)  # type: ignore[arg-type]

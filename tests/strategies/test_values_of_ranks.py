@@ -40,6 +40,7 @@ def test_numbers_that_the_replicas_of_a_rank_share(rank: int) -> None:
         assert float(strategy.reduce("MEAN", torch.tensor(rank + 1.0), axis=None)) == 1.5
         with pytest.raises(ValueError, match="cannot be reduced with SUM: it is not a per-replica value"):
             strategy.reduce("SUM", shared, axis=None)
+        assert strategy.gather(torch.tensor([rank]), axis=0).tolist() == [0, 1], "one for each worker"
 
 
 @pytest.mark.distributed(workers=2, timeout=60, deadline=20)

@@ -88,6 +88,23 @@ class CommunicationOptions:
         )
 
 
+def options_or_default(options: CommunicationOptions | None) -> CommunicationOptions:
+    """What a strategy was given, or the defaults.
+
+    Args:
+        options: of the user.
+
+    Raises:
+        TypeError: they are no ``CommunicationOptions``.
+    """
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            f"communication_options must be CommunicationOptions, got {options!r}; write e.g. "
+            "communication_options=experimental.CommunicationOptions(timeout_seconds=60)."
+        )
+    return options or CommunicationOptions()
+
+
 class CollectiveHints:
     """The older name of ``CommunicationOptions``: constructing one gives such an object.
 

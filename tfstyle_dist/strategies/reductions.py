@@ -247,12 +247,13 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
     if strategy.num_replicas_in_sync == 1:
         return value.values[0] if isinstance(value, PerReplica) else value
     worker = strategy.worker
-    if not isinstance(value, PerReplica) and (not isinstance(value, Variable) or has_one_copy(strategy, value)):
-        parts = parts_on_this_worker(worker, value, False)
+    if isinstance(value, PerReplica) or (isinstance(value, Variable) and not has_one_copy(strategy, value)):
+        tensors = per_replica_tensors(value, worker.num_local_replicas, "gather")
+    else:
+        parts = parts_on_this_worker(worker, value, True)
         if parts is None:
             return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
-        (value,) = parts
-    tensors = per_replica_tensors(value, worker.num_local_replicas, "gather")
+        tensors = [as_reducible(parts[0], "gather")]  # one for each worker, as in TensorFlow
     for tensor in tensors:
         check_axis(tensor, axis)
     with torch.no_grad():
