@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,33 @@ def test_args_of_run(two: Any) -> None:
         two.run(lambda x: x, kwargs=[1])
     with pytest.raises(TypeError, match="run takes a callable, got int: 3"):
         two.run(3)
+
+
+@pytest.mark.parametrize("call", ["merge_call", "extended.update", "extended.update_non_slot"])
+def test_args_of_what_calls_a_function(two: Any, call: str) -> None:
+    with two.scope():
+        variable = td.Variable(1.0)
+
+    def calling(fn: Any, **given: Any) -> None:
+        if call == "merge_call":
+            two.run(lambda: td.get_replica_context().merge_call(fn, **given))  # type: ignore[union-attr]
+        else:
+            getattr(two.extended, call.partition(".")[2])(variable, fn, **given)
+
+    for value in (torch.ones(1), "a", 5.0, {"x": 1}):
+        with pytest.raises(
+            ValueError, match=rf"args of {call} must be a list or tuple, got \w+; write args=\(value,\)"
+        ):
+            calling(lambda *given: None, args=value)
+    with pytest.raises(ValueError, match=f"kwargs of {call} must be a dict, got list"):
+        calling(lambda *given: None, kwargs=[1])
+    with pytest.raises(TypeError, match=f"{call} takes a callable, got int: 3"):
+        calling(3)
+
+
+def test_values_of_no_function(two: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a function of a ValueContext, got 3; write e.g. lambda context"):
+        two.experimental_distribute_values_from_function(3)
 
 
 def test_return_values_of_different_structure(two: Any) -> None:
@@ -199,6 +227,8 @@ def test_reduce(two: Any) -> None:
         two.reduce("SUM", 3.0, axis=None)
     with pytest.raises(InvalidArgumentError, match="shape"):
         two.reduce("SUM", PerReplica((torch.ones(2), torch.ones(3))), axis=None)
+    with pytest.raises(ValueError, match="None cannot be reduced with MEAN"):
+        two.reduce("MEAN", None, axis=None)
 
 
 def test_all_reduce_of_no_tensor(two: Any) -> None:
@@ -222,6 +252,7 @@ def test_all_gather(two: Any) -> None:
         two.run(fn, args=(torch.ones(2), -1))
     with pytest.raises(InvalidArgumentError, match=r"a scalar needs value.reshape"):
         two.run(fn, args=(torch.tensor(1.0), 0))
+    two.run(fn, args=(torch.ones(2), np.int64(0)))
     with pytest.raises(ValueError, match=r"axis must be a whole number from 0 on, got 1.5; write"):
         two.run(fn, args=(torch.ones(2), 1.5))
     uneven = PerReplica((torch.ones(2, 2), torch.ones(2, 3)))

@@ -72,9 +72,9 @@ class CommunicationOptions:
                 f"implementation must be a CommunicationImplementation or its name, got "
                 f"{type(implementation).__name__}."
             )
-        self.bytes_per_pack = int(bytes_per_pack)
-        self.timeout_seconds = timeout_seconds
-        self.implementation = implementation
+        self.bytes_per_pack: int = int(bytes_per_pack)
+        self.timeout_seconds: float | None = timeout_seconds
+        self.implementation: CommunicationImplementation = implementation
 
     @property
     def timeout(self) -> timedelta | None:

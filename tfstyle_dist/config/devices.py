@@ -164,9 +164,7 @@ def get_logical_device_configuration(device: PhysicalDevice) -> list[LogicalDevi
 
 
 def _configurations(given: Any) -> list[LogicalDeviceConfiguration]:
-    listed = (
-        list(given) if isinstance(given, Iterable) and not isinstance(given, LogicalDeviceConfiguration) else [None]
-    )
+    listed: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(one, LogicalDeviceConfiguration) for one in listed):
         raise TypeError(
             f"logical_devices must be a list of LogicalDeviceConfiguration, got {given!r}; for two logical devices "

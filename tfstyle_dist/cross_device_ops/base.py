@@ -10,6 +10,7 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
 from tfstyle_dist.cross_device_ops.rows import dense_rows, reduce_rows
 from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored
@@ -43,6 +44,12 @@ class CrossDeviceOps:
         return None if type(self).sum_values is CrossDeviceOps.sum_values else self._checked_sum
 
     def _checked_sum(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        for place, value in enumerate(values):
+            if value.shape != values[0].shape or value.dtype is not values[0].dtype:
+                raise InvalidArgumentError(
+                    f"contribution {place} has shape {tuple(value.shape)} and dtype {value.dtype}, but contribution 0 "
+                    f"has {tuple(values[0].shape)} and {values[0].dtype}: give tensors that are alike on all replicas."
+                )
         total: Any = self.sum_values(on_first_device(values))
         if not isinstance(total, torch.Tensor) or total.shape != values[0].shape:
             got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
@@ -119,7 +126,7 @@ class CrossDeviceOps:
         if all(isinstance(v, IndexedSlices) for v in value.values):
             return place(reduce_rows(None, op, value.values), destinations)
         whole = [dense_rows(v, "reduce") if isinstance(v, IndexedSlices) else _tensor(v) for v in value.values]
-        total = self.sum_values(on_first_device(whole))
+        total = (self.own_sum or self.sum_values)(on_first_device(whole))
         return place(total / len(whole) if op is ReduceOp.MEAN else total, destinations)
 
 

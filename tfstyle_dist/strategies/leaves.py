@@ -87,9 +87,9 @@ def refuse_rows(leaf: Any, what: str) -> NoReturn:
 
 def check_axis(tensor: torch.Tensor, axis: Any) -> None:
     """Raises unless ``axis`` is a dimension of the tensor."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    if not isinstance(axis, numbers.Integral) or isinstance(axis, bool):
         raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}; write e.g. axis=0.")
-    if not 0 <= axis < tensor.dim():
+    if not 0 <= int(axis) < tensor.dim():
         dimensions = f"use a dimension from 0 to {tensor.dim() - 1}; negative axes are not accepted"
         raise InvalidArgumentError(
             f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: "

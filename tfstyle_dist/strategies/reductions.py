@@ -214,7 +214,7 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
-        f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the "
+        f"{value!r} cannot be reduced with {op.name}: it is not a per-replica value, so each of the "
         f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
         "that; use MEAN for a value that is equal everywhere."
     )
