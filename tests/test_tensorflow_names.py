@@ -71,6 +71,12 @@ def test_devices_that_cannot_be_divided_so(cpu: Any) -> None:
         tf.config.set_logical_device_configuration(cpu, [])
 
 
+@pytest.mark.parametrize("given", [2, [1, 2], tf.config.LogicalDeviceConfiguration(), "cpu"])
+def test_what_is_no_list_of_configurations(cpu: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a list of LogicalDeviceConfiguration, got .* write \[Log.*\] \* 2"):
+        tf.config.set_logical_device_configuration(cpu, given)
+
+
 def test_connecting_to_a_cluster_checks_its_description() -> None:
     spec = tf.train.ClusterSpec({"worker": ["a:1"]})
     tf.config.experimental_connect_to_cluster(spec)
@@ -112,6 +118,11 @@ def test_print_writes_as_tensorflow_does(capsys: pytest.CaptureFixture[str]) -> 
     assert stream.getvalue() == "[[1 0]\n [0 1]] [0 1 2 3 4 5 6 7] 1\n"
     with pytest.raises(TypeError, match=r"must be an open text file such as sys\.stdout, got 'file'"):
         tf.print(1, output_stream="file")  # type: ignore[arg-type]
+
+
+def test_what_print_cannot_summarize() -> None:
+    with pytest.raises(TypeError, match="summarize must be a whole number, got 'a'; -1 writes all entries"):
+        tf.print(torch.arange(3), summarize="a")
 
 
 def test_an_import_of_everything_leaves_print_alone() -> None:

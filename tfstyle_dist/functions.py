@@ -75,7 +75,7 @@ def print(
         end: what comes last.
 
     Raises:
-        TypeError: ``output_stream`` cannot be written to.
+        TypeError: ``output_stream`` cannot be written to, or ``summarize`` is no whole number.
 
     Example:
         >>> print("values:", torch.arange(8), output_stream=sys.stdout)
@@ -84,6 +84,8 @@ def print(
     Source: ``tf.print``.
     """
     stream = sys.stderr if output_stream is None else output_stream
+    if not isinstance(summarize, int):
+        raise TypeError(f"summarize must be a whole number, got {summarize!r}; -1 writes all entries.")
     if not hasattr(stream, "write"):
         raise TypeError(f"output_stream must be an open text file such as sys.stdout, got {output_stream!r}.")
 

@@ -34,7 +34,7 @@ def compute_average_loss(
 
     Raises:
         ValueError: ``per_example_loss`` is a scalar, or ``sample_weight`` does not fit it.
-        TypeError: ``global_batch_size`` is no whole number.
+        TypeError: ``global_batch_size`` is no whole number, or losses or weights are no numbers.
         InvalidArgumentError: ``global_batch_size`` is negative.
         RuntimeError: no ``global_batch_size`` in cross-replica context.
 
@@ -44,13 +44,13 @@ def compute_average_loss(
 
     Source: ``tf.nn.compute_average_loss``.
     """
-    loss = _tensor(per_example_loss)
+    loss = _tensor(per_example_loss, "per_example_loss")
     if loss.dim() == 0:
         raise ValueError(
             "Invalid value passed for `per_example_loss`: a scalar (rank 0). Give one loss per example, e.g. "
             "cross_entropy(..., reduction='none')."
         )
-    weighted = loss if sample_weight is None else _weighted(loss, _tensor(sample_weight))
+    weighted = loss if sample_weight is None else _weighted(loss, _tensor(sample_weight, "sample_weight"))
     if global_batch_size is None:
         if has_strategy() and in_cross_replica_context():
             raise RuntimeError(
@@ -65,14 +65,23 @@ def compute_average_loss(
             f"global_batch_size must be non-negative, got {size}; give the number of examples of all replicas together."
         )
     total = weighted.sum()
-    return total / size if size else total * 0.0
+    if size:
+        return total / size
+    mean = total / 1  # in the type of a mean; zero whatever the losses are, infinite ones too
+    return torch.where(torch.zeros_like(mean, dtype=torch.bool), mean, torch.zeros_like(mean))
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def _tensor(value: Any, name: str) -> torch.Tensor:
     """A tensor with the graph of what it is made of: of tensors in a list, too."""
-    if isinstance(value, list | tuple) and any(isinstance(entry, torch.Tensor) for entry in value):
-        return torch.stack([torch.as_tensor(entry) for entry in value])
-    return torch.as_tensor(value)
+    try:
+        if isinstance(value, list | tuple) and any(isinstance(entry, torch.Tensor) for entry in value):
+            return torch.stack([torch.as_tensor(entry) for entry in value])
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"`{name}` must be a tensor, numbers, or a list of such of one shape, got {value!r} ({error}); give e.g. "
+            "what cross_entropy(..., reduction='none') returns."
+        ) from error
 
 
 def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -82,13 +91,19 @@ def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     elif weight.dim() > 0 and loss.dim() == weight.dim() + 1:
         weight = weight.unsqueeze(-1)
     computes = loss.is_floating_point() or loss.is_complex()
-    product = loss * weight.to(loss.device, loss.dtype if computes else torch.float32)
-    if product.shape != loss.shape:
+    if not _fits(weight.shape, loss.shape):
         raise ValueError(
             f"sample_weight of shape {tuple(weight.shape)} does not fit per_example_loss of shape {tuple(loss.shape)}. "
             "Give one weight for all, one for each example, or one for each loss."
         )
+    product = loss * weight.to(loss.device, loss.dtype if computes else torch.float32)
     return product if computes else product.to(loss.dtype)
+
+
+def _fits(weight: torch.Size, loss: torch.Size) -> bool:
+    """Whether a product of weights and losses has the shape of the losses."""
+    sizes = zip(reversed(weight), reversed(loss), strict=False)
+    return len(weight) <= len(loss) and all(one in (1, other) for one, other in sizes)
 
 
 def _whole(size: int | torch.Tensor) -> int:
@@ -114,6 +129,7 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | Sequence[torch
 
     Raises:
         RuntimeError: called in cross-replica context.
+        TypeError: ``regularization_loss`` is none.
 
     Source: ``tf.nn.scale_regularization_loss``.
 
@@ -126,7 +142,7 @@ def scale_regularization_loss(regularization_loss: torch.Tensor | Sequence[torch
             "replica context (inside strategy.run)."
         )
     if isinstance(regularization_loss, list | tuple) and regularization_loss:
-        whole = torch.stack([torch.as_tensor(loss).sum() for loss in regularization_loss]).sum()
+        whole = torch.stack([_tensor(loss, "regularization_loss").sum() for loss in regularization_loss]).sum()
     else:
-        whole = torch.as_tensor(regularization_loss).sum()
+        whole = _tensor(regularization_loss, "regularization_loss").sum()
     return whole / get_strategy().num_replicas_in_sync

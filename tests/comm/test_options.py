@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,9 @@ def test_implementation_by_name(name: Any) -> None:
         ({"bytes_per_pack": -1}, "bytes_per_pack must be >= 0, got -1; 0 lets the strategy choose"),
         ({"timeout_seconds": 0}, "timeout_seconds must be > 0 or None, got 0"),
         ({"timeout_seconds": -2.5}, "got -2.5"),
+        ({"timeout_seconds": math.nan}, "got nan; None takes the strategy's default"),
+        ({"timeout_seconds": math.inf}, "got inf; None takes the strategy's default, which TFSTYLE_TIMEOUT_SECONDS=0"),
+        ({"timeout_seconds": 1e300}, "got 1e[+]300"),
         ({"implementation": "MPI"}, r"must be one of \['AUTO', 'RING', 'NCCL'\], got 'MPI'"),
         ({"implementation": 3}, "must be a CommunicationImplementation or its name, got int"),
     ],
@@ -37,6 +41,18 @@ def test_implementation_by_name(name: Any) -> None:
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommunicationOptions(**options)
+
+
+@pytest.mark.parametrize("value", [None, "1", 1.5, math.nan, [1]])
+def test_what_is_no_whole_number_of_bytes(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"bytes_per_pack must be a whole number of bytes, got .*; write e.g."):
+        CommunicationOptions(bytes_per_pack=value)
+    assert CommunicationOptions(bytes_per_pack=1e6).bytes_per_pack == 1000000  # type: ignore[arg-type]
+
+
+def test_what_is_no_number_of_seconds() -> None:
+    with pytest.raises(TypeError, match="timeout_seconds must be a number of seconds or None, got '1'"):
+        CommunicationOptions(timeout_seconds="1")  # type: ignore[arg-type]
 
 
 def test_hints_are_options() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,33 @@ def test_args_of_run(two: Any) -> None:
         two.run(lambda x: x, kwargs=[1])
     with pytest.raises(TypeError, match="run takes a callable, got int: 3"):
         two.run(3)
+
+
+@pytest.mark.parametrize("call", ["merge_call", "extended.update", "extended.update_non_slot"])
+def test_args_of_what_calls_a_function(two: Any, call: str) -> None:
+    with two.scope():
+        variable = td.Variable(1.0)
+
+    def calling(fn: Any, **given: Any) -> None:
+        if call == "merge_call":
+            two.run(lambda: td.get_replica_context().merge_call(fn, **given))  # type: ignore[union-attr]
+        else:
+            getattr(two.extended, call.partition(".")[2])(variable, fn, **given)
+
+    for value in (torch.ones(1), "a", 5.0, {"x": 1}):
+        with pytest.raises(
+            ValueError, match=rf"args of {call} must be a list or tuple, got \w+; write args=\(value,\)"
+        ):
+            calling(lambda *given: None, args=value)
+    with pytest.raises(ValueError, match=f"kwargs of {call} must be a dict, got list"):
+        calling(lambda *given: None, kwargs=[1])
+    with pytest.raises(TypeError, match=f"{call} takes a callable, got int: 3"):
+        calling(3)
+
+
+def test_values_of_no_function(two: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a function of a ValueContext, got 3; write e.g. lambda context"):
+        two.experimental_distribute_values_from_function(3)
 
 
 def test_return_values_of_different_structure(two: Any) -> None:
@@ -199,6 +227,8 @@ def test_reduce(two: Any) -> None:
         two.reduce("SUM", 3.0, axis=None)
     with pytest.raises(InvalidArgumentError, match="shape"):
         two.reduce("SUM", PerReplica((torch.ones(2), torch.ones(3))), axis=None)
+    with pytest.raises(ValueError, match="None cannot be reduced with MEAN"):
+        two.reduce("MEAN", None, axis=None)
 
 
 def test_all_reduce_of_no_tensor(two: Any) -> None:
@@ -222,8 +252,64 @@ def test_all_gather(two: Any) -> None:
         two.run(fn, args=(torch.ones(2), -1))
     with pytest.raises(InvalidArgumentError, match=r"a scalar needs value.reshape"):
         two.run(fn, args=(torch.tensor(1.0), 0))
+    two.run(fn, args=(torch.ones(2), np.int64(0)))
     with pytest.raises(ValueError, match=r"axis must be a whole number from 0 on, got 1.5; write"):
         two.run(fn, args=(torch.ones(2), 1.5))
     uneven = PerReplica((torch.ones(2, 2), torch.ones(2, 3)))
     with pytest.raises(InvalidArgumentError, match=r"shape \[2, 3\].*differ along that axis only"):
         two.run(fn, args=(uneven, 0))
+
+
+def test_replicas_that_create_different_variables(two: Any) -> None:
+    def make(*names: str) -> list[td.Variable]:
+        return [td.Variable(float(place), name=name) for place, name in enumerate(names)]
+
+    def of_replica(first: Any, second: Any) -> Any:
+        replica = td.get_replica_context()
+        assert replica is not None
+        return make(*(second if replica.replica_id_in_sync_group else first))
+
+    message = "variable 'b' with mismatching name on replica 1, while replica 0 creates 'a': .* in the same order"
+    for first, second in ((["a", "b"], ["b", "a"]), (["a"], ["b"]), (["a"], ["b/a"]), (["a_x"], ["a"])):
+        with pytest.raises(RuntimeError, match=message if second[0] == "b" else "with mismatching name on replica 1"):
+            two.run(of_replica, args=(first, second))
+    with pytest.raises(RuntimeError, match="create variable None with mismatching name"):
+        two.run(of_replica, args=(["a"], [None]))
+    numbered = two.run(of_replica, args=(["block_0/kernel", "w_0"], ["block_1/kernel", "w_1"]))
+    assert [variable.name for variable in numbered] == ["block_0/kernel", "w_0"], "as TensorFlow names them"
+
+
+@pytest.mark.parametrize("op", [td.HierarchicalCopyAllReduce, td.NcclAllReduce])
+@pytest.mark.parametrize("packs", [1.5, "2", None])
+def test_packs(op: Any, packs: Any) -> None:
+    with pytest.raises(TypeError, match=r"num_packs must be a whole number, got .*; write e.g. num_packs=1"):
+        op(num_packs=packs)
+
+
+@pytest.mark.parametrize("function", [3, "add"])
+def test_an_accumulation_that_is_no_function(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"accumulation_fn must be a function that takes a list .* got .*; write e.g."):
+        td.ReductionToOneDevice(accumulation_fn=function)
+
+
+@pytest.mark.parametrize("strategy", [td.MirroredStrategy, td.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize("options", [3, "ring", {"timeout_seconds": 3}, td.CrossDeviceOps()])
+def test_communication_options(strategy: Any, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be CommunicationOptions, got .*; write e.g. communication_options=exp"):
+        strategy(communication_options=options)
+
+
+def test_what_is_no_strategy_is_not_set() -> None:
+    with pytest.raises(TypeError, match=r"takes a strategy, or None to clear it, got 3; write e.g."):
+        td.experimental_set_strategy(3)  # type: ignore[arg-type]
+    assert not td.has_strategy()
+    td.experimental_set_strategy(None)
+
+
+def test_a_scope_that_was_not_entered_is_not_left(two: Any) -> None:
+    entered, other = two.scope(), two.scope()
+    with entered, pytest.raises(RuntimeError, match=r"was not entered.*Write `with strategy.scope"):
+        other.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="was not entered"):
+        entered.__exit__(None, None, None)
+    assert not td.has_strategy()

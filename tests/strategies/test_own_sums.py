@@ -158,3 +158,16 @@ def test_a_sum_of_another_shape_is_refused(wrong: Any) -> None:
             strategy.run(lambda: layer(torch.ones(1, 2)).sum().backward())
         with pytest.raises(TypeError, match=message):
             strategy.reduce("SUM", strategy.run(lambda: torch.ones(2)), axis=None)
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.int32), torch.ones(1), torch.ones(2, 1)])
+def test_what_differs_from_replica_to_replica_is_not_given_to_the_function(other: torch.Tensor) -> None:
+    ops = td.ReductionToOneDevice(accumulation_fn=lambda tensors: tensors[0] + tensors[1].sum())
+    with td.MirroredStrategy(TWO, cross_device_ops=ops) as strategy:
+        parts = strategy.experimental_distribute_values_from_function(
+            lambda context: other if context.replica_id_in_sync_group else torch.ones(2)
+        )
+        with pytest.raises(td.errors.InvalidArgumentError, match=r"contribution 1 has shape .* give tensors that are"):
+            strategy.reduce("SUM", parts, axis=None)
+        with pytest.raises(td.errors.InvalidArgumentError, match=r"contribution 1 has shape .* give tensors that are"):
+            ops.reduce(td.ReduceOp.SUM, parts, "cpu:0")

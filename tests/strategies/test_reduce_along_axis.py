@@ -55,6 +55,47 @@ def test_a_mean_of_halves_has_a_count_beyond_them(strategy: td.Strategy) -> None
     assert (float(mean), mean.dtype) == (0.0625, torch.float16)
 
 
+@pytest.mark.parametrize("axis", [(0, 1), [0, 1], (-1, 0), (), (1,), [-2], np.int64(0)])
+def test_several_axes(strategy: td.Strategy, axis: Any) -> None:
+    parts = [torch.arange(6.0).reshape(2, 3) + 10 * r for r in range(strategy.num_replicas_in_sync)]
+    given = strategy.run(lambda: parts[replica()])
+    along = tuple(axis) if isinstance(axis, tuple | list) else (int(axis),)
+    total = sum(part.sum(along) if along else part for part in parts)
+    assert isinstance(total, torch.Tensor)
+    assert strategy.reduce("SUM", given, axis=axis).equal(total)
+    count = sum(float(np.prod([part.shape[a] for a in along])) for part in parts)
+    torch.testing.assert_close(strategy.reduce("MEAN", given, axis=axis), total / count)
+
+
+def test_uneven_shares_along_several_axes(strategy: td.Strategy) -> None:
+    whole = torch.arange(24, dtype=torch.int8).reshape(8, 3)
+    given = shares_of(strategy, whole)
+    assert float(strategy.reduce("MEAN", given, axis=(0, 1))) == 11.5
+    assert int(strategy.reduce("SUM", given, axis=(1, 0))) == 276 % 256, "sums keep the type"
+
+
+@pytest.mark.parametrize(
+    ("axis", "error", "words"),
+    [
+        (1.5, TypeError, r"axis must be a whole number, or a tuple or list of such, got 1.5; write e.g. axis=0"),
+        ("0", TypeError, "got '0'"),
+        ((0, None), TypeError, r"got \(0, None\)"),
+        ((0, 2), ValueError, r"axis 2 is out of range .* of rank 2: `axis` = \(0, 2\) not in \[-2, 2\)"),
+        ((0, -2), ValueError, r"names a dimension of a value of shape \(\d, 3\) twice; name each once"),
+    ],
+)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_what_names_no_axis(strategy: td.Strategy, op: str, axis: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        strategy.reduce(op, shares_of(strategy, torch.ones(6, 3)), axis=axis)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2])
+def test_types_without_a_sum(strategy: td.Strategy, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"has no sum in torch: cast it before it is reduced"):
+        strategy.reduce("SUM", shares_of(strategy, torch.ones(6).to(dtype)), axis=0)
+
+
 @pytest.mark.distributed(workers=2, timeout=60)
 def test_truth_values_are_counted_between_ranks(rank: int) -> None:
     with td.MultiWorkerMirroredStrategy() as strategy:

@@ -36,6 +36,39 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         td.nn.compute_average_loss(ONES, sample_weight=torch.ones(1, 4), global_batch_size=4)
 
 
+@pytest.mark.parametrize(
+    ("loss", "weight", "shapes"),
+    [
+        (torch.ones(3), [0.2, 0.8], r"\(2,\) does not fit per_example_loss of shape \(3,\)"),
+        (torch.ones(4, 2), torch.ones(3), r"\(3, 1\) does not fit per_example_loss of shape \(4, 2\)"),
+        (torch.ones(1), torch.ones(3), r"\(3,\) does not fit per_example_loss of shape \(1,\)"),
+    ],
+)
+def test_weights_of_other_sizes_are_refused(loss: torch.Tensor, weight: Any, shapes: str) -> None:
+    with pytest.raises(ValueError, match=f"sample_weight of shape {shapes}.* Give one weight for all"):
+        td.nn.compute_average_loss(loss, sample_weight=weight, global_batch_size=10)
+
+
+@pytest.mark.parametrize("value", [None, "text", [torch.ones(2), torch.ones(3)]])
+def test_what_is_no_loss_is_named(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`per_example_loss` must be a tensor, numbers, or a list of such.*got"):
+        td.nn.compute_average_loss(value)
+    if value is not None:
+        with pytest.raises(TypeError, match=r"`sample_weight` must be a tensor, numbers, or a list of such.*got"):
+            td.nn.compute_average_loss(torch.ones(2), sample_weight=value)
+    with pytest.raises(TypeError, match=r"`regularization_loss` must be a tensor, numbers, or a list of such.*got"):
+        td.nn.scale_regularization_loss([value])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0])
+def test_an_average_over_no_examples_is_zero_and_so_is_its_gradient(value: float) -> None:
+    loss = torch.tensor([value, 1.0], requires_grad=True)
+    average = td.nn.compute_average_loss(loss, global_batch_size=0)
+    average.backward()
+    assert (average.item(), loss.grad.tolist()) == (0.0, [0.0, 0.0])  # type: ignore[union-attr]
+    assert td.nn.compute_average_loss(torch.tensor([1, 2]), global_batch_size=0).dtype is torch.float32
+
+
 def test_losses_and_weights_in_a_list_keep_their_gradients() -> None:
     w = torch.tensor(2.0, requires_grad=True)
     td.nn.compute_average_loss([w * 1, w * 3], global_batch_size=2).backward()

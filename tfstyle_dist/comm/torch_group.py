@@ -16,34 +16,13 @@ from tfstyle_dist.comm.collectives.comparison import Comparison
 from tfstyle_dist.comm.collectives.flat import Flat
 from tfstyle_dist.comm.collectives.topology import Topology
 from tfstyle_dist.comm.collectives.worker_sums import WorkerSums
-from tfstyle_dist.comm.group import Done, Pending, SumInto, WorkerGroup
+from tfstyle_dist.comm.group import Pending, SumInto, WorkerGroup
 from tfstyle_dist.comm.host_memory.compiled_sums import FindSum, nothing_compiled
 from tfstyle_dist.comm.host_memory.host_memory import HostMemory
 from tfstyle_dist.comm.peers.peer import Peer, this_peer
-from tfstyle_dist.comm.torch_transport import TorchTransport
+from tfstyle_dist.comm.torch_transport import CopiedBack, TorchTransport
 from tfstyle_dist.core import env
 from tfstyle_dist.core.enums import AggregationMethod
-
-_DONE = Done()
-
-
-class _CopiedBack:
-    """A sum that is made on the CPU, of a tensor that is elsewhere."""
-
-    def __init__(self, pending: Pending, host: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._pending: Pending = pending
-        self._host, self._buffer = host, buffer
-
-    def wait(self) -> None:
-        """See ``Pending``."""
-        if self._pending is not _DONE:
-            self._pending.wait()
-            self._pending = _DONE
-            self._buffer.copy_(self._host)
-
-    def moving(self) -> bool:
-        """See ``Pending``."""
-        return self._pending.moving()
 
 
 class TorchGroup(WorkerGroup):
@@ -103,7 +82,7 @@ class TorchGroup(WorkerGroup):
         if self._transport.carries(buffer):
             return self._sums.start(buffer, name, agreed, method)
         host = buffer.cpu()
-        return _CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
+        return CopiedBack(self._sums.start(host, name, agreed, method), host, buffer)
 
     def shares_memory(self, dtype: torch.dtype, device: torch.device) -> bool:
         return self._sums.shares_memory(dtype, device.type)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from tfstyle_dist.comm.collectives.halving import Messages
 from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
-from tfstyle_dist.comm.group import Pending
-from tfstyle_dist.core import torch_internals
+from tfstyle_dist.comm.group import Done, Pending
+from tfstyle_dist.core import element_types, torch_internals
+from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.core.tracing import region
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
@@ -33,6 +34,15 @@ def torch_limit(timeout: timedelta | None, backend: str) -> timedelta:
     return 2 * timeout + _WATCHDOG_GRACE if "," in backend else timeout
 
 
+_DONE = Done()
+_MOVED_AS_THEY_ARE = frozenset(element_types.COMMON) - {torch.int16}
+
+
+def _movable(buffer: torch.Tensor) -> torch.Tensor:
+    """The memory of a buffer as something that Gloo and NCCL move: of a type that they do not know, its bytes."""
+    return buffer if buffer.dtype in _MOVED_AS_THEY_ARE or not buffer.is_contiguous() else bytes_of(buffer)
+
+
 _made_among: dict[tuple[int, ...], int] = {}  # how many groups this process has made of the same members
 
 
@@ -48,6 +58,25 @@ def group_among(ranks: Sequence[int], backend: str, timeout: timedelta | None) -
     _made_among[members] = _made_among.get(members, 0) + 1
     name = f"tfstyle/{'_'.join(map(str, members))}/{_made_among[members]}"
     return torch_internals.group_among(name, ranks, backend, torch_limit(timeout, backend))
+
+
+class CopiedBack:
+    """A sum that is made in another tensor: on the CPU, or of a type that can be added."""
+
+    def __init__(self, pending: Pending, summed: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._pending: Pending = pending
+        self._summed, self._buffer = summed, buffer
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        if self._pending is not _DONE:
+            self._pending.wait()
+            self._pending = _DONE
+            self._buffer.copy_(self._summed)
+
+    def moving(self) -> bool:
+        """See ``Pending``."""
+        return self._pending.moving()
 
 
 class _Transfer:
@@ -118,18 +147,23 @@ class TorchTransport:
 
     def start_all_reduce(self, buffer: torch.Tensor, name: str) -> Pending:
         """Starts the library's own sum."""
+        if buffer.dtype is torch.int16:  # no library adds it
+            wide = buffer.to(torch.int32)
+            return CopiedBack(self.start_all_reduce(wide, name), wide, buffer)
         return self._start(name, buffer, lambda: dist.all_reduce(buffer, group=self.process_group, async_op=True))
 
     def start_gather(self, buffer: torch.Tensor, name: str) -> tuple[list[torch.Tensor], Pending]:
         """Starts collecting the buffers of all workers, of one size."""
         out = [torch.empty_like(buffer) for _ in range(self.size)]
-        begin = lambda: dist.all_gather(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        parts, sent = [_movable(part) for part in out], _movable(buffer)
+        begin = lambda: dist.all_gather(parts, sent, group=self.process_group, async_op=True)  # noqa: E731
         return out, self._start(name, buffer, begin)
 
     def start_all_to_all(self, buffer: torch.Tensor, name: str) -> tuple[torch.Tensor, Pending]:
         """Starts sending a slice to every worker; see ``socket_sums.Transport``."""
         out = torch.empty_like(buffer)
-        begin = lambda: dist.all_to_all_single(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
+        received, sent = _movable(out), _movable(buffer)
+        begin = lambda: dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)  # noqa: E731
         return out, self._start(name, buffer, begin)
 
     def gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -147,23 +181,26 @@ class TorchTransport:
 
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Replaces ``buffer`` by that of worker ``source``."""
-        begin = lambda: dist.broadcast(buffer, group_src=source, group=self.process_group, async_op=True)  # noqa: E731
+        moved = _movable(buffer)
+        begin = lambda: dist.broadcast(moved, group_src=source, group=self.process_group, async_op=True)  # noqa: E731
         self._start(name, buffer, begin).wait()
 
     # ---- between two workers ----------------------------------------------------------------------------------
 
     def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
         """Sends ``buffer`` to worker ``to``."""
-        self._start(name, buffer, lambda: dist.isend(buffer, group=self.process_group, group_dst=to)).wait()
+        moved = _movable(buffer)
+        self._start(name, buffer, lambda: dist.isend(moved, group=self.process_group, group_dst=to)).wait()
 
     def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Fills ``buffer`` from worker ``source``."""
-        self._start(name, buffer, lambda: dist.irecv(buffer, group=self.process_group, group_src=source)).wait()
+        moved = _movable(buffer)
+        self._start(name, buffer, lambda: dist.irecv(moved, group=self.process_group, group_src=source)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> None:
         """Sends to and receives from single workers; see ``socket_sums.Transport``."""
-        messages = [dist.P2POp(dist.isend, t, group=self.process_group, group_peer=p) for p, t in sends]
-        messages += [dist.P2POp(dist.irecv, t, group=self.process_group, group_peer=p) for p, t in receives]
+        messages = [dist.P2POp(dist.isend, _movable(t), group=self.process_group, group_peer=p) for p, t in sends]
+        messages += [dist.P2POp(dist.irecv, _movable(t), group=self.process_group, group_peer=p) for p, t in receives]
         if not messages:
             return
         operation = self._next(name, max((t for _, t in (*sends, *receives)), key=torch.Tensor.numel))

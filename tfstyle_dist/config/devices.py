@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from tfstyle_dist.cluster_resolver import TPUClusterResolver
 from tfstyle_dist.core import devices
@@ -120,6 +120,7 @@ def set_logical_device_configuration(
         logical_devices: one configuration for each logical device; ``None``: one as large as the device.
 
     Raises:
+        TypeError: what is given are no configurations.
         ValueError: no such device, no configuration, or a memory limit for a CPU.
 
     Example:
@@ -130,7 +131,7 @@ def set_logical_device_configuration(
     Source: ``tf.config.set_logical_device_configuration``.
     """
     _check_present(device)
-    configurations = None if logical_devices is None else list(logical_devices)
+    configurations = None if logical_devices is None else _configurations(logical_devices)
     if configurations is not None and not configurations:
         raise ValueError(f"logical_devices of {device.name} is empty; give one LogicalDeviceConfiguration() for each.")
     for configuration in configurations or ():
@@ -160,6 +161,16 @@ def get_logical_device_configuration(device: PhysicalDevice) -> list[LogicalDevi
     """
     _check_present(device)
     return _configured.get(device)
+
+
+def _configurations(given: Any) -> list[LogicalDeviceConfiguration]:
+    listed: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(one, LogicalDeviceConfiguration) for one in listed):
+        raise TypeError(
+            f"logical_devices must be a list of LogicalDeviceConfiguration, got {given!r}; for two logical devices "
+            "write [LogicalDeviceConfiguration()] * 2."
+        )
+    return listed
 
 
 def _check_present(device: PhysicalDevice) -> None:

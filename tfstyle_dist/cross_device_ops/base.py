@@ -10,10 +10,13 @@ import torch
 from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
-from tfstyle_dist.values import DistributedValues, Mirrored
+from tfstyle_dist.cross_device_ops.rows import dense_rows, reduce_rows
+from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored
 
 Pair = tuple[Any, Any]
+_PLACES = DistributedValues | IndexedSlices | torch.Tensor | str | torch.device | devices.ReplicaDevice
 
 
 class CrossDeviceOps:
@@ -41,6 +44,12 @@ class CrossDeviceOps:
         return None if type(self).sum_values is CrossDeviceOps.sum_values else self._checked_sum
 
     def _checked_sum(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        for place, value in enumerate(values):
+            if value.shape != values[0].shape or value.dtype is not values[0].dtype:
+                raise InvalidArgumentError(
+                    f"contribution {place} has shape {tuple(value.shape)} and dtype {value.dtype}, but contribution 0 "
+                    f"has {tuple(values[0].shape)} and {values[0].dtype}: give tensors that are alike on all replicas."
+                )
         total: Any = self.sum_values(on_first_device(values))
         if not isinstance(total, torch.Tensor) or total.shape != values[0].shape:
             got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
@@ -61,8 +70,8 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: a ``ReduceOp`` (strings are refused here, as in TensorFlow).
-            per_replica_value: a ``PerReplica``; a tensor or number, which is nobody's in particular, is copied as it
-                is, whatever the ``reduce_op``.
+            per_replica_value: a ``PerReplica``, also of ``IndexedSlices``; a tensor or number, which is nobody's in
+                particular, is copied as it is, whatever the ``reduce_op``.
             destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
             options: accepted for TF's signature.
 
@@ -70,7 +79,7 @@ class CrossDeviceOps:
             ``Mirrored`` if ``destinations`` names several places, else one tensor.
 
         Raises:
-            ValueError: ``reduce_op`` is no ``ReduceOp``, or no destination is given.
+            ValueError: ``reduce_op`` is no ``ReduceOp``, ``destinations`` is no place, or a value is no tensor.
         """
         return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -89,7 +98,7 @@ class CrossDeviceOps:
 
         Raises:
             TypeError: ``value_destination_pairs`` is no list or tuple.
-            ValueError: one of its entries is no pair, ``reduce_op`` is no ``ReduceOp``, or a destination is ``None``.
+            ValueError: one of its entries is no pair, or ``reduce`` refuses it.
         """
         if not isinstance(reduce_op, ReduceOp):
             raise ValueError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, got {reduce_op!r}.")
@@ -100,23 +109,25 @@ class CrossDeviceOps:
         """A copy of ``tensor`` on each of ``destinations``.
 
         Args:
-            tensor: a tensor or number of this worker; nothing is sent to other workers.
+            tensor: a tensor, number or ``IndexedSlices`` of this worker; nothing is sent to other workers.
             destinations: as for ``reduce``.
 
         Returns:
             As ``reduce``.
 
         Raises:
-            ValueError: ``destinations`` is ``None``.
+            ValueError: ``destinations`` is no place, or ``tensor`` is none.
         """
-        return place(torch.as_tensor(tensor), destinations)
+        return place(tensor, destinations)
 
     def _reduce_one(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         if not isinstance(value, DistributedValues):
-            return place(torch.as_tensor(value), destinations)
-        values = on_first_device([torch.as_tensor(v) for v in value.values])
-        total = self.sum_values(values)
-        return place(total / len(values) if op is ReduceOp.MEAN else total, destinations)
+            return place(value, destinations)
+        if all(isinstance(v, IndexedSlices) for v in value.values):
+            return place(reduce_rows(None, op, value.values), destinations)
+        whole = [dense_rows(v, "reduce") if isinstance(v, IndexedSlices) else _tensor(v) for v in value.values]
+        total = (self.own_sum or self.sum_values)(on_first_device(whole))
+        return place(total / len(whole) if op is ReduceOp.MEAN else total, destinations)
 
 
 def check_pairs(pairs: Any) -> None:
@@ -131,20 +142,44 @@ def check_pairs(pairs: Any) -> None:
             raise ValueError(f"{message}, but entry {place} is {pair!r}.")
 
 
-def place(value: torch.Tensor, destinations: Any) -> Any:
-    """Copies of ``value`` where ``destinations`` wants them: ``Mirrored`` for several, else one tensor."""
-    if destinations is None:
-        raise ValueError("destinations must be a variable, a distributed value or a device string, got None.")
+def place(value: Any, destinations: Any) -> Any:
+    """Copies of ``value`` where ``destinations`` wants them: ``Mirrored`` for several, else one.
+
+    Raises:
+        ValueError: the value cannot be copied to a device, or ``destinations`` is no place.
+    """
+    if not isinstance(destinations, _PLACES):
+        raise ValueError(
+            f"destinations must be a variable, a distributed value or a device string, got {destinations!r}. Write "
+            "e.g. the variable that is updated next, or 'cpu:0'."
+        )
     if isinstance(destinations, DistributedValues):
-        where = [_device(v) for v in destinations.values]
-        copies = [value.detach().to(d, copy=True) for d in where]
+        copies = [_copy(value, _device(v)) for v in destinations.values]
         return Mirrored(copies) if len(copies) > 1 else copies[0]
-    return value.detach().to(_device(destinations), copy=True)
+    return _copy(value, _device(destinations))
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    if isinstance(value, IndexedSlices):
+        return IndexedSlices(_copy(value.values, device), _copy(value.indices, device), value.dense_shape)
+    return _tensor(value).detach().to(device, copy=True)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"What is reduced or copied must be a tensor, a number, an array or IndexedSlices, got "
+            f"{type(value).__name__}: {value!r}. Call it for each value of a list or dictionary."
+        ) from error
 
 
 def _device(destination: Any) -> torch.device:
     if isinstance(destination, str | torch.device | devices.ReplicaDevice):
         return devices.parse(destination).torch_device
+    if isinstance(destination, IndexedSlices):
+        return true_device(destination.values)
     if isinstance(destination, torch.Tensor):
         return true_device(destination)
     return torch.device("cpu")

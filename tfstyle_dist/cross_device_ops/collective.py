@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
 
@@ -151,46 +153,68 @@ def no_rows(like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(index, like.new_zeros((0, *like.shape[1:])), like.shape, check_invariants=False)
 
 
-def gather_over_workers(worker: Worker, local: Sequence[torch.Tensor], axis: int, name: str) -> torch.Tensor:
+def gather_over_workers(worker: Worker | None, local: Sequence[torch.Tensor], axis: int, name: str) -> torch.Tensor:
     """Concatenates the local replicas' values, then those of all workers, along ``axis`` in replica order.
 
+    Args:
+        worker: whose values these are; ``None``: there are no other workers.
+        local: one tensor for each local replica.
+        axis: a dimension, not negative.
+        name: for messages.
+
     Raises:
-        InvalidArgumentError: ranks differ, or sizes differ in another dimension than ``axis``.
+        InvalidArgumentError: ranks, types or layouts differ, or sizes differ in another dimension than ``axis``.
     """
-    _check_gatherable([list(v.shape) for v in local], axis)
+    _check_gatherable([_told(v) for v in local], axis)
     device = local[0].device
     mine = torch.cat([v.to(device) for v in local], dim=axis)
-    group = worker.group
-    if group.size == 1:
+    if worker is None or worker.group.size == 1:
         return mine
-    shapes = group.gather_objects([list(mine.shape), str(mine.dtype)], f"{name} (shapes)")
-    _check_gatherable([s[0] for s in shapes], axis)
-    most = max(_numel(s[0]) for s in shapes)
-    flat = torch.zeros(most, dtype=mine.dtype, device=device)
+    told = worker.group.gather_objects(_told(mine), f"{name} along axis {axis} (shapes)")
+    _check_gatherable(told, axis)
+    shapes = [shape for shape, *_ in told]
+    if mine.is_sparse:
+        return torch.cat(_sparse_of_workers(worker, mine.coalesce(), shapes, name), dim=axis)
+    flat = torch.zeros(max(map(prod, shapes)), dtype=mine.dtype, device=device)
     flat[: mine.numel()] = mine.reshape(-1)
-    parts = group.all_gather(flat, name)
-    return torch.cat([p[: _numel(s[0])].view(s[0]) for p, s in zip(parts, shapes, strict=True)], dim=axis)
+    parts = worker.group.all_gather(flat, name)
+    return torch.cat([p[: prod(shape)].view(shape) for p, shape in zip(parts, shapes, strict=True)], dim=axis)
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _sparse_of_workers(
+    worker: Worker, mine: torch.Tensor, shapes: Sequence[list[int]], name: str
+) -> list[torch.Tensor]:
+    """The sparse COO tensors of all workers."""
+    entries = [int(n) for n in worker.group.gather_objects(torch_internals.entries_of(mine), f"{name} (entries)")]
+    indices = gather_over_workers(worker, [mine.indices().t()], 0, f"{name} (indices)").split(entries)
+    values = gather_over_workers(worker, [mine.values()], 0, f"{name} (values)").split(entries)
+    return [
+        torch.sparse_coo_tensor(i.t(), v, shape, check_invariants=False)
+        for i, v, shape in zip(indices, values, shapes, strict=True)
+    ]
 
 
-def _check_gatherable(shapes: Sequence[list[int]], axis: int) -> None:
-    first = shapes[0]
+def _told(value: torch.Tensor) -> list[Any]:
+    return [list(value.shape), str(value.dtype), str(value.layout)]
+
+
+def _check_gatherable(told: Sequence[list[Any]], axis: int) -> None:
+    first = told[0][0]
     if not 0 <= axis < len(first):
         raise InvalidArgumentError(
             f"gather along axis {axis}: the value has rank {len(first)} and shape {first}; use an axis from 0 to "
             f"{len(first) - 1}. A scalar has no axis: give it one with value.reshape(1)."
         )
-    for replica, shape in enumerate(shapes):
+    for replica, (shape, *kind) in enumerate(told):
         if len(shape) != len(first) or any(
             a != b for d, (a, b) in enumerate(zip(shape, first, strict=True)) if d != axis
         ):
             raise InvalidArgumentError(
                 f"gather along axis {axis}: entry {replica} has shape {shape}, entry 0 has {first}; dimensions and "
                 "rank may differ along that axis only."
+            )
+        if kind != told[0][1:]:
+            raise InvalidArgumentError(
+                f"gather: entry {replica} is of {' and '.join(kind)}, entry 0 of {' and '.join(told[0][1:])}; cast "
+                "them to one dtype and make them all dense or all sparse COO first."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             process and between workers.
 
     Raises:
+        TypeError: ``accumulation_fn`` cannot be called.
         ValueError: ``reduce_to_device`` is no device, or an unknown method.
 
     Example:
@@ -36,6 +38,11 @@ class ReductionToOneDevice(CrossDeviceOps):
         aggregation_method: int | None = None,
     ) -> None:
         self.aggregation_method = AggregationMethod.validate(aggregation_method)
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                f"accumulation_fn must be a function that takes a list of tensors and returns their sum, got "
+                f"{accumulation_fn!r}; write e.g. accumulation_fn=lambda tensors: torch.stack(tensors).sum(0)."
+            )
         self.reduce_to_device = None if reduce_to_device is None else devices.parse(reduce_to_device)
         self.accumulation_fn = accumulation_fn
 
@@ -54,6 +61,8 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 class _PackedAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
+        if not isinstance(num_packs, numbers.Integral):
+            raise TypeError(f"num_packs must be a whole number, got {num_packs!r}; write e.g. num_packs=1.")
         if num_packs < 0:
             raise ValueError(f"num_packs must be >= 0, got {num_packs}; 0 packs nothing.")
         self.num_packs = num_packs
@@ -72,6 +81,7 @@ class NcclAllReduce(_PackedAllReduce):
             of the gradients travels at once.
 
     Raises:
+        TypeError: ``num_packs`` is no whole number.
         ValueError: ``num_packs`` is negative.
 
     Example:
@@ -90,6 +100,7 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
             of the gradients travels at once.
 
     Raises:
+        TypeError: ``num_packs`` is no whole number.
         ValueError: ``num_packs`` is negative.
 
     Example:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from tfstyle_dist.runtime.context import Frame, current_frame, set_global_strategy
+from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.variables.adoption import registrations
 
 if TYPE_CHECKING:
-    from tfstyle_dist.strategies.base import Strategy
     from tfstyle_dist.strategies.replica_context import ReplicaContext
 
 _global: Any = None
@@ -76,6 +76,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: called in replica context.
+        TypeError: ``strategy`` is none.
 
     Source: ``tf.distribute.experimental_set_strategy``.
 
@@ -88,6 +89,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise RuntimeError(
             "experimental_set_strategy was called in replica context (inside strategy.run), where the strategy is "
             "fixed. Must not be called inside a replica context; call it before run."
+        )
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"experimental_set_strategy takes a strategy, or None to clear it, got {strategy!r}; write e.g. "
+            "experimental_set_strategy(MirroredStrategy())."
         )
     if _global is not None:
         _global.parameter_store.ensure_equal()

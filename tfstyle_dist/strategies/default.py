@@ -8,10 +8,10 @@ from typing import Any
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
-from tfstyle_dist.strategies.running import check_arguments
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_single, set_default_creator
 

@@ -16,7 +16,8 @@ from tfstyle_dist.cross_device_ops.base import check_pairs, place
 from tfstyle_dist.runtime.context import Frame, entered
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies import reductions
-from tfstyle_dist.values import DistributedValues, Mirrored, regroup, select_replica
+from tfstyle_dist.strategies.arguments import check_arguments
+from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored, regroup, select_replica
 from tfstyle_dist.variables import Record, Variable, VariableComponent, find_record
 
 if TYPE_CHECKING:
@@ -110,9 +111,8 @@ class StrategyExtended:
         self.strategy.require_cross_replica_context("extended.reduce_to", "merge_call, or ReplicaContext.all_reduce")
         op = ReduceOp.from_any(reduce_op)
         total = reductions.reduce_leaf(self.strategy, op, value)
-        if self.strategy.num_replicas_in_sync == 1 or not isinstance(total, torch.Tensor | int | float):
-            return total
-        return place(torch.as_tensor(total), destinations)
+        placed = isinstance(total, torch.Tensor | IndexedSlices | int | float)
+        return place(total, destinations) if placed and self.strategy.num_replicas_in_sync > 1 else total
 
     def batch_reduce_to(
         self,
@@ -145,7 +145,7 @@ class StrategyExtended:
         """Copies of this worker's tensor where ``destinations`` says; nothing is sent to other workers.
 
         Args:
-            tensor: a tensor or number.
+            tensor: a tensor, number or ``IndexedSlices``.
             destinations: a variable or ``PerReplica`` (the result is ``Mirrored``), or one device string.
 
         Returns:
@@ -160,7 +160,7 @@ class StrategyExtended:
             tensor(1.)
         """
         self.strategy.require_cross_replica_context("extended.broadcast_to", "merge_call")
-        return place(torch.as_tensor(tensor), destinations)
+        return place(tensor, destinations)
 
     # ---- variables --------------------------------------------------------------------------------------------
 
@@ -191,9 +191,10 @@ class StrategyExtended:
         Example:
             >>> strategy.extended.update(variable, lambda copy, x: copy.assign_add(x), args=(1.0,))
         """
+        args, kwargs = check_arguments(fn, args, kwargs, "extended.update")
         if not self.strategy.distributes or self._stays_itself(var):
             with entered(Frame(self.strategy, component=0)):
-                result = fn(var, *select_replica(0, tuple(args)), **select_replica(0, kwargs or {}))
+                result = fn(var, *select_replica(0, tuple(args)), **select_replica(0, kwargs))
             return result if group else (result,)
         record = self._own(var, "extended.update")
         record.store.ensure_equal()
@@ -202,9 +203,7 @@ class StrategyExtended:
         results = []
         for replica, component in enumerate(copies):
             with entered(Frame(self.strategy, component=replica)):
-                results.append(
-                    fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {}))
-                )
+                results.append(fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
         return regroup(results, "results of update", Mirrored) if group else tuple(results)
 
     def update_non_slot(
@@ -227,10 +226,11 @@ class StrategyExtended:
         Returns:
             What ``fn`` returned, regrouped over the replicas, or the tuple.
         """
+        args, kwargs = check_arguments(fn, args, kwargs, "extended.update_non_slot")
         results = []
         for replica in range(self.worker.num_local_replicas):
             with entered(Frame(self.strategy, component=replica)):
-                results.append(fn(*select_replica(replica, tuple(args)), **select_replica(replica, kwargs or {})))
+                results.append(fn(*select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
         return regroup(results, "results of update_non_slot") if group else tuple(results)
 
     def value_container(self, value: Any) -> Any:

@@ -200,6 +200,10 @@ def experimental_distribute_values_from_function(strategy: Strategy, value_fn: C
         A nest of ``PerReplica``, also for one replica; the bare value under ``OneDeviceStrategy`` and the default
         strategy.
 
+    Raises:
+        AssertionError: the replicas' nests have different structures.
+        TypeError: ``value_fn`` cannot be called.
+
     Example:
         >>> strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         PerReplica:{
@@ -207,6 +211,11 @@ def experimental_distribute_values_from_function(strategy: Strategy, value_fn: C
           1: 1
         }
     """
+    if not callable(value_fn):
+        raise TypeError(
+            f"experimental_distribute_values_from_function takes a function of a ValueContext, got {value_fn!r}; write "
+            "e.g. lambda context: context.replica_id_in_sync_group."
+        )
     count = strategy.worker.num_local_replicas
     nests = []
     for replica in range(count):

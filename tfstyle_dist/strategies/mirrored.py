@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.options import CommunicationOptions, options_or_default
 from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, launch_env
@@ -99,7 +99,7 @@ class MirroredStrategy(MirroredVariables):
     ) -> None:
         check_cross_device_ops(cross_device_ops)
         check_run_replicas(run_replicas)
-        options = communication_options or CommunicationOptions()
+        options = options_or_default(communication_options)
         adopted = adopted_group(process_group)
         places = device_names.parse_replica_devices(devices) if devices is not None else own_devices(adopted)
         group = make_group(places[0].torch_device, options, num_local_replicas=len(places), adopted=adopted)

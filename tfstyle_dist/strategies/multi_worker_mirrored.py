@@ -16,7 +16,7 @@ from tfstyle_dist.cluster_resolver import (
     TorchrunClusterResolver,
     roles,
 )
-from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions
+from tfstyle_dist.comm.options import CommunicationImplementation, CommunicationOptions, options_or_default
 from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.comm.rendezvous.members import Members
@@ -100,7 +100,7 @@ class MultiWorkerMirroredStrategy(MirroredVariables):
                 f"cluster_resolver must be a ClusterResolver, got {cluster_resolver!r}; write e.g. "
                 "cluster_resolver.TFConfigClusterResolver()."
             )
-        options = communication_options or CommunicationOptions()
+        options = options_or_default(communication_options)
         if process_group is not None and (cluster_resolver is not None or elastic is not None):
             other = "cluster_resolver" if cluster_resolver is not None else "elastic"
             raise ValueError(

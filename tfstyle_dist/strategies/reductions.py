@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops.collective import (
     gather_over_workers,
@@ -18,50 +17,22 @@ from tfstyle_dist.cross_device_ops.collective import (
     sparse_sum_over_workers,
     widened,
 )
+from tfstyle_dist.cross_device_ops.rows import reduce_rows
 from tfstyle_dist.runtime.clocks import COMMUNICATION
-from tfstyle_dist.strategies.along_axis import mean_of, sum_along
+from tfstyle_dist.strategies.along_axis import axes_of, mean_of, sum_along
+from tfstyle_dist.strategies.leaves import (
+    as_reducible,
+    check_axis,
+    has_rows,
+    parts_on_this_worker,
+    per_replica_tensors,
+    refuse_rows,
+)
 from tfstyle_dist.values import IndexedSlices, PerReplica, local_results, may_be_nan, shares_of_results, without_nothing
 from tfstyle_dist.variables import DistributedVariable, Variable
-from tfstyle_dist.variables.replicated import Replicated
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
-
-
-def as_reducible(leaf: Any, what: str) -> torch.Tensor:
-    """The tensor of one leaf.
-
-    Raises:
-        ValueError: the leaf is no tensor.
-        InvalidArgumentError: its layout is neither dense nor sparse COO.
-    """
-    if isinstance(leaf, Replicated):
-        return leaf._tfstyle_value()
-    if isinstance(leaf, np.ndarray | np.generic):
-        return torch.as_tensor(leaf)
-    if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
-            raise InvalidArgumentError(
-                f"{what}: a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'} cannot be "
-                "combined over replicas: make it dense, e.g. with to_dense() or torch.nested.to_padded_tensor, or "
-                "sparse COO."
-            )
-        return leaf
-    raise ValueError(
-        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and "
-        "Python numbers have no per-replica value. Pass torch.tensor(...)."
-    )
-
-
-def check_axis(tensor: torch.Tensor, axis: Any) -> None:
-    """Raises unless ``axis`` is a dimension of the tensor."""
-    if not isinstance(axis, int) or isinstance(axis, bool):
-        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}; write e.g. axis=0.")
-    if not 0 <= axis < tensor.dim():
-        raise InvalidArgumentError(
-            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: use a dimension "
-            f"from 0 to {tensor.dim() - 1}; negative axes are not accepted, and a scalar needs value.reshape(1) first."
-        )
 
 
 # ---- over all replicas --------------------------------------------------------------------------------------------
@@ -116,20 +87,22 @@ def _was_widened(wanted: torch.dtype, now: torch.dtype) -> bool:
     return wanted in (torch.float16, torch.bfloat16) and now is torch.float32
 
 
-def reduce(strategy: Strategy, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Any:
+def reduce(strategy: Strategy, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
     """Reduces per-replica values over all replicas of all workers to one value.
 
     Args:
         reduce_op: SUM or MEAN, or the name in any case.
-        value: a nest of ``PerReplica`` (what ``run`` returned) or, with one local replica, of tensors.
+        value: a nest of ``PerReplica`` (what ``run`` returned) or, with one local replica, of tensors and numbers.
         axis: ``None`` combines the replicas element by element. A number reduces over that dimension inside each
-            replica first; MEAN then divides by the total size, so uneven batches are weighted by their examples.
+            replica first, a tuple or list of numbers over all of these; MEAN then divides by the total size, so uneven
+            batches are weighted by their examples.
 
     Returns:
         A nest of tensors, the same on all workers.
 
     Raises:
         RuntimeError: called in replica context.
+        TypeError: ``axis`` is no whole number, nor a tuple or list of such.
         ValueError: an unknown op, an axis out of range, or a value that is the same on all replicas (SUM).
         InvalidArgumentError: shapes differ between replicas.
 
@@ -152,9 +125,11 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
         axis: a dimension, not negative.
 
     Returns:
-        A nest of tensors, the same on all workers; what is the same on all replicas, such as a plain number, as it is.
+        A nest of tensors, the same on all workers; what is the same on all replicas, such as a plain number on one
+        worker, as it is.
 
     Raises:
+        NotImplementedError: a leaf is ``IndexedSlices``.
         RuntimeError: called in replica context.
         ValueError: ``axis`` is no whole number, or a leaf is no tensor.
         InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
@@ -190,7 +165,7 @@ def unwrap(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     return strategy.experimental_local_results(value)
 
 
-def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:
+def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
     """``Strategy.reduce`` of one leaf.
 
     Raises:
@@ -200,19 +175,15 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None)
     if axis is None:
         return reduce_leaf(strategy, op, value)
     values = per_replica_tensors(value, count)
-    for v in values:
-        if not -v.dim() <= axis < v.dim():
-            raise ValueError(
-                f"axis {axis} is out of range for a per-replica value of rank {v.dim()}: `axis` = {axis} not in "
-                f"[{-v.dim()}, {v.dim()})."
-            )
+    axes = [axes_of(v, axis) for v in values]
     with torch.no_grad():
         # A sum of zero rows is 0 whatever the dtype; the counts weight each replica by its examples.
-        sums = [sum_along(op, v, axis) for v in values]
+        sums = [sum_along(op, v, along) for v, along in zip(values, axes, strict=True)]
         total = reduce_columns(strategy, ReduceOp.SUM, [sums], "reduce")[0]
         if op is ReduceOp.SUM:
             return total
-        counts = [torch.tensor(float(v.shape[axis]), dtype=torch.float64) for v in values]
+        sizes = [prod(v.shape[dimension] for dimension in along) for v, along in zip(values, axes, strict=True)]
+        counts = [torch.tensor(float(size), dtype=torch.float64) for size in sizes]
         return mean_of(total, reduce_columns(strategy, ReduceOp.SUM, [counts], "reduce (sizes)")[0])
 
 
@@ -233,16 +204,17 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
                 f"reduce(SUM) of the mirrored variable {value.name!r}: its copies are equal, so their sum is not "
                 "meant. Reduce a value computed in strategy.run, or multiply by num_replicas_in_sync."
             )
-    if isinstance(value, PerReplica) and all(isinstance(v, IndexedSlices) for v in value.values):
-        return _reduce_rows(strategy, op, value.values)
-    if isinstance(value, PerReplica):
-        return _reduce_results(strategy, op, [as_reducible(v, "reduce") for v in value.values])
-    if isinstance(value, torch.Tensor) and strategy.worker.num_local_replicas == 1:
-        return _reduce_results(strategy, op, [value])
+    parts: Sequence[Any] | None = value.values if isinstance(value, PerReplica) else None
+    if parts is None:
+        parts = parts_on_this_worker(strategy.worker, value, op is ReduceOp.MEAN)
+    if parts is not None and all(isinstance(part, IndexedSlices) for part in parts):
+        return reduce_rows(strategy.worker, op, parts)
+    if parts is not None:
+        return _reduce_results(strategy, op, [as_reducible(part, "reduce") for part in parts])
     if op is ReduceOp.MEAN and value is not None:
         return value
     raise ValueError(
-        f"{value!r} cannot be reduced with SUM: it is not a per-replica value, so each of the "
+        f"{value!r} cannot be reduced with {op.name}: it is not a per-replica value, so each of the "
         f"{strategy.num_replicas_in_sync} replicas holds the same one. Return a tensor from strategy.run and reduce "
         "that; use MEAN for a value that is equal everywhere."
     )
@@ -251,14 +223,6 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
 def over_replicas(op: ReduceOp, total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """A sum over so many replicas as it is, or divided by their number."""
     return total / count if op is ReduceOp.MEAN else total
-
-
-def _reduce_rows(strategy: Strategy, op: ReduceOp, rows: Sequence[IndexedSlices]) -> IndexedSlices:
-    """The rows of all replicas one after the other."""
-    with torch.no_grad():
-        values = gather_over_workers(strategy.worker, [r.values.detach() for r in rows], 0, "reduce (rows)")
-        numbers = gather_over_workers(strategy.worker, [r.indices for r in rows], 0, "reduce (their numbers)")
-        return IndexedSlices(over_replicas(op, values, strategy.num_replicas_in_sync), numbers, rows[0].dense_shape)
 
 
 def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
@@ -271,15 +235,6 @@ def _reduce_results(strategy: Strategy, op: ReduceOp, values: list[torch.Tensor]
         return over_replicas(op, total, count)
 
 
-def per_replica_tensors(value: Any, count: int) -> list[torch.Tensor]:
-    """One tensor for each local replica; a plain tensor counts as identical on all."""
-    if isinstance(value, PerReplica):
-        return [as_reducible(v, "reduce") for v in value.values]
-    if isinstance(value, Variable) and len(value._tfstyle_record.components) == count:
-        return [c.detach() for c in value._tfstyle_record.components]
-    return [as_reducible(value, "reduce")] * count
-
-
 def has_one_copy(strategy: Strategy, value: Any) -> bool:
     """Whether a variable has one copy for several local replicas, as under central storage and outside of scopes."""
     return strategy.worker.num_local_replicas > 1 and len(value._tfstyle_record.copies()) == 1
@@ -287,14 +242,19 @@ def has_one_copy(strategy: Strategy, value: Any) -> bool:
 
 def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
     """``Strategy.gather`` of one leaf."""
+    if has_rows(value):
+        refuse_rows(value, "gather")
     if strategy.num_replicas_in_sync == 1:
         return value.values[0] if isinstance(value, PerReplica) else value
-    local = strategy.worker.num_local_replicas
-    has_parts = isinstance(value, PerReplica) or (isinstance(value, Variable) and not has_one_copy(strategy, value))
-    if not has_parts and (local > 1 or not isinstance(value, torch.Tensor)):
-        return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
-    tensors = per_replica_tensors(value, strategy.worker.num_local_replicas)
+    worker = strategy.worker
+    if isinstance(value, PerReplica) or (isinstance(value, Variable) and not has_one_copy(strategy, value)):
+        tensors = per_replica_tensors(value, worker.num_local_replicas, "gather")
+    else:
+        parts = parts_on_this_worker(worker, value, True)
+        if parts is None:
+            return value  # the same on all replicas: there is nothing to gather, as in TensorFlow
+        tensors = [as_reducible(parts[0], "gather")]  # one for each worker, as in TensorFlow
     for tensor in tensors:
         check_axis(tensor, axis)
     with torch.no_grad():
-        return gather_over_workers(strategy.worker, [t.detach() for t in tensors], axis, "gather")
+        return gather_over_workers(worker, [t.detach() for t in tensors], axis, "gather")

@@ -15,7 +15,8 @@ from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
-from tfstyle_dist.strategies.reductions import as_reducible
+from tfstyle_dist.strategies.arguments import check_arguments
+from tfstyle_dist.strategies.leaves import as_reducible, has_rows, refuse_rows
 from tfstyle_dist.strategies.share_runs import note_what_it_gives
 from tfstyle_dist.values import IndexedSlices, Share, regroup, select_replica
 
@@ -120,6 +121,8 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: this context is stale, or the replicas made different calls.
+            TypeError: ``merge_fn`` cannot be called.
+            ValueError: ``args`` is no list or tuple, or ``kwargs`` no dict.
 
         Example:
             >>> get_replica_context().merge_call(lambda strategy, x: x + 1, args=(3,))
@@ -127,6 +130,7 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         strategy = self._strategy
+        args, kwargs = check_arguments(merge_fn, args, kwargs, "merge_call")
         note_what_it_gives(self, (args, kwargs))
 
         def merge(payloads: list[tuple[Sequence[Any], dict[str, Any]]]) -> list[Any]:
@@ -136,7 +140,7 @@ class ReplicaContext:
                 result = merge_fn(strategy, *merged_args, **merged_kwargs)
             return [result] if len(payloads) == 1 else [select_replica(r, result) for r in range(len(payloads))]
 
-        result = self.barrier("merge_call", (args, kwargs or {}), merge)
+        result = self.barrier("merge_call", (args, kwargs), merge)
         return select_replica(0, result) if strategy.worker.num_local_replicas == 1 else result
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -196,6 +200,7 @@ class ReplicaContext:
             The same nest of new tensors on this replica's device; with one replica ``value`` itself.
 
         Raises:
+            NotImplementedError: a leaf is ``IndexedSlices``.
             ValueError: ``axis`` is no whole number, or a leaf is no tensor (n > 1).
             InvalidArgumentError: a scalar, an axis out of range, or shapes that differ elsewhere.
             RuntimeError: called inside ``merge_call`` or with a stale context.
@@ -208,9 +213,12 @@ class ReplicaContext:
             ([0, 1], [0, 1])
         """
         self._require_current("all_gather")
+        leaves, spec = nest.flatten(value)
+        for leaf in leaves:
+            if has_rows(leaf):
+                refuse_rows(leaf, "all_gather")
         if self.num_replicas_in_sync == 1:
             return value
-        leaves, spec = nest.flatten(value)
         tensors = [as_reducible(leaf, "all_gather") for leaf in leaves]
         with self._communicating(), region("all_gather in replica context"):
             return nest.unflatten([replica_reductions.all_gather(self, t, axis) for t in tensors], spec)

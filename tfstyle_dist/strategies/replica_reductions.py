@@ -10,7 +10,8 @@ import torch
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import gather_over_workers
-from tfstyle_dist.strategies.reductions import check_axis, over_replicas, reduce_columns
+from tfstyle_dist.strategies.leaves import check_axis
+from tfstyle_dist.strategies.reductions import over_replicas, reduce_columns
 from tfstyle_dist.values import IndexedSlices, may_be_nan, without_nothing
 
 if TYPE_CHECKING:

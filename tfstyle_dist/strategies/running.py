@@ -14,6 +14,7 @@ from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.replica_run import ReplicaRun
+from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.share_runs import of_share
 from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
@@ -123,17 +124,6 @@ def _run_replicas(
         raise
     say_drift(store.contents, store.runs, strategy.worker.replica_id)
     return result
-
-
-def check_arguments(fn: Any, args: Any, kwargs: dict[str, Any] | None) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of ``run``, after a look at their types."""
-    if not callable(fn):
-        raise TypeError(f"run takes a callable, got {type(fn).__name__}: {fn!r}; pass its arguments as args=.")
-    if not isinstance(args, list | tuple):
-        raise ValueError(f"args of run must be a list or tuple, got {type(args).__name__}; write args=(value,).")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise ValueError(f"kwargs of run must be a dict, got {type(kwargs).__name__}; write kwargs={{'name': value}}.")
-    return args, kwargs or {}
 
 
 def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -47,6 +47,11 @@ class Scope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leaves; fresh parameters are made equal on all replicas when the outermost scope ends well."""
+        if not self._entered:
+            raise RuntimeError(
+                f"{self._strategy!r}.scope() was not entered, or was left already, so it cannot be left. Write "
+                "`with strategy.scope():`, which does both."
+            )
         block, adopting = self._entered.pop()
         try:
             if adopting:

@@ -10,7 +10,7 @@ import torch
 
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.comm.options import CommunicationOptions
+from tfstyle_dist.comm.options import CommunicationOptions, options_or_default
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout
 from tfstyle_dist.comm.single_group import SingleGroup
 from tfstyle_dist.comm.xla.xla_adapter import XlaAdapter
@@ -71,7 +71,7 @@ class TPUStrategy(MirroredVariables):
         use_spmd: bool | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        options = communication_options or CommunicationOptions()
+        options = options_or_default(communication_options)
         self.adapter = XlaAdapter(True if experimental_spmd_xla_partitioning else use_spmd)
         self._resolver = tpu_cluster_resolver
         self._logical = logical_shape(self.adapter, experimental_device_assignment)

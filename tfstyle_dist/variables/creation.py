@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,28 @@ def create_jointly(
     frame = current_frame()
     if frame is None or frame.replica is None or frame.strategy is not strategy:
         return build(spec)
-    variable: Variable = frame.replica.barrier("variable creation", spec, lambda specs: [build(specs[0])] * len(specs))
+
+    def make(specs: list[VariableSpec]) -> list[Variable]:
+        _check_names([other.name for other in specs])
+        return [build(specs[0])] * len(specs)
+
+    variable: Variable = frame.replica.barrier("variable creation", spec, make)
     strategy.parameter_store.ensure_equal()
     return variable
+
+
+def _check_names(names: Sequence[str | None]) -> None:
+    """Raises RuntimeError if the replicas make different variables; a number at the end of a name may differ."""
+    if all(name == names[0] for name in names):
+        return
+    plain = [re.sub(r"_\d+(?=/|$)", "", name or "Variable") for name in names]
+    for replica, name in enumerate(plain):
+        if name != plain[0]:
+            raise RuntimeError(
+                f"Tried to create variable {names[replica]!r} with mismatching name on replica {replica}, while "
+                f"replica 0 creates {names[0]!r}: the replicas share each variable. Create the same variables in the "
+                "same order on all replicas, or before strategy.run."
+            )
 
 
 class VariableSpec:

@@ -1,0 +1,97 @@
+"""The leaves of what is reduced and gathered: which have a tensor, and what each replica of this worker has."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.cross_device_ops.rows import dense_rows
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.values import IndexedSlices, PerReplica
+from tfstyle_dist.variables import Variable
+from tfstyle_dist.variables.replicated import Replicated
+
+
+def as_reducible(leaf: Any, what: str) -> torch.Tensor:
+    """The tensor of one leaf.
+
+    Raises:
+        ValueError: the leaf is no tensor.
+        InvalidArgumentError: its layout is neither dense nor sparse COO, or rows do not say of how many they are.
+    """
+    if isinstance(leaf, Replicated):
+        return leaf._tfstyle_value()
+    if isinstance(leaf, np.ndarray | np.generic):
+        return torch.as_tensor(leaf)
+    if isinstance(leaf, IndexedSlices):
+        return dense_rows(leaf, what)
+    if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout not in (torch.strided, torch.sparse_coo):
+            raise InvalidArgumentError(
+                f"{what}: a {'nested tensor' if leaf.is_nested else f'tensor of layout {leaf.layout}'} cannot be "
+                "combined over replicas: make it dense, e.g. with to_dense() or torch.nested.to_padded_tensor, or "
+                "sparse COO."
+            )
+        return leaf
+    raise ValueError(
+        f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and "
+        "Python numbers have no per-replica value. Pass torch.tensor(...)."
+    )
+
+
+def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> list[Any] | None:
+    """What each local replica has of a value that no ``PerReplica`` holds; ``None`` if all workers have the same one.
+
+    With one replica on each worker, ``run`` gives what the replica returned as it is, also Python's numbers.
+
+    Args:
+        worker: says who takes part.
+        value: any leaf.
+        same_everywhere: whether a value that all replicas of this worker share counts as one that each of them has.
+    """
+    count = worker.num_local_replicas
+    kinds = (torch.Tensor, IndexedSlices, np.ndarray, np.generic, numbers.Number)
+    if worker.group.size == 1 or not isinstance(value, kinds) or (count > 1 and not same_everywhere):
+        return None
+    is_python = isinstance(value, numbers.Number) and not isinstance(value, np.generic)
+    return [torch.as_tensor(value) if is_python else value] * count
+
+
+def per_replica_tensors(value: Any, count: int, what: str = "reduce") -> list[torch.Tensor]:
+    """One tensor for each local replica; a plain tensor counts as identical on all."""
+    if isinstance(value, PerReplica):
+        return [as_reducible(v, what) for v in value.values]
+    if isinstance(value, Variable) and len(value._tfstyle_record.components) == count:
+        return [c.detach() for c in value._tfstyle_record.components]
+    return [as_reducible(value, what)] * count
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf is ``IndexedSlices``, or those of a replica."""
+    return isinstance(leaf, IndexedSlices) or (
+        isinstance(leaf, PerReplica) and any(isinstance(v, IndexedSlices) for v in leaf.values)
+    )
+
+
+def refuse_rows(leaf: Any, what: str) -> NoReturn:
+    """Raises NotImplementedError for ``IndexedSlices``, which have no axis along which they could be concatenated."""
+    raise NotImplementedError(
+        f"{what} does not support IndexedSlices, got {leaf!r}; call it for their values and for their indices, or add "
+        "up the rows with reduce or all_reduce."
+    )
+
+
+def check_axis(tensor: torch.Tensor, axis: Any) -> None:
+    """Raises unless ``axis`` is a dimension of the tensor."""
+    if not isinstance(axis, numbers.Integral) or isinstance(axis, bool):
+        raise ValueError(f"axis must be a whole number from 0 on, got {axis!r}; write e.g. axis=0.")
+    if not 0 <= int(axis) < tensor.dim():
+        dimensions = f"use a dimension from 0 to {tensor.dim() - 1}; negative axes are not accepted"
+        raise InvalidArgumentError(
+            f"axis {axis} does not fit a value of rank {tensor.dim()} and shape {tuple(tensor.shape)}: "
+            + (f"{dimensions}." if tensor.dim() else "a scalar needs value.reshape(1) first.")
+        )
