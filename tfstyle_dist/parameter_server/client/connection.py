@@ -234,7 +234,7 @@ class Connection:
             raise UnavailableError(self._lost)
         assert self._peer is not None
         peer, deadline = self._peer, Deadline(self.timeout)
-        # A killed process may have looked alive when it was lost. Servers that a worker hears of the coordinator reached.
+        # A killed process may have looked alive when it was lost; what a worker hears of, the coordinator has reached.
         was_there = self._returns is None and (bool(self._incarnation) or self.handshake.get("role") == "worker")
         while True:
             left, wait = deadline.remaining(), _CHECK_SECONDS if was_there and not peer.up else 1.0
