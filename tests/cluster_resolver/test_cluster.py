@@ -180,3 +180,10 @@ def test_tpu_hosts_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         assert resolver.num_accelerators() == {"TPU": 4}
     with pytest.raises(ValueError, match="cannot connect to a TPU elsewhere"):
         TPUClusterResolver("grpc://10.0.0.1:8470")
+
+
+def test_a_cluster_as_a_text_has_its_jobs_in_order() -> None:
+    """As in TensorFlow: of two tasks that list the jobs in another order the texts can be compared."""
+    spec = ClusterSpec({"worker": ["b:1", "c:1"], "ps": {1: "a:1"}})
+    assert str(spec) == repr(spec) == "ClusterSpec({'ps': {1: 'a:1'}, 'worker': ['b:1', 'c:1']})"
+    assert spec.jobs == ["worker", "ps"]

@@ -200,6 +200,26 @@ def test_a_lost_server_is_an_error_and_the_others_stay_readable(cluster: Any) ->
     assert float(second.value()) == 2.0
 
 
+def test_a_server_that_died_before_a_worker_used_it_is_an_error_at_once(cluster: Any) -> None:
+    """The coordinator had reached it, so that the worker need not wait for it to start."""
+    c = cluster(workers=1, ps=2)
+    with c.strategy.scope():
+        first, second = td.Variable(0.0), td.Variable(0.0)
+
+    def use(variable: Any) -> None:
+        variable.assign_add(1.0)
+
+    c.coordinator.schedule(use, args=(second,))
+    c.coordinator.join(timeout=30)
+    c.kill("ps", 0)
+    c.coordinator.schedule(use, args=(first,))
+    with pytest.raises(UnavailableError, match="cannot be reached by this worker"):
+        c.coordinator.join(timeout=20)
+    c.coordinator.schedule(use, args=(second,))
+    c.coordinator.join(timeout=20)
+    assert float(second) == 2.0
+
+
 def test_workers_and_servers_end_when_the_coordinator_is_killed(cluster: Any, tmp_path: Path) -> None:
     c = cluster(workers=2, ps=1, env={"TFSTYLE_PS_PATIENCE_SECONDS": "1.5"}, coordinator=False)
     script = tmp_path / "chief.py"

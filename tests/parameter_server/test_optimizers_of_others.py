@@ -313,6 +313,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
         (counting, 2, None, True),
         (counting, 1, None, False),
         (lambda p: torch.optim.Adam(p, lr=0.1), 2, 2, False),
+        (lambda p: torch.optim.SparseAdam(p, lr=0.1), 2, 2, False),
         (lambda p: torch.optim.Adafactor(p, lr=0.1), 2, None, False),
         (lambda p: torch.optim.Adafactor(p, lr=0.1), 2, 2, True),
     ],

@@ -98,3 +98,33 @@ def test_results_that_never_come(cluster: Any) -> None:
     with pytest.raises(ValueError, match="another coordinator"):
         other.coordinator.schedule(add, args=(captured, 1))
     assert td.coordinator.RemoteValue is type(captured)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_results_that_numpy_lacks(cluster: Any) -> None:
+    """``fetch`` leaves them tensors, as TensorFlow leaves a sparse tensor one; scales and shapes travel along."""
+    schedule = cluster(workers=1, ps=1).coordinator.schedule
+    made = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "rows": lambda: torch.eye(2).to_sparse_csr(),
+        "eight bits": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+        "half": lambda: torch.ones(2, dtype=torch.complex32),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.1, 3, torch.quint8),
+    }
+    results = {name: schedule(make) for name, make in made.items()}
+    sent = {name: schedule(lambda value: value, args=(make(),)) for name, make in made.items()}
+    for name, make in made.items():
+        for result in (results[name].fetch(timeout=30), sent[name].fetch(timeout=30)):
+            assert isinstance(result, torch.Tensor), name
+            assert (result.dtype, result.layout) == (make().dtype, make().layout), name
+            assert str(result) == str(make()), name
+
+
+def test_results_of_views_that_are_not_computed_yet(cluster: Any) -> None:
+    """Conjugates and negatives are flags of a view; what arrives are the values."""
+    schedule = cluster(workers=1, ps=1).coordinator.schedule
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    assert schedule(lambda: value.conj()).fetch(timeout=30).tolist() == [1 - 2j, 3 + 4j]
+    assert schedule(lambda v: v, args=(value.conj().imag,)).fetch(timeout=30).tolist() == [-2.0, 4.0]

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import tfstyle_dist as td
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.experimental.partitioners import FixedShardsPartitioner
 from tfstyle_dist.parameter_server.client import pull
 
@@ -347,3 +348,23 @@ def test_what_was_read_in_inference_mode_can_be_trained(cluster: Any) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(0.0)
     assert not model(inputs).any()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_row_numbers_from_the_end(cluster: Any, shards: int) -> None:
+    """An index of numbers may be negative, as in torch; ``embedding`` refuses that, and what is out of range."""
+    c = cluster(workers=1, ps=2, partitioner=None if shards == 1 else FixedShardsPartitioner(shards))
+    with c.strategy.scope():
+        value = td.Variable(table())
+    numbers = torch.tensor([[0, -1], [-10, 4]])
+
+    def picked() -> torch.Tensor:
+        return value[numbers]
+
+    assert torch.equal(value[numbers], table()[numbers])
+    assert torch.equal(c.coordinator.schedule(picked).get(timeout=30), table()[numbers])
+    for wrong in ([0, 10], [-11, 3]):
+        with pytest.raises(InvalidArgumentError, match="of 10 rows: give numbers from 0 to 9"):
+            value[torch.tensor(wrong)]
+    with pytest.raises(InvalidArgumentError, match=r"Row numbers -1\.\.3 do not fit .* of 10 rows"):
+        F.embedding(torch.tensor([3, -1]), value)

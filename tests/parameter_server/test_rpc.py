@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tfstyle_dist.core.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from tfstyle_dist.core.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError, UnavailableError
 from tfstyle_dist.core.network import free_ports
 from tfstyle_dist.experimental import rpc
 from tfstyle_dist.parameter_server import keys
@@ -122,7 +122,7 @@ def test_a_server_in_this_process(no_leaks: None) -> None:
     where = f"127.0.0.1:{free_ports(1)[0]}"
     server = rpc.Server.create("grpc", where)
     server.register("add", add)
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(InvalidArgumentError, match="registered already"):
         server.register("add", add)
     with pytest.raises(TypeError, match="takes a function"):
         server.register("one", 1)  # type: ignore[arg-type]
@@ -139,3 +139,28 @@ def test_a_server_in_this_process(no_leaks: None) -> None:
         rpc.Server.create("http", where)
     with pytest.raises(PermissionError, match="TFSTYLE_PS_KEYS"):
         rpc.Server.create("grpc", "0.0.0.0:0").start()
+
+
+def test_methods_of_the_client(address: str) -> None:
+    """They take a limit, wait and raise in their blocking form, and say which server they call."""
+    client: Any = rpc.Client.create("grpc", address, timeout_in_ms=20000)
+    assert client.add_blocking(1, 2) == 3
+    assert client.add(1, 2, timeout_in_ms=20000).get_value() == 3
+    assert client.add.__doc__ == f"RPC Call for add method to server {address}"
+    with pytest.raises(RuntimeError, match="on purpose"):
+        client.fails_blocking("on purpose")
+    with pytest.raises(DeadlineExceededError, match="within"):
+        client.sleep_blocking(5.0, timeout_in_ms=50)
+    client.close()
+
+
+@pytest.mark.parametrize("given", [[], [1], [1, 2, 3]])
+def test_a_call_with_too_few_or_too_many_arguments(address: str, given: list[int]) -> None:
+    """It is the caller's fault, and has the code that TensorFlow gives it."""
+    client = rpc.Client.create("grpc", address, timeout_in_ms=20000)
+    code, message = client.call("add", given).get_error()
+    assert code == 3
+    assert f"called with {len(given)} argument(s)" in message
+    with pytest.raises(InvalidArgumentError, match="takes"):
+        client.call("add", given).get_value()
+    client.close()

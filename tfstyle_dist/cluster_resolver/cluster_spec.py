@@ -55,7 +55,7 @@ class ClusterSpec:
     __hash__ = None  # type: ignore[assignment]  # equality with a dict leaves no hash to share
 
     def __repr__(self) -> str:
-        return f"ClusterSpec({self.as_dict()!r})"
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
 
     @property
     def jobs(self) -> list[str]:

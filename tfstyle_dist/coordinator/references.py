@@ -9,6 +9,7 @@ import torch
 
 from tfstyle_dist.coordinator.per_worker import PerWorkerResource, PerWorkerValues
 from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.input import DistributedDataset
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer, without_a_step
@@ -84,6 +85,8 @@ class Outgoing:
             adopt_new_buffers(self.strategy.remote_store, value)
         if getattr(type(value), "_tfstyle_stays_here", False):
             return "stays", type(value).__name__
+        if isinstance(value, DistributedDataset):
+            return self._dataset(value)
         for known, describe in _travellers:
             if isinstance(value, known):
                 return "made", *describe(value, self)
@@ -97,6 +100,15 @@ class Outgoing:
             raise TypeError(f"{record.describe()!r} belongs to another strategy")
         check_hooks_of([value])
         return "tensor", self.strategy.remote_store.description(value)
+
+    def _dataset(self, value: DistributedDataset) -> Any:
+        """Each worker makes its own one, from the dataset or function that this one was made from."""
+        if value.worker is not self.strategy.worker or value.recipe is None:
+            raise TypeError(
+                "A distributed dataset of another strategy cannot go to the workers. Make it with the strategy of this "
+                "coordinator, or in a function: coordinator.create_per_worker_dataset(dataset_fn)."
+            )
+        return "dataset", [bytes(p) for p in pickling.dumps(value.recipe, self)]
 
     def _optimizer(self, value: Any) -> Any:
         styled = hasattr(type(value), "without_slots") and not hasattr(value, "torch_optimizer")
@@ -150,6 +162,8 @@ class Incoming:
             return self.strategy.know_optimizer(number, lambda: _of_worker(*pickling.loads(parts, self)))
         if kind == "resource":
             return self._resource(rest[0])
+        if kind == "dataset":
+            return pickling.loads(rest[0], self)(self.strategy)
         if kind == "value":
             return self._value(rest[0])
         if kind == "per worker":

@@ -101,7 +101,7 @@ class RemoteValue:
             timeout: as for ``get``.
 
         Returns:
-            What the function returned; a bfloat16 tensor, which NumPy lacks, stays one.
+            What the function returned; a tensor that NumPy lacks, such as a bfloat16 or a sparse one, stays one.
 
         Raises:
             Exception, CancelledError, DeadlineExceededError: as for ``get``.
@@ -115,7 +115,10 @@ class RemoteValue:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """A tensor as a NumPy array, or number if it has no dimensions; bfloat16, which NumPy lacks, as it is."""
-    if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bfloat16:
+    """A tensor as a NumPy array, or number if it has no dimensions; one that NumPy lacks as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    try:
         return leaf.detach().numpy()[()]
-    return leaf
+    except (TypeError, RuntimeError):  # bfloat16, 8 bits, halves of complex numbers, sparse, nested, quantized
+        return leaf

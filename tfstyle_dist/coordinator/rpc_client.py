@@ -72,14 +72,16 @@ class StatusOrResult:
 class Client:
     """Calls functions of another process (``tf.distribute.experimental.rpc.Client``).
 
-    The registered names are methods of the client, too.
+    The registered names are methods of the client, too; those that end in ``_blocking`` wait and return the value.
 
     Example:
         >>> client = Client.create("grpc", "localhost:4000")
         >>> client.call("add", [1, 2]).get_value()
         3
-        >>> client.add(1, 2).is_ok()
+        >>> client.add(1, 2, timeout_in_ms=5000).is_ok()
         True
+        >>> client.add_blocking(1, 2)
+        3
 
     Source: ``tf.distribute.experimental.rpc.Client``.
     """
@@ -173,14 +175,17 @@ class Client:
         if code != OK:
             raise (DeadlineExceededError if code == CODES[DeadlineExceededError] else UnavailableError)(value)
         for method in value["methods"]:
-            if method.isidentifier() and not hasattr(self, method):
-                setattr(self, method, self._caller(method))
+            for name, blocking in ((method, False), (f"{method}_blocking", True)):
+                if name.isidentifier() and not hasattr(self, name):
+                    setattr(self, name, self._caller(method, name, blocking))
 
-    def _caller(self, method: str) -> Callable[..., StatusOrResult]:
-        def call(*args: Any) -> StatusOrResult:
-            return self.call(method, args)
+    def _caller(self, method: str, name: str, blocking: bool) -> Callable[..., Any]:
+        def call(*args: Any, timeout_in_ms: int = 0) -> Any:
+            outcome = self.call(method, args, timeout_in_ms=timeout_in_ms)
+            return outcome.get_value() if blocking else outcome
 
-        call.__name__ = call.__qualname__ = method
+        call.__name__ = call.__qualname__ = name
+        call.__doc__ = f"RPC Call for {method} method to server {self._address}"
         return call
 
     def _outcome(self, number: int, deadline: Deadline) -> tuple[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -98,12 +99,12 @@ class Server:
 
         Raises:
             TypeError: ``func`` cannot be called.
-            ValueError: the name is taken.
+            InvalidArgumentError: the name is taken.
         """
         if not callable(func):
             raise TypeError(f"register({method_name!r}, ...) takes a function, got {type(func).__name__}.")
         if method_name in self._functions:
-            raise ValueError(f"{method_name!r} is registered already; choose another name.")
+            raise InvalidArgumentError(f"{method_name!r} is registered already; choose another name.")
         self._functions[method_name] = func
 
     def start(self) -> None:
@@ -174,7 +175,9 @@ class Server:
             function = self._functions.get(method)
             if function is None:
                 raise NotFoundError(f"No method {method!r} is registered; there are {sorted(self._functions)}.")
-            result = pickling.dumps(function(*pickling.loads(parts)))
+            arguments = pickling.loads(parts)
+            _check_arguments(method, function, arguments)
+            result = pickling.dumps(function(*arguments))
             sizes, frames = byte_streams.split([bytes(part) for part in result])
             body = pack_json({"sizes": sizes})
             head = pack_message(Header(Kind.OK, request, meta_bytes=len(body)), body)
@@ -188,3 +191,22 @@ class Server:
         body = {"code": error_code(error), "message": text[:4000]}
         self._answers.put([identity, messages.plain(Kind.ERROR, body, request)])
         self._loop.wake()
+
+
+def _check_arguments(method: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Refuses a call that the function's parameters do not allow, before anything of it runs.
+
+    Raises:
+        InvalidArgumentError: too many arguments or too few.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"Method {method!r} takes {signature}, but was called with {len(arguments)} argument(s): {error}. Give one "
+            "for each parameter without a default."
+        ) from None

@@ -37,7 +37,12 @@ class DistributedDataset:
         plan: what this worker reads.
         options: how batches reach the replicas.
         asked: the policy that was asked for; ``None`` for a ``dataset_fn``.
+
+    Attributes:
+        recipe: makes it once more for the strategy object of another process.
     """
+
+    recipe: Callable[[Any], DistributedDataset] | None = None
 
     def __init__(self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None) -> None:
         self.worker, self.pipeline, self._plan, self._options, self._asked = worker, plan.pipeline, plan, options, asked

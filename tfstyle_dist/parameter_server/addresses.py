@@ -6,6 +6,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfstyle_dist.core.errors import InvalidArgumentError
+
 JOBS = ("chief", "evaluator", "ps", "worker")
 
 
@@ -42,6 +44,21 @@ def as_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
     return result
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """The two parts of the address of a task; port 0 stands for a free one.
+
+    Raises:
+        InvalidArgumentError: there is no port, or it is no number up to 65535.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise InvalidArgumentError(
+            f"Address {address!r} of a task has no port that one could listen at or connect to: write 'host:port' with "
+            "a number up to 65535, e.g. 'localhost:2222'."
+        )
+    return host, port
+
+
 def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None) -> None:
     """Refuses a cluster that cannot train.
 
@@ -50,7 +67,8 @@ def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None)
         task: the job of this process, where its resolver knows it: the coordinator's, not one that waits for it.
 
     Raises:
-        ValueError: no worker, no ps, several chiefs, an unknown job, or a process that is to serve.
+        ValueError: no worker, no ps, several chiefs, an unknown job, an address without a port, or a process that is
+            to serve.
     """
     if task in ("worker", "ps"):
         raise ValueError(
@@ -67,6 +85,8 @@ def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None)
         raise ValueError("The cluster must have at least one ps; add a job 'ps' with its addresses.")
     if len(cluster.get("chief", ())) > 1:
         raise ValueError(f"The cluster can have at most one chief, got {list(cluster['chief'])}.")
+    for address in (*cluster["worker"], *cluster["ps"]):
+        host_and_port(address)
 
 
 def is_loopback(host: str) -> bool:

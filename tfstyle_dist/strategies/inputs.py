@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import nest
@@ -75,7 +76,13 @@ def experimental_distribute_dataset(
     request = Request(
         strategy.worker, auto_shard_policy, global_batch_size, shuffle, seed, drop_remainder, dict(loader_options)
     )
-    return distribute(dataset, request, options)
+    made = distribute(dataset, request, options)
+    made.recipe = partial(
+        experimental_distribute_dataset, dataset=dataset, options=options, global_batch_size=global_batch_size,
+        shuffle=shuffle, seed=seed, drop_remainder=drop_remainder, auto_shard_policy=auto_shard_policy,
+        **loader_options,
+    )  # fmt: skip
+    return made
 
 
 def distribute_datasets_from_function(
@@ -102,7 +109,9 @@ def distribute_datasets_from_function(
         ...     return DataLoader(shard, batch_size=context.get_per_replica_batch_size(64))
         >>> batches = strategy.distribute_datasets_from_function(dataset_fn)
     """
-    return distribute_from_function(dataset_fn, strategy.worker, options)
+    made = distribute_from_function(dataset_fn, strategy.worker, options)
+    made.recipe = partial(distribute_datasets_from_function, dataset_fn=dataset_fn, options=options)
+    return made
 
 
 def experimental_distribute_datasets_from_function(

@@ -18,6 +18,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.process_hooks import install_for
 from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.parameter_server.addresses import check_cluster, cluster_of
+from tfstyle_dist.parameter_server.client.partitioning import checked_partitioner
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.remote_store import RemoteStore
@@ -25,7 +26,7 @@ from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.strategies.extended import StrategyExtended
+from tfstyle_dist.strategies.on_servers import ExtendedOnServers, warned_on_the_chief
 from tfstyle_dist.strategies.optimizer_settings import changes, hyperparameters
 from tfstyle_dist.strategies.parameter_server_options import checked_staleness, snapshot_options, wire_options
 from tfstyle_dist.strategies.push_runner import PushRunner, check_hooks, check_parameters
@@ -79,6 +80,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     _own_cluster: LocalCluster | None = None
+    run, reduce = warned_on_the_chief(Strategy.run), warned_on_the_chief(Strategy.reduce)
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class ParameterServerStrategy(Strategy):
         handshake = {
             "role": "coordinator", "task": "/job:chief/task:0", "session": session, "snapshots": self.snapshots
         }  # fmt: skip
-        self._start(cluster, session, handshake, variable_partitioner)
+        self._start(cluster, session, handshake, checked_partitioner(variable_partitioner))
 
     def _embedded(self) -> LocalCluster:
         """A cluster on this machine, which lives as long as the strategy: articles leave the resolver out."""
@@ -130,7 +132,7 @@ class ParameterServerStrategy(Strategy):
         self.context = zeromq_sockets.new_context()
         self.servers = Servers.of(self.context, self.cluster["ps"], handshake, env.timeout(), self.wire_options)
         worker = Worker((device_names.parse("cpu:0"),), SingleGroup(), env.timeout())
-        super().__init__(StrategyExtended(worker))
+        super().__init__(ExtendedOnServers(worker))
         self.parameter_store = self.remote_store = RemoteStore(self, worker, self.servers, partitioner)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.known_optimizers: dict[int, Any] = {}
@@ -259,9 +261,7 @@ class ParameterServerStrategy(Strategy):
 
     def _shards_reference(self, value: Any) -> Any:
         record = getattr(value, "_tfstyle_record", None) if isinstance(value, torch.Tensor) else None
-        if isinstance(record, RemoteRecord):
-            return "shards", [shard.number for shard in record.shards]
-        return None
+        return ("shards", [shard.number for shard in record.shards]) if isinstance(record, RemoteRecord) else None
 
     def send_hyperparameters(self, for_functions: bool = False) -> None:
         """Lets the servers know of changed learning rates and the like; for functions to come hooks are refused."""

@@ -67,7 +67,8 @@ def check_parameters(optimizer: Any, told: MutableMapping[Any, Any]) -> None:
 
 def _warn_of_parts(optimizer: torch.optim.Optimizer, shards: int, servers: int) -> None:
     """Says that a rule which is not known may need more than a server has."""
-    if (is_elementwise(optimizer) or shards == 1) and (is_divided(optimizer) or servers == 1):
+    elementwise = is_elementwise(optimizer) or type(optimizer) is torch.optim.SparseAdam  # each of the rows it is given
+    if (elementwise or shards == 1) and (is_divided(optimizer) or servers == 1):
         return
     kind = type(optimizer).__name__
     warn_once(

@@ -32,6 +32,7 @@ _ADVICE = (
     ", and its variables with it. Start the program again from a checkpoint; under "
     "ParameterServerStrategy(..., snapshot_folder=FOLDER) a server that is started again goes on from its snapshots"
 )
+_UNREACHED = "cannot be reached by this worker: its address means another machine here, or it "
 _PROBE_SECONDS = 1.0
 _CHECK_SECONDS = 0.05
 _GOODBYE_MS = 1000
@@ -233,8 +234,8 @@ class Connection:
             raise UnavailableError(self._lost)
         assert self._peer is not None
         peer, deadline = self._peer, Deadline(self.timeout)
-        # A killed process closes its sockets one by one: it may have looked alive when it was lost.
-        was_there = bool(self._incarnation) and self._returns is None
+        # A killed process may have looked alive when it was lost; what a worker hears of, the coordinator has reached.
+        was_there = self._returns is None and (bool(self._incarnation) or self.handshake.get("role") == "worker")
         while True:
             left, wait = deadline.remaining(), _CHECK_SECONDS if was_there and not peer.up else 1.0
             ready = dict(self._poller.poll(1000 * (wait if left is None else min(left, wait))))
@@ -246,7 +247,7 @@ class Connection:
             if deadline.passed():
                 raise self._silent(deadline)
             if not ready and not peer.up and was_there and not is_listening(self.address):
-                raise self.lose("is gone" + _ADVICE)
+                raise self.lose(("" if self._incarnation else _UNREACHED) + "is gone" + _ADVICE)
 
     def check(self) -> None:
         """Raises if the server is gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -196,3 +197,35 @@ def split_rows(rows: int, shards: int) -> list[int]:
     """The sizes of the shards: they differ by at most one, the larger ones first (7 over 3: 3, 2, 2)."""
     small, larger = divmod(rows, shards)
     return [small + 1] * larger + [small] * (shards - larger)
+
+
+def checked_partitioner(partitioner: Any) -> Callable[..., Sequence[int]] | None:
+    """What a strategy was given as ``variable_partitioner``.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if partitioner is not None and not callable(partitioner):
+        raise TypeError(
+            f"variable_partitioner must be a function of shape and dtype, got {partitioner!r}; write e.g. "
+            "experimental.partitioners.FixedShardsPartitioner(2), or None for one shard each."
+        )
+    return partitioner  # type: ignore[no-any-return]
+
+
+def shard_count(partitioner: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype, name: str) -> int:
+    """Into how many shards a tensor of one dimension or more is cut: at most one for each row.
+
+    Raises:
+        ValueError: the partitioner gives no number for each dimension, or cuts another one than the first.
+    """
+    given = partitioner(torch.Size(shape), dtype)
+    numbers = isinstance(given, Sequence) and all(isinstance(n, Integral) for n in given)
+    least = min(1, shape[0])  # FixedShardsPartitioner gives none for a tensor without rows
+    if not numbers or len(given) != len(shape) or given[0] < least or any(n != 1 for n in given[1:]):
+        raise ValueError(
+            f"The variable_partitioner gave {given!r} for {name!r} of shape {tuple(shape)}: it must give a list or "
+            "tuple with a whole number from 1 on for each dimension, and a variable is cut along its first dimension "
+            f"only, so every other entry must be 1. Return e.g. {[2] + [1] * (len(shape) - 1)}."
+        )
+    return max(1, min(int(given[0]), shape[0]))

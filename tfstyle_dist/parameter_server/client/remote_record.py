@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number
 from tfstyle_dist.variables.function_calls import give_values_to_functions
 from tfstyle_dist.variables.parameter_marks import address_of
@@ -152,18 +153,23 @@ def by_shard(
         record: the tensor.
         rows: int64 row numbers; they may repeat.
         every: shards with none of the rows as well.
+
+    Raises:
+        InvalidArgumentError: a number out of range.
     """
     rows = rows.detach().to(torch.int64).contiguous().view(-1)
     if len(record.shards) == 1:
-        yield record.shards[0], None, rows
+        yield record.shards[0], None, rows  # its server refuses what is out of range
         return
-    for number, shard in enumerate(record.shards):
-        # Numbers out of range go to the last shard, whose server refuses them.
-        last = number == len(record.shards) - 1
-        mask = (rows >= shard.start) if last else (rows >= shard.start) & (rows < shard.start + shard.rows)
-        if number == 0:
-            mask |= rows < 0
-        positions = mask.nonzero().view(-1)
+    count = record.shards[-1].start + record.shards[-1].rows
+    low, high = (int(number) for number in torch.aminmax(rows)) if rows.numel() else (0, 0)
+    if low < 0 or high >= count:
+        raise InvalidArgumentError(
+            f"Row numbers {low}..{high} do not fit variable {record.describe()!r} of {count} rows: give numbers from 0 "
+            f"to {count - 1}."
+        )
+    for shard in record.shards:
+        positions = ((rows >= shard.start) & (rows < shard.start + shard.rows)).nonzero().view(-1)
         if every or len(positions):
             yield shard, positions, rows[positions] - shard.start
 

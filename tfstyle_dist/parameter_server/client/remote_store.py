@@ -13,7 +13,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.parameter_server.client.local_copies import adopted, is_placeholder, placeholder
-from tfstyle_dist.parameter_server.client.partitioning import split_rows
+from tfstyle_dist.parameter_server.client.partitioning import shard_count, split_rows
 from tfstyle_dist.parameter_server.client.push import Servers
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord, Shard
 from tfstyle_dist.parameter_server.client.remote_variables import (
@@ -52,6 +52,7 @@ class RemoteStore(ParameterStore):
         super().__init__(strategy, worker)
         self.servers, self.partitioner, self.placement = servers, partitioner, Placement.REMOTE
         self._next_server = itertools.cycle(range(max(len(servers.links), 1)))
+        self.beside: int | None = None  # the server of what is made now, in ``colocate_vars_with``
         self._numbers, self._keys = itertools.count(1), itertools.count(1)
         self._uncreated: list[RemoteRecord] = []
         self.retold = 0  # how often something changed that a worker learns when a function comes to it
@@ -64,21 +65,17 @@ class RemoteStore(ParameterStore):
         """Shards of a new tensor: round robin over the servers, in the order of creation.
 
         Raises:
-            ValueError: the partitioner cuts another dimension than the first.
+            ValueError: the partitioner gives something else than one number for each dimension, or cuts another one
+                than the first.
         """
         count = 1
-        if self.partitioner is not None and len(shape) > 0:
-            partitions = list(self.partitioner(torch.Size(shape), dtype))
-            if len(partitions) != len(shape) or any(n != 1 for n in partitions[1:]):
-                raise ValueError(
-                    f"The variable_partitioner gave {partitions} for {name!r} of shape {tuple(shape)}: a variable is "
-                    "cut along its first dimension only, so every other entry must be 1."
-                )
-            count = max(1, min(partitions[0], shape[0]))
+        if self.partitioner is not None and len(shape) > 0 and self.beside is None:
+            count = shard_count(self.partitioner, shape, dtype, name)
         row = math.prod(shape[1:]) if len(shape) > 0 else 1
         shards, start = [], 0
         for rows in split_rows(shape[0] if len(shape) > 0 else 1, count):
-            shards.append(Shard(next(self._numbers), next(self._next_server), start, rows, start * row, rows * row))
+            server = next(self._next_server) if self.beside is None else self.beside
+            shards.append(Shard(next(self._numbers), server, start, rows, start * row, rows * row))
             start += rows
         return shards
 

@@ -56,7 +56,9 @@ def _distinct(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(found), torch.from_numpy(position).view(numbers.shape)
 
 
-def lookup(record: RemoteRecord, numbers: torch.Tensor, padding: int | None = None) -> torch.Tensor:
+def lookup(
+    record: RemoteRecord, numbers: torch.Tensor, padding: int | None = None, from_end: bool = False
+) -> torch.Tensor:
     """Rows of a tensor on the servers: ``table[numbers]``.
 
     Over a network each row is pulled once and its gradients are added up here; on one host finding rows that are named
@@ -64,14 +66,17 @@ def lookup(record: RemoteRecord, numbers: torch.Tensor, padding: int | None = No
 
     Args:
         record: the table.
-        numbers: int row numbers of any shape; negative ones are refused.
+        numbers: int row numbers of any shape.
         padding: number of a row that gets no gradient; negative: from the end.
+        from_end: negative numbers count from the end; otherwise they are refused.
 
     Returns:
         A tensor of shape ``(*numbers.shape, *row shape)`` whose gradient reaches the table as a sparse tensor.
     """
     servers: Any = record.store.servers  # type: ignore[attr-defined]
     wanted, position = numbers.to(torch.int64), None
+    if from_end and (wanted < 0).any():
+        wanted = torch.where(wanted < 0, wanted + record.components[0].shape[0], wanted)
     if not servers.is_near(record):
         wanted, position = _distinct(wanted)
     rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
@@ -106,15 +111,15 @@ def bound_rows(record: RemoteRecord, numbers: torch.Tensor, max_norm: float, nor
 
 def row_numbers(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, torch.Tensor, int | None] | None:
-    """The table, the row numbers and that of a row without gradients, if ``func`` is a way of torch to pick rows."""
+) -> tuple[Any, torch.Tensor, int | None, bool] | None:
+    """What ``lookup`` takes, with the table in the record's place, if ``func`` is a way of torch to pick rows."""
     if func is torch.nn.functional.embedding:  # torch gives the other arguments by name
         plain = kwargs.get("max_norm") is None and not kwargs.get("scale_grad_by_freq")
-        return (args[1], args[0], kwargs.get("padding_idx")) if plain else None
+        return (args[1], args[0], kwargs.get("padding_idx"), False) if plain else None
     if func is torch.Tensor.__getitem__ and _is_numbers(args[1]):
-        return args[0], args[1], None
+        return args[0], args[1], None, True
     if func in (torch.index_select, torch.Tensor.index_select) and len(args) == 3 and args[1] == 0:
-        return args[0], args[2], None
+        return args[0], args[2], None, False
     return None
 
 

@@ -46,6 +46,12 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     return _tensor_from, (raw, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether shape, dtype and bytes say all; a quantized tensor has scales beside, a nested one several shapes."""
+    odd = tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    return tensor.layout is torch.strided and not odd
+
+
 _pickler_class: Any = None
 
 
@@ -73,7 +79,7 @@ def _pickler() -> Any:
             ``torch.ops``, ``torch.classes`` and ``torch.backends`` are such; a function that says ``torch`` and, for a
             module of Keras or an attribute of its own, ``ops`` or ``classes`` refers to them for cloudpickle.
             """
-            if type(value) is torch.Tensor and value.layout is torch.strided and value.is_leaf:
+            if type(value) is torch.Tensor and value.is_leaf and _has_plain_bytes(value):
                 return _reduce_tensor(value)
             if isinstance(value, ModuleType) and type(value) is not ModuleType:
                 name = value.__name__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfstyle_dist.core import env
 from tfstyle_dist.core.errors import UnavailableError
-from tfstyle_dist.parameter_server.addresses import bindable, is_loopback
+from tfstyle_dist.parameter_server.addresses import bindable, host_and_port, is_loopback
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, MAX_META
 from tfstyle_dist.parameter_server.protocol.key_pair import Keys
 
@@ -128,10 +128,11 @@ class Context:
         """A ROUTER that clients of the cluster can connect to.
 
         Raises:
+            InvalidArgumentError: the address has no port.
             UnavailableError: the address is in use.
             PermissionError: without keys on an interface that others can reach.
         """
-        host, _, port = address.rpartition(":")
+        host, port = host_and_port(address)
         if self.keys is None and not is_loopback(host) and not env.insecure_parameter_server():
             raise PermissionError(
                 f"A server without keys at {address} would run functions for anyone who can reach it. Make a key "
@@ -157,6 +158,7 @@ class Context:
 
     def connect(self, address: str, identity: bytes) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A DEALER to the task at ``address``, and the monitor of its connection."""
+        host, port = host_and_port(address)
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
         if self.keys is not None:
@@ -170,7 +172,6 @@ class Context:
         except zmq.ZMQError as error:
             socket.close(0)
             raise UnavailableError(_too_many(error)) from None
-        host, _, port = address.rpartition(":")
         socket.connect(f"tcp://{host}:{port}")
         return socket, monitor
 

@@ -120,7 +120,9 @@ def _check_numbers(rows: torch.Tensor, stored: StoredVariable) -> None:
     if rows.numel() == 0:
         return
     low, high = (int(number) for number in torch.aminmax(rows))
-    if low < 0 or high >= stored.parameter.shape[0]:
+    count = stored.parameter.shape[0]
+    if low < 0 or high >= count:
         raise InvalidArgumentError(
-            f"Row numbers {low}..{high} do not fit variable {stored.name!r} of {stored.parameter.shape[0]} rows."
+            f"Row numbers {low}..{high} do not fit variable {stored.name!r} of {count} rows: give numbers from 0 to "
+            f"{count - 1}."
         )
