@@ -260,7 +260,10 @@ def _length(source: Any) -> int | None:
 
 def _checked_options(options: InputOptions | None, from_function: bool) -> InputOptions:
     if options is not None and not isinstance(options, InputOptions):
-        raise TypeError(f"options must be InputOptions, got {options!r}; write e.g. InputOptions().")
+        raise TypeError(
+            f"options must be InputOptions, got {options!r}; write e.g. InputOptions(). How workers divide a dataset "
+            "is auto_shard_policy= of experimental_distribute_dataset."
+        )
     options = options or InputOptions()
     options.check(from_function)
     return options
