@@ -218,7 +218,7 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: called on each worker when it first needs the data, and again on a worker that was restarted;
-                or a dataset that can be pickled.
+                or a dataset that can be pickled, also one of ``strategy.experimental_distribute_dataset``.
 
         Returns:
             Something to iterate over: give ``iter(...)`` of it to ``schedule``.

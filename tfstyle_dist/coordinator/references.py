@@ -9,9 +9,11 @@ import torch
 
 from tfstyle_dist.coordinator.per_worker import PerWorkerResource, PerWorkerValues
 from tfstyle_dist.coordinator.remote_value import RemoteValue
+from tfstyle_dist.input import DistributedDataset
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.server.optimizer_rules import optimizer_state, restore_optimizer, without_a_step
+from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.strategies.push_runner import check_hooks_of
@@ -80,6 +82,8 @@ class Outgoing:
                 )
             self.values.append(value)
             return "value", value.number
+        if isinstance(value, DistributedDataset):
+            return "made", _distribute_again, value.again
         if isinstance(value, torch.nn.Module):
             adopt_new_buffers(self.strategy.remote_store, value)
         if getattr(type(value), "_tfstyle_stays_here", False):
@@ -108,6 +112,10 @@ class Outgoing:
 
 def _of_worker(kind: type, state: dict[str, Any]) -> Any:
     return restore_optimizer(without_a_step(kind), state)
+
+
+def _distribute_again(incoming: Incoming, again: Callable[[Worker], DistributedDataset]) -> DistributedDataset:
+    return again(incoming.strategy.worker)
 
 
 class Incoming:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +39,15 @@ class DistributedDataset:
         plan: what this worker reads.
         options: how batches reach the replicas.
         asked: the policy that was asked for; ``None`` for a ``dataset_fn``.
+
+    Attributes:
+        again: makes it anew for another worker, as a parameter server's worker does with one that it is sent.
     """
 
     def __init__(self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None) -> None:
         self.worker, self.pipeline, self._plan, self._options, self._asked = worker, plan.pipeline, plan, options, asked
         self.layout: Layout = plan.pipeline.layout
+        self.again: Callable[[Worker], DistributedDataset] | None = None
         self._next_epoch = 0
         self._spec: Any = None
         facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts()}
@@ -203,7 +209,13 @@ def distribute(dataset: Any, request: Request, options: InputOptions | None) -> 
         TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
     """
     options = _checked_options(options, from_function=False)
-    return DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
+    made = DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
+    made.again = partial(_distribute_for, dataset, replace(request, worker=None), options)  # type: ignore[arg-type]
+    return made
+
+
+def _distribute_for(dataset: Any, request: Request, options: InputOptions, worker: Worker) -> DistributedDataset:
+    return distribute(dataset, replace(request, worker=worker), options)
 
 
 def distribute_from_function(
@@ -233,7 +245,9 @@ def distribute_from_function(
     sources = [_checked(dataset_fn(context)) for context in contexts]
     pipeline: Pipeline = DealtPipeline(sources, layout, [_length(s) for s in sources])
     reads = f"reads {len(sources)} pipeline(s) of its own"
-    return DistributedDataset(worker, Plan(pipeline, None, None, None, reads), options, None)
+    made = DistributedDataset(worker, Plan(pipeline, None, None, None, reads), options, None)
+    made.again = partial(distribute_from_function, dataset_fn, options=options)
+    return made
 
 
 def _checked(dataset: Any) -> Any:
