@@ -45,6 +45,9 @@ def test_rows_of_another_length(strategy: td.Strategy) -> None:
     v = td.Variable([[1.0, 2.0], [3.0, 4.0]])
     with pytest.raises(InvalidArgumentError, match=r"rows of IndexedSlices have the shape \(3,\), .* variable \(2,\)"):
         applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 3), [0]), v)])
+    for row in (7, -1):
+        with pytest.raises(InvalidArgumentError, match=r"do not fit a variable of shape \(2, 2\): .*counted from 0"):
+            applied(strategy, lambda row=row: [(td.IndexedSlices(torch.ones(1, 2), [row]), v)])  # type: ignore[misc]
     with pytest.raises(InvalidArgumentError, match=r"has the shape \(3, 2\), the variable has \(2, 2\)"):
         applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 2), [0], (3, 2)), v)])
     applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 2), [1]), v)])
@@ -80,6 +83,8 @@ def test_what_is_no_gradient(strategy: td.Strategy) -> None:
         applied(strategy, lambda: [("x", v)])
     with pytest.raises(TypeError, match=r"is torch.complex64, the variable torch.float32.*gradient.real"):
         applied(strategy, lambda: [(torch.ones(2, dtype=torch.complex64), v)])
+    with pytest.raises(TypeError, match=r"gradient of 'v' is torch\.bool, which has no sum"):
+        applied(strategy, lambda: [(torch.ones(2, dtype=torch.bool), v)])
     with pytest.raises(TypeError, match=r"global_step must be a Variable, got 5 \(int\)"):
         applied(strategy, lambda: [(torch.ones(2), v)], global_step=5)
     assert v.value().tolist() == [1.0, 2.0]
@@ -122,3 +127,13 @@ def test_a_loss_is_a_tensor(strategy: td.Strategy, loss: Any) -> None:
         td.train.gradients(1.0, [v])
     with pytest.raises(ValueError, match=r"must be one of \['none', 'zero'\], got 'zeros'"):
         td.train.gradients(v * v, [v], unconnected_gradients="zeros")
+
+
+@pytest.mark.parametrize("rate", [None, lambda: None, torch.ones(2), "fast"])
+def test_a_rate_is_a_number(strategy: td.Strategy, rate: Any) -> None:
+    v, optimizer = td.Variable([2.0]), td.train.AdamOptimizer(rate)
+    with pytest.raises(
+        TypeError, match=r"A rate of an optimizer must be a number, .* Write e\.g\. learning_rate=0\.01"
+    ):
+        strategy.run(lambda: optimizer.apply_gradients([(torch.ones(1), v)]))
+    assert v.value().item() == 2.0

@@ -137,7 +137,7 @@ class WorkerIterator:
 
     def get_next_as_optional(self) -> Optional:
         """The next element, or an ``Optional`` without a value after the last one."""
-        knows = self._iterator if hasattr(self._iterator, "element_spec") else None
+        knows: Any = self._iterator if hasattr(self._iterator, "element_spec") else None
         try:
             return Optional([next(self._iterator)], knows)
         except StopIteration:

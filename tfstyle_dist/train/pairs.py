@@ -129,6 +129,10 @@ def _gradient(gradient: Any, variable: Any, caller: str) -> Any:
             f"{caller}: the gradient of {_name(variable)} is {gradient.dtype}, the variable {variable.dtype}; its "
             "imaginary part would be lost. Give gradient.real, or make the variable complex."
         )
+    if gradient.dtype is torch.bool:
+        raise TypeError(
+            f"{caller}: the gradient of {_name(variable)} is torch.bool, which has no sum. Give gradient.float()."
+        )
     return gradient
 
 
@@ -142,7 +146,13 @@ def _rows(gradient: IndexedSlices, shape: tuple[int, ...]) -> Any:
             f"The rows of IndexedSlices have the shape {row}, those of the variable {shape[1:]}. Give values of shape "
             f"{(indices.shape[1], *shape[1:])} for {indices.shape[1]} row number(s)."
         )
-    return torch.sparse_coo_tensor(indices, values.reshape(-1, *row), shape, check_invariants=True)
+    try:
+        return torch.sparse_coo_tensor(indices, values.reshape(-1, *row), shape, check_invariants=True)
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"IndexedSlices do not fit a variable of shape {shape}: {error}. Give row numbers of its first dimension, "
+            "counted from 0."
+        ) from error
 
 
 def _name(variable: Any) -> str:
