@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from lockstep import run_workers
+from torch.utils.data import IterableDataset
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import InvalidArgumentError
@@ -20,6 +21,11 @@ pytestmark = pytest.mark.timeout(60)
 two_ranks = pytest.mark.distributed(workers=2, timeout=60, deadline=20)
 Sample = namedtuple("Sample", "image label")
 X = torch.ones(2)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([X])
 
 
 def steps_of_workers(batches: Callable[[int], list[Any]]) -> list[list[Any]]:
@@ -105,3 +111,33 @@ def test_an_object_that_a_replica_lacks_is_explained() -> None:
         with pytest.raises(TypeError, match="A batch with a object cannot be split") as caught:
             next(iter(batches))
     assert "no multiple of the replicas: 1 of them would get an empty batch" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("make", [OrderedDict, lambda entries: defaultdict(int, entries), dict])
+def test_ordered_and_default_dicts_are_nests(make: Callable[[Any], Any]) -> None:
+    given = make({"b": torch.arange(3.0), "a": torch.arange(3)})
+    weight = torch.zeros(1, requires_grad=True)
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        (batch,) = strategy.experimental_distribute_dataset([given])
+        assert (type(batch), list(batch)) == (type(given), ["b", "a"])
+        assert [part.tolist() for part in strategy.experimental_local_results(batch["a"])] == [[0, 1], [2]]
+        assert float(strategy.reduce("MEAN", batch["b"], axis=0)) == 1.0
+        seen = strategy.run(lambda share: (type(share) is type(given), len(share["b"])), args=(batch,))
+        assert (seen[0], seen[1].values) == (True, (2, 1))
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+
+        def step(share: Any) -> None:
+            (model.weight * share["b"]).mean().backward()
+
+        strategy.run(step, args=(batch,))
+        (weight * given["b"]).mean().backward()
+        assert float(model.weight.grad) == float(weight.grad)
+
+
+def test_a_dataset_is_true_whatever_is_known_of_its_length() -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        datasets = [strategy.experimental_distribute_dataset(given) for given in ([], [X], Stream())]
+        assert all(datasets)
+        assert strategy.distribute_datasets_from_function(lambda _: Stream())

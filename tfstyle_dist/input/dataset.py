@@ -84,6 +84,10 @@ class DistributedDataset:
             )
         return steps
 
+    def __bool__(self) -> bool:
+        """Always true, as in TensorFlow, so that ``if dataset:`` asks whether there is one."""
+        return True
+
     @property
     def cardinality(self) -> int:
         """How many batches the dataset has: that which was given, or the first one that ``dataset_fn`` made here.

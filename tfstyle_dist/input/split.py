@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -197,6 +197,10 @@ def group(parts: Sequence[Any]) -> Any:
         _check_alike(parts)
     if isinstance(first, dict):
         entries: Any = {k: group([p[k] for p in parts]) for k in first}
+        if type(first) is OrderedDict:
+            return OrderedDict(entries)
+        if type(first) is defaultdict:
+            return defaultdict(first.default_factory, entries)
         return entries if type(first) is dict else PerReplica(parts)
     if isinstance(first, list | tuple):
         grouped = [group(column) for column in zip(*parts, strict=True)]
