@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfstyle_dist.core.errors import OutOfRangeError
+from tfstyle_dist.input import Optional
 
 _numbers = itertools.count(1)
 
@@ -89,9 +90,18 @@ class MakeIterator:
 
 
 class ReturnDataset:
-    """A dataset object that was given in place of a function."""
+    """A dataset object that was given in place of a function.
+
+    Raises:
+        TypeError: it cannot be iterated over.
+    """
 
     def __init__(self, dataset: Any) -> None:
+        if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                "create_per_worker_dataset takes a function that returns a dataset, or a dataset, got "
+                f"{dataset!r} ({type(dataset).__name__}). Give e.g. a DataLoader, or a function that makes one."
+            )
         self.dataset = dataset
 
     def __call__(self) -> Any:
@@ -124,3 +134,11 @@ class WorkerIterator:
                 "The per-worker iterator is at its end: this worker has no more elements. Give iter(...) of the "
                 "per-worker dataset anew for another epoch, or let dataset_fn return one that does not end."
             ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """The next element, or an ``Optional`` without a value after the last one."""
+        knows: Any = self._iterator if hasattr(self._iterator, "element_spec") else None
+        try:
+            return Optional([next(self._iterator)], knows)
+        except StopIteration:
+            return Optional((), knows)

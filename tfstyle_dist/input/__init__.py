@@ -4,7 +4,8 @@ from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.input.arrays import ArrayDataset
 from tfstyle_dist.input.dataset import DistributedDataset, distribute, distribute_from_function
 from tfstyle_dist.input.files import FileDataset, ListsFiles, read_lines, read_tar
-from tfstyle_dist.input.iterator import DistributedIterator, Optional, shares_under_way
+from tfstyle_dist.input.iterator import DistributedIterator, shares_under_way
+from tfstyle_dist.input.optional import Optional
 from tfstyle_dist.input.options import AutoShardPolicy, DistributeOptions, InputContext, InputOptions
 from tfstyle_dist.input.report import ShardReport, WorkerShare
 from tfstyle_dist.input.request import Request

@@ -14,7 +14,7 @@ import torch
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.input import layouts
-from tfstyle_dist.input.split import describe, from_description, leaves_of
+from tfstyle_dist.input.split import describe, from_description, is_scalar, leaves_of
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.values import Division
 
@@ -47,7 +47,7 @@ def check_same(worker: Worker, facts: dict[str, Any], compared: bool) -> None:
 
 
 def any_has_more(
-    worker: Worker, has_batch: bool, template: Any, compare: bool, whole: Any, sizes: Sequence[int] | None
+    worker: Worker, has_batch: bool, template: Any, compare: bool, whole: Any, sizes: Sequence[int] | None, batch: Any
 ) -> tuple[bool, Any, Division | None]:
     """One small sum over the workers: goes on while one of them has a batch.
 
@@ -58,13 +58,16 @@ def any_has_more(
         compare: whether all workers must have read the same batch.
         whole: that batch; ``None`` when this worker has none.
         sizes: examples for each local replica; ``None`` when this worker has no batch, or cannot tell.
+        batch: that of the first local replica; ``None`` when this worker has none.
 
     Returns:
         Whether there is a step, a batch that shows the structure, perhaps told by another worker, and how the examples
-        of the step are divided among all replicas, if every worker can tell its part.
+        of the step are divided among all replicas, if every worker can tell its part. Where some workers have scalars
+        left and others none, there is no step.
 
     Raises:
-        InvalidArgumentError: the workers read different batches.
+        InvalidArgumentError: the workers read different batches, or a worker has none left, and no empty one can be
+            made.
     """
     group = worker.group
     needs = not has_batch and template is None
@@ -85,12 +88,33 @@ def any_has_more(
             "that differs, seed that alike as well, or augment in the step."
         )
     if needing:
-        texts = group.gather_objects(
-            describe(template) if template is not None else None, "input: structure of a batch"
-        )
+        own = describe(template) if template is not None else _why_none(batch) if has_batch else None
+        texts = [t for t in group.gather_objects(own, "input: structure of a batch") if t is not None]
+        told = next((t for t in texts if t[0] != _NO_EMPTY_ONE), None)
+        if told is None:
+            _check_scalar(texts[0][1])
+            return False, template, None
         if needs:
-            template = from_description(next(t for t in texts if t is not None))
+            template = from_description(told)
     return True, template, None if unknown else Division(*shared)
+
+
+_NO_EMPTY_ONE = "no empty one"
+
+
+def _why_none(batch: Any) -> list[str]:
+    """What a worker tells of a batch of which no empty one can be made: its class, or nothing of scalars."""
+    return [_NO_EMPTY_ONE, "" if is_scalar(batch) else type(batch).__name__]
+
+
+def _check_scalar(kind: str) -> None:
+    """Raises InvalidArgumentError, on all workers, where something else than scalars is left over."""
+    if kind:
+        raise InvalidArgumentError(
+            f"Some workers have no batch left while another one has a {kind}, of which no empty one can be made for "
+            "them. Give every worker as many batches, or return tensors, arrays or lists of texts in tuples, lists or "
+            "dicts."
+        )
 
 
 _GOLDEN = 0.6180339887498949

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.options import AutoShardPolicy, whole_number
 from tfstyle_dist.input.sharding import Layout
 
 
@@ -83,7 +83,7 @@ def refuse_indices(dataset: Any, policy: AutoShardPolicy, workers: int) -> None:
         )
 
 
-def check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> None:
+def check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> int:
     """Refuses a global batch size that is no positive whole number, or too small to reach every replica.
 
     Args:
@@ -91,18 +91,21 @@ def check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> None:
         drop_remainder: whether smaller batches are dropped: then every batch should reach all replicas.
         layout: numbers of workers and replicas.
 
+    Returns:
+        It as an ``int``.
+
     Raises:
         TypeError: not a whole number.
         ValueError: less than 1.
         InvalidArgumentError: smaller than the number of replicas, with ``drop_remainder``.
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"global_batch_size must be a whole number, got {type(size).__name__}: {size!r}.")
-    if size < 1:
-        raise ValueError(f"global_batch_size must be at least 1, got {size}.")
-    if drop_remainder and size < layout.all_replicas:
+    number = whole_number(size, "global_batch_size")
+    if number < 1:
+        raise ValueError(f"global_batch_size must be at least 1, got {number}.")
+    if drop_remainder and number < layout.all_replicas:
         raise InvalidArgumentError(
-            f"A global batch of {size} is smaller than the {layout.all_replicas} replicas, so some replicas would "
+            f"A global batch of {number} is smaller than the {layout.all_replicas} replicas, so some replicas would "
             "never get an example although smaller batches are dropped. Use a larger global batch, or fewer replicas, "
             "or do not drop the remainder."
         )
+    return number

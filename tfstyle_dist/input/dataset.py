@@ -83,6 +83,10 @@ class DistributedDataset:
             )
         return steps
 
+    def __bool__(self) -> bool:
+        """Always true, as in TensorFlow, so that ``if dataset:`` asks whether there is one."""
+        return True
+
     @property
     def cardinality(self) -> int:
         """How many batches the dataset has: that which was given, or the first one that ``dataset_fn`` made here.
@@ -265,7 +269,10 @@ def _length(source: Any) -> int | None:
 
 def _checked_options(options: InputOptions | None, from_function: bool) -> InputOptions:
     if options is not None and not isinstance(options, InputOptions):
-        raise TypeError(f"options must be InputOptions, got {options!r}; write e.g. InputOptions().")
+        raise TypeError(
+            f"options must be InputOptions, got {options!r}; write e.g. InputOptions(). How workers divide a dataset "
+            "is auto_shard_policy= of experimental_distribute_dataset."
+        )
     options = options or InputOptions()
     options.check(from_function)
     return options

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tfstyle_dist.core.errors import InvalidArgumentError, OutOfRangeError
+from tfstyle_dist.core.errors import OutOfRangeError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
+from tfstyle_dist.input.optional import Optional
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.sharding import Position
@@ -23,33 +24,6 @@ if TYPE_CHECKING:
 
 _VERSION = 2
 _alive: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
-
-
-class Optional:
-    """A batch, or none (what ``get_next_as_optional`` gives).
-
-    Args:
-        values: the batch in a list, or an empty list.
-    """
-
-    def __init__(self, values: Sequence[Any] = ()) -> None:
-        self._values = tuple(values)
-
-    def has_value(self) -> bool:
-        """Whether there is a batch."""
-        return bool(self._values)
-
-    def get_value(self) -> Any:
-        """The batch.
-
-        Raises:
-            InvalidArgumentError: there is none.
-        """
-        if not self._values:
-            raise InvalidArgumentError(
-                "The given optional does not have a value: the iterator is at its end. Ask has_value()."
-            )
-        return self._values[0]
 
 
 class DistributedIterator:
@@ -95,6 +69,7 @@ class DistributedIterator:
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
+                batch = None if step is None else group(step.parts)
         except Exception as error:
             self._raised = f"{type(error).__name__} was raised in it"
             self._fail(error)
@@ -105,7 +80,7 @@ class DistributedIterator:
             raise StopIteration
         if self._worker.positions is not None:
             self._worker.positions.took(self._dataset)
-        return group(step.parts)
+        return batch
 
     def get_next(self) -> Any:
         """The next batch, see ``next``; on all workers alike.
@@ -140,9 +115,9 @@ class DistributedIterator:
         Source: ``tf.distribute.DistributedIterator.get_next_as_optional``.
         """
         try:
-            return Optional([next(self)])
+            return Optional([next(self)], self._dataset)
         except StopIteration:
-            return Optional()
+            return Optional((), self._dataset)
 
     @property
     def element_spec(self) -> Any:
@@ -256,7 +231,13 @@ class DistributedIterator:
         with self._worker.clocks[0].counting(WAIT):
             sizes = None if step is None else step.sizes
             more, template, division = any_has_more(
-                self._worker, step is not None, self._template, self._pipeline.compares, whole, sizes
+                self._worker,
+                step is not None,
+                self._template,
+                self._pipeline.compares,
+                whole,
+                sizes,
+                None if step is None else step.parts[0],
             )
         if not more:
             return None

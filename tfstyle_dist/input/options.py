@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tfstyle_dist.core.enums import InputReplicationMode
 
@@ -23,6 +25,34 @@ class AutoShardPolicy(enum.Enum):
     FILE = 1
     DATA = 2
     HINT = 3
+
+
+def check_policy(value: Any, what: str = "auto_shard_policy") -> AutoShardPolicy:
+    """``value``, which must be an ``AutoShardPolicy``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, AutoShardPolicy):
+        raise TypeError(
+            f"{what} must be an AutoShardPolicy, got {value!r} ({type(value).__name__}); write e.g. "
+            "AutoShardPolicy.OFF."
+        )
+    return value
+
+
+def whole_number(value: Any, what: str) -> int:
+    """``value`` as an ``int``; whole numbers of numpy and torch are taken too.
+
+    Raises:
+        TypeError: it is no whole number.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be a whole number, got {type(value).__name__}: {value!r}; write e.g. {what}=2.")
 
 
 class InputContext:
@@ -69,13 +99,21 @@ class InputContext:
             ``global_batch_size / num_replicas_in_sync``.
 
         Raises:
+            TypeError: it is no number.
             ValueError: it does not divide evenly.
 
         Example:
             >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(12)
             3
         """
-        share, rest = divmod(global_batch_size, self._num_replicas_in_sync)
+        try:
+            share = global_batch_size // self._num_replicas_in_sync
+            rest = global_batch_size % self._num_replicas_in_sync
+        except TypeError:
+            raise TypeError(
+                f"global_batch_size must be a number, got {type(global_batch_size).__name__}: {global_batch_size!r}; "
+                "write e.g. context.get_per_replica_batch_size(64)."
+            ) from None
         if rest:
             raise ValueError(
                 f"The global_batch_size {global_batch_size} is not divisible by num_replicas_in_sync "
@@ -103,6 +141,10 @@ class DistributeOptions:
         auto_shard_policy: how the workers divide the dataset.
         num_devices: accepted for TF's signature.
 
+    Raises:
+        AttributeError: another option is set.
+        TypeError: a policy that is no ``AutoShardPolicy``.
+
     Example:
         >>> options = DistributeOptions()
         >>> options.auto_shard_policy = AutoShardPolicy.DATA
@@ -111,6 +153,14 @@ class DistributeOptions:
 
     auto_shard_policy: AutoShardPolicy = field(default=AutoShardPolicy.AUTO, init=False)
     num_devices: int | None = field(default=None, init=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("auto_shard_policy", "num_devices"):
+            raise AttributeError(
+                f"DistributeOptions has no option {name!r}, so setting it would change nothing; its options are "
+                "auto_shard_policy and num_devices."
+            )
+        object.__setattr__(self, name, check_policy(value) if name == "auto_shard_policy" else value)
 
 
 @dataclass(frozen=True)
@@ -125,6 +175,7 @@ class InputOptions:
         experimental_per_replica_buffer_size: how many batches are moved ahead.
 
     Raises:
+        TypeError: a value of another kind than named here.
         ValueError: a buffer of less than one batch.
     """
 
@@ -134,6 +185,18 @@ class InputOptions:
     experimental_per_replica_buffer_size: int = 1
 
     def __post_init__(self) -> None:
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                f"experimental_replication_mode must be an InputReplicationMode, got {mode!r}; write e.g. "
+                "InputReplicationMode.PER_REPLICA."
+            )
+        for name in ("experimental_fetch_to_device", "experimental_place_dataset_on_device"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name == "experimental_fetch_to_device")):
+                raise TypeError(f"{name} must be True or False, got {value!r}; write {name}=False or {name}=True.")
+        size = whole_number(self.experimental_per_replica_buffer_size, "experimental_per_replica_buffer_size")
+        object.__setattr__(self, "experimental_per_replica_buffer_size", size)
         if self.experimental_per_replica_buffer_size < 1:
             raise ValueError(
                 "experimental_per_replica_buffer_size must be at least 1, got "

@@ -203,7 +203,7 @@ class DealtPipeline(Pipeline):
             got = [e for e in elements if e is not nothing]
             if not got or (len(got) < len(elements) and is_scalar(got[0])):
                 return
-            missing = empty_like(got[0]) if len(got) < len(elements) else None
+            missing = _left_over(got[0], len(elements) - len(got)) if len(got) < len(elements) else None
             made += 1
             parts = [missing if e is nothing else e for e in elements]
             yield Step(parts, (made, 0), **self._shares(parts))
@@ -215,6 +215,18 @@ class DealtPipeline(Pipeline):
         if len(sizes) < len(parts):
             return {}
         return {"sizes": sizes, "division": Division.of(sizes) if self.layout.workers == 1 else None}
+
+
+def _left_over(batch: Any, without: int) -> Any:
+    """An empty batch for the replicas that have none of the last batches of a ``dataset_fn``."""
+    try:
+        return empty_like(batch)
+    except (IndexError, TypeError, ValueError) as error:
+        error.add_note(
+            f"The batches of dataset_fn are no multiple of the replicas: {without} of them would get an empty batch, "
+            "and none can be made of the last one. Give each replica as many batches, or leave the last ones out."
+        )
+        raise
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.options import AutoShardPolicy, check_policy
 from tfstyle_dist.input.pipeline import Pipeline
 from tfstyle_dist.input.sharding import Layout, count_samples
 from tfstyle_dist.runtime.worker import Worker
@@ -24,6 +24,9 @@ class Request:
         seed: of the shuffled order; ``None``: drawn from torch's random numbers on worker 0.
         drop_remainder: whether a smaller last batch is left out.
         loader_options: further arguments of ``DataLoader``.
+
+    Raises:
+        TypeError: a policy that is no ``AutoShardPolicy``.
     """
 
     worker: Worker
@@ -33,6 +36,9 @@ class Request:
     seed: int | None = None
     drop_remainder: bool = False
     loader_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
 
     @property
     def layout(self) -> Layout:

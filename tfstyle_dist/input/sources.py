@@ -24,7 +24,7 @@ from tfstyle_dist.input.checks import (
 )
 from tfstyle_dist.input.files import ListsFiles
 from tfstyle_dist.input.loader import SamplerPipeline
-from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.options import AutoShardPolicy, check_policy
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
@@ -92,7 +92,7 @@ def _plan_loader(loader: DataLoader[Any], request: Request) -> Plan:
         return _plan_stream(loader, request, f"every batch of the DataLoader ({why})" if why else "its own DataLoader")
     size = int(loader.batch_sampler.batch_size)  # type: ignore[union-attr]
     drop = bool(loader.batch_sampler.drop_last)  # type: ignore[union-attr]
-    check_batch_size(size, drop, request.layout)
+    size = check_batch_size(size, drop, request.layout)
     order = _order_of(loader, request)
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if not options["num_workers"]:
@@ -141,9 +141,7 @@ def agreed_seed(request: Request, own: int | None) -> int:
 
 def _plan_samples(dataset: Any, request: Request) -> Plan:
     """Samples and a global batch size."""
-    size = request.batch_size
-    check_batch_size(size, request.drop_remainder, request.layout)
-    assert size is not None
+    size = check_batch_size(request.batch_size, request.drop_remainder, request.layout)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if request.shuffle:
             raise ValueError(
@@ -196,7 +194,9 @@ def _asked(dataset: Any, request: Request) -> AutoShardPolicy:
     if request.policy is not AutoShardPolicy.AUTO:
         return request.policy
     own = getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
-    return own if isinstance(own, AutoShardPolicy) else AutoShardPolicy(own)
+    if own in [policy.value for policy in AutoShardPolicy]:  # its number
+        return AutoShardPolicy(own)
+    return check_policy(own, f"The attribute auto_shard_policy of {type(dataset).__name__}")
 
 
 def _abilities(dataset: Any) -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,14 +181,26 @@ def is_scalar(batch: Any) -> bool:
 
 
 def group(parts: Sequence[Any]) -> Any:
-    """One nest of the replicas' batches: a ``PerReplica`` for each leaf; a single part as it is."""
+    """One nest of the replicas' batches: a ``PerReplica`` for each leaf; a single part as it is.
+
+    Raises:
+        InvalidArgumentError: the batches are nests of different structures.
+    """
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    if any(_is_leaf(p) for p in parts) or all(p is None for p in parts):
-        return None if first is None else PerReplica(parts)
+    if all(p is None for p in parts):
+        return None
+    if any(_is_leaf(p) for p in parts):
+        return PerReplica(parts)
+    if any(isinstance(p, _CONTAINERS) for p in parts):
+        _check_alike(parts)
     if isinstance(first, dict):
         entries: Any = {k: group([p[k] for p in parts]) for k in first}
+        if type(first) is OrderedDict:
+            return OrderedDict(entries)
+        if type(first) is defaultdict:
+            return defaultdict(first.default_factory, entries)
         return entries if type(first) is dict else PerReplica(parts)
     if isinstance(first, list | tuple):
         grouped = [group(column) for column in zip(*parts, strict=True)]
@@ -195,6 +208,35 @@ def group(parts: Sequence[Any]) -> Any:
             return type(first)(*grouped)  # a namedtuple
         return type(first)(grouped)
     return PerReplica(parts)
+
+
+_CONTAINERS = (dict, list, tuple)
+
+
+def _check_alike(parts: Sequence[Any]) -> None:
+    first = parts[0]
+    number = next((n for n, part in enumerate(parts) if not _like(first, part)), None)
+    if number is not None:
+        raise InvalidArgumentError(
+            f"The batches of one step have different structures: replica 0 got {_in_words(first)}, replica {number} "
+            f"got {_in_words(parts[number])}. Make all batches the same nest of tuples, lists and dicts. Where lists "
+            "hold an entry for each sample, make them equally long (drop_last=True), or tensors with a row for each."
+        )
+
+
+def _like(first: Any, part: Any) -> bool:
+    if isinstance(first, dict):
+        return isinstance(part, dict) and part.keys() == first.keys()
+    if isinstance(first, list | tuple):
+        return isinstance(part, list | tuple) and len(part) == len(first)
+    return not isinstance(part, _CONTAINERS)
+
+
+def _in_words(part: Any) -> str:
+    kind = type(part).__name__
+    if isinstance(part, dict):
+        return f"a {kind} with the keys {list(part)}"
+    return f"a {kind} of {len(part)}" if isinstance(part, list | tuple) else f"a {kind}"
 
 
 def spec_of(batch: Any) -> Any:
@@ -217,6 +259,8 @@ def describe(batch: Any) -> Any:
     Raises:
         TypeError: a leaf that is no tensor, array or list of texts.
     """
+    if batch is None:
+        return ["none"]
     if isinstance(batch, torch.Tensor) and not layouts.is_dense(batch):
         return layouts.describe(batch)
     if isinstance(batch, torch.Tensor):
@@ -227,14 +271,18 @@ def describe(batch: Any) -> Any:
         return ["texts"]
     if isinstance(batch, Mapping):
         return ["dict", [[k, describe(v)] for k, v in batch.items()]]
+    if hasattr(batch, "_fields") and not _is_leaf(batch):
+        return ["named", [describe(v) for v in batch], type(batch).__name__, list(batch._fields)]
     if isinstance(batch, list | tuple) and not _is_leaf(batch):
         return ["tuple" if isinstance(batch, tuple) else "list", [describe(v) for v in batch]]
     raise TypeError(f"The structure of a batch with a {type(batch).__name__} cannot be told to another worker.")
 
 
 def from_description(text: Any) -> Any:
-    """The empty batch that ``describe`` described."""
+    """The empty batch that ``describe`` described; a namedtuple is one of a class of its own with the same fields."""
     kind, *rest = text
+    if kind == "none":
+        return None
     if kind == "tensor":
         return torch.empty((0, *rest[1]), dtype=getattr(torch, rest[0]))
     if kind in ("sparse", "nested", "jagged"):
@@ -244,6 +292,8 @@ def from_description(text: Any) -> Any:
     if kind == "texts":
         return []
     if kind == "dict":
-        return {k: from_description(v) for k, v in rest[0]}
+        return {tuple(k) if isinstance(k, list) else k: from_description(v) for k, v in rest[0]}
     entries = [from_description(v) for v in rest[0]]
+    if kind == "named":
+        return namedtuple(rest[1], rest[2])(*entries)
     return tuple(entries) if kind == "tuple" else entries

@@ -50,7 +50,7 @@ def gradients(
 
     Raises:
         ValueError: ``grad_ys`` has another length than ``ys``, or an unknown method.
-        TypeError: ``xs`` or ``stop_gradients`` hold something else than tensors.
+        TypeError: ``ys``, ``xs`` or ``stop_gradients`` hold something else than tensors.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -60,8 +60,17 @@ def gradients(
     Source: ``tf.gradients``.
     """
     method = AggregationMethod.validate(aggregation_method)
+    known = [member.value for member in UnconnectedGradients]
+    if not isinstance(unconnected_gradients, UnconnectedGradients) and unconnected_gradients not in known:
+        raise ValueError(f"unconnected_gradients must be one of {known}, got {unconnected_gradients!r}.")
     unconnected = UnconnectedGradients(unconnected_gradients)
     outputs, inputs = _as_list(ys), _as_list(xs)
+    for y in outputs:
+        if not isinstance(y, torch.Tensor):
+            raise TypeError(
+                f"gradients: ys must be tensors that were computed from xs, got {y!r} ({type(y).__name__}). Give the "
+                "loss itself, not loss.item()."
+            )
     weights = [None] * len(outputs) if grad_ys is None else _as_list(grad_ys)
     if len(weights) != len(outputs):
         raise ValueError(

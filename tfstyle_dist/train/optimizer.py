@@ -15,8 +15,9 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.contexts import get_strategy
 from tfstyle_dist.train import local_updates
 from tfstyle_dist.train.gradients import gradients, trainable_variables_of
+from tfstyle_dist.train.pairs import check_step, losses_of, pairs_of, union, variables_of
 from tfstyle_dist.train.shared_rule import SharedRule, is_shared
-from tfstyle_dist.train.sums import advance, reduced, value_of, with_rows
+from tfstyle_dist.train.sums import advance, reduced, value_of
 from tfstyle_dist.train.update_rule import UpdateRule
 from tfstyle_dist.values import PerReplica
 from tfstyle_dist.variables import Record, find_record
@@ -73,11 +74,11 @@ class TFOptimizer(UpdateRule):
             Pairs of gradient (``None`` where unconnected) and variable.
 
         Raises:
+            TypeError: a loss that is no tensor, or a ``var_list`` of something else.
             ValueError: an unknown method, or a loss that depends on nothing trainable.
         """
-        value = loss() if callable(loss) and not isinstance(loss, torch.Tensor) else loss
-        losses = list(value) if isinstance(value, list | tuple) else [value]
-        variables = list(var_list) if var_list is not None else _union(trainable_variables_of(y) for y in losses)
+        losses = losses_of(loss)
+        variables = union(map(trainable_variables_of, losses)) if var_list is None else variables_of(var_list)
         if not variables:
             raise ValueError(
                 "compute_gradients found no trainable variable that the loss depends on. Compute the loss from "
@@ -113,15 +114,16 @@ class TFOptimizer(UpdateRule):
             aggregation_method: how the replicas' contributions are summed, an ``AggregationMethod``.
 
         Raises:
-            ValueError: no pairs, no gradient at all, an unknown method, or ``skip_gradients_aggregation`` in
+            TypeError: no pairs of gradient and variable.
+            InvalidArgumentError: a gradient of another shape than its variable.
+            ValueError: no pairs at all, no gradient at all, an unknown method, or ``skip_gradients_aggregation`` in
                 cross-replica context.
             NotImplementedError: ``skip_gradients_aggregation`` where several processes share one copy.
             RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
         """
         method = AggregationMethod.validate(aggregation_method)
-        pairs = [with_rows(*pair) for pair in grads_and_vars]
-        if not pairs:
-            raise ValueError("No gradients provided: grads_and_vars is empty. Give [(gradient, variable), ...].")
+        pairs = pairs_of(grads_and_vars, f"{self._name}.apply_gradients")
+        check_step(global_step)
         frame, strategy = current_frame(), get_strategy()
         replica = None if frame is None else frame.replica
         if (contents := strategy.parameter_store.contents) is not None:
@@ -294,7 +296,3 @@ def _is_own_grad(record: Record, grad: Any) -> bool:
     if record.store.worker.num_replicas == 1:
         return False
     return any(c.grad is not None and c.grad is grad for c in record.components)
-
-
-def _union(lists: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return list({id(v): v for part in lists for v in part}.values())

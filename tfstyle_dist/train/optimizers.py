@@ -13,8 +13,19 @@ Rate = float | torch.Tensor | Callable[[], float]
 
 
 def number(value: Rate) -> float:
-    """A rate as it is now."""
-    return float(value() if callable(value) and not isinstance(value, torch.Tensor) else value)
+    """A rate as it is now.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    now: Any = value() if callable(value) and not isinstance(value, torch.Tensor) else value
+    try:
+        return float(now)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            "A rate of an optimizer must be a number, a tensor with one entry, or a function that returns one, got "
+            f"{now!r} ({type(now).__name__}). Write e.g. learning_rate=0.01."
+        ) from None
 
 
 class GradientDescentOptimizer(TFOptimizer):

@@ -14,7 +14,6 @@ from tfstyle_dist.ops import aggregate_columns
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.context import Frame, Replica, entered
 from tfstyle_dist.strategies.base import Strategy
-from tfstyle_dist.values import IndexedSlices, PerReplica
 from tfstyle_dist.variables.replicated import Replicated
 
 
@@ -98,18 +97,6 @@ def _flat(total: torch.Tensor | None, variable: torch.Tensor) -> torch.Tensor:
     if total is None:
         return torch.zeros(variable.numel(), dtype=widened_type(variable.dtype), device=value_of(variable).device)
     return (total.to_dense() if total.is_sparse else total).reshape(-1).to(widened_type(variable.dtype))
-
-
-def with_rows(gradient: Any, variable: Any) -> tuple[Any, Any]:
-    """A pair for an optimizer: a gradient of ``IndexedSlices`` as a sparse tensor of the variable's shape."""
-    if isinstance(gradient, PerReplica):
-        return PerReplica([with_rows(part, variable)[0] for part in gradient.values]), variable
-    if not isinstance(gradient, IndexedSlices):
-        return gradient, variable
-    shape = gradient.dense_shape or tuple(variable.shape)
-    indices = gradient.indices.reshape(1, -1)
-    values = gradient.values.reshape(indices.shape[1], *shape[1:])
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True), variable
 
 
 def get_loss_reduction() -> ReduceOp:
