@@ -11,6 +11,7 @@ from tfstyle_dist.comm.options import CommunicationOptions
 from tfstyle_dist.core import devices
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.values import DistributedValues, Mirrored
 
 Pair = tuple[Any, Any]
@@ -138,8 +139,13 @@ def place(value: torch.Tensor, destinations: Any) -> Any:
     if isinstance(destinations, DistributedValues):
         where = [_device(v) for v in destinations.values]
         copies = [value.detach().to(d, copy=True) for d in where]
-        return Mirrored(copies) if len(copies) > 1 else copies[0]
+        return Mirrored(copies, _local_replica) if len(copies) > 1 else copies[0]
     return value.detach().to(_device(destinations), copy=True)
+
+
+def _local_replica() -> int:
+    frame = current_frame()
+    return 0 if frame is None or frame.replica is None else frame.replica.local_replica_id
 
 
 def _device(destination: Any) -> torch.device:
