@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfstyle_dist.core import nest
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.values.distributed_values import PerReplica
 
 
@@ -33,6 +34,7 @@ class Mirrored(PerReplica):
         return self._values[self._local_replica()]
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
