@@ -76,7 +76,8 @@ def attached(checkpoint: Any, name: str, value: Any) -> None:
 def _take(restored: Restored, leaves: Sequence[Leaf], path: str, loaded: set[str]) -> None:
     new = [leaf for leaf in leaves if f"{leaf.path}/".startswith(path) and leaf.path not in restored.found]
     new = [leaf for leaf in new if not isinstance(leaf, ValueLeaf)]
-    if not new:
+    if not any(leaf.path in restored.objects for leaf in new):
+        restored.note(new, {})
         return
     number = group_of(leaves, _WHAT).own_number
     asked = [*(leaf for leaf in new if leaf.path not in loaded), *_without_names(restored, leaves)]
