@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+import tfstyle_dist as td
 from tfstyle_dist.checkpoint import files, reader as readers, saving
 from tfstyle_dist.core.errors import NotFoundError
-from tfstyle_dist.train import Checkpoint, CheckpointManager, latest_checkpoint, load_checkpoint
+from tfstyle_dist.train import (
+    Checkpoint,
+    CheckpointManager,
+    get_checkpoint_state,
+    latest_checkpoint,
+    load_checkpoint,
+)
 
 
 def checkpoint() -> Checkpoint:
@@ -167,3 +174,87 @@ def test_what_killed_writers_of_the_list_left_is_removed_after_an_hour(tmp_path:
     checkpoint().save(tmp_path / "ckpt")
     assert not old.exists()
     assert new.exists()  # another program may be at it
+
+
+# ---- folders that others wrote to, too ----------------------------------------------------------------------------
+
+
+def test_a_manager_leaves_what_was_saved_without_one(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=0)
+    unmanaged = [checkpoint.save(tmp_path / "unusual") for _ in range(2)]
+    again = Checkpoint(step=0)
+    manager = CheckpointManager(again, tmp_path, max_to_keep=2)
+    assert (manager.latest_checkpoint, manager.checkpoints) == (unmanaged[1], [])
+    assert manager.restore_or_initialize() == unmanaged[1]
+    managed = [manager.save() for _ in range(3)]
+    assert manager.checkpoints == managed[1:]
+    there = [files.index_file(path).exists() for path in (*unmanaged, *managed)]
+    assert there == [True, True, False, True, True]
+
+
+def test_a_clock_that_was_set_back_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [10000.0]
+    clock = type("Clock", (), {"time": staticmethod(lambda: now[0]), "sleep": staticmethod(lambda s: None)})
+    monkeypatch.setattr("tfstyle_dist.checkpoint.manager.time", clock)
+    monkeypatch.setattr("tfstyle_dist.checkpoint.saving.time", clock)
+    checkpoint = Checkpoint(step=0)
+    manager = CheckpointManager(checkpoint, tmp_path, 1, keep_checkpoint_every_n_hours=1.0)
+    saved = []
+    for _ in range(3):
+        saved.append(manager.save())
+        now[0] += 3600.0
+    now[0] = 5000.0
+    manager = CheckpointManager(checkpoint, tmp_path, 1)
+    assert "behind the last preserved checkpoint timestamp" in caplog.text
+    assert (manager.latest_checkpoint, manager.checkpoints) == (saved[2], [])
+    for _ in range(2):
+        now[0] += 10.0
+        saved.append(manager.save())
+    assert manager.checkpoints == [saved[4]]
+    assert [files.index_file(path).exists() for path in saved] == [False, True, True, False, True]
+    state = get_checkpoint_state(tmp_path)
+    assert state is not None
+    assert (state.last_preserved_timestamp, state.all_model_checkpoint_timestamps) == (5000.0, [5020.0])
+
+
+def test_a_save_with_a_number_of_its_own_counts(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=0)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=3)
+    paths = [manager.save(checkpoint_number=5), manager.save(checkpoint_number=td.Variable(9)), manager.save()]
+    assert [os.path.basename(path) for path in paths] == ["ckpt-5", "ckpt-9", "ckpt-3"]
+    assert checkpoint.save_counter == 3
+
+
+def test_the_step_from_which_an_interval_counts(tmp_path: Path) -> None:
+    step = td.Variable(1)
+    manager = CheckpointManager(
+        Checkpoint(step=step), tmp_path, None, step_counter=step, checkpoint_interval=2, last_checkpoint_step=1
+    )
+    saved = []
+    for _ in range(3):
+        saved.append(manager.save() is not None)
+        step.assign_add(1)
+    assert saved == [False, False, True]
+
+
+def test_the_file_that_names_the_latest_may_be_indented(tmp_path: Path) -> None:
+    lines = ["", ' model_checkpoint_path: "./a-2"', '\tall_model_checkpoint_paths:"./a-1"']
+    (tmp_path / "checkpoint").write_text("\n".join([*lines, '  all_model_checkpoint_paths: "./a-2"', "  "]))
+    state = get_checkpoint_state(tmp_path)
+    assert state is not None
+    assert state.model_checkpoint_path == f"{tmp_path}/./a-2"
+    assert state.all_model_checkpoint_paths == [f"{tmp_path}/./a-1", f"{tmp_path}/./a-2"]
+
+
+def test_what_tensorflow_s_programs_ask_of_a_restore(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(step=1)
+    for path in (checkpoint.save(tmp_path / "ckpt"), None):
+        status = checkpoint.restore(path)
+        status.initialize_or_restore()
+        status.run_restore_ops()
+    for name in ("assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"):
+        with pytest.raises(AssertionError, match=r"path is None.*latest_checkpoint"):
+            getattr(checkpoint.restore(None), name)()
+    checkpoint.restore(None).expect_partial()

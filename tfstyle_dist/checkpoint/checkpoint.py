@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from tfstyle_dist.checkpoint import later
 from tfstyle_dist.checkpoint.leaves import CounterLeaf, Leaf
-from tfstyle_dist.checkpoint.listing import CheckpointState, write_state
+from tfstyle_dist.checkpoint.listing import make_latest
 from tfstyle_dist.checkpoint.options import CheckpointOptions, is_async
 from tfstyle_dist.checkpoint.planned import Planned, Then, do_nothing
 from tfstyle_dist.checkpoint.restoring import restore
@@ -21,15 +22,6 @@ from tfstyle_dist.runtime.worker import Worker
 _COUNTER = "save_counter"
 
 
-def _make_latest(place: str, path: str, time: float) -> None:
-    """As TF's ``save`` without a manager: the new one is the only one that the folder's file lists."""
-    write_state(os.path.dirname(place), CheckpointState(place, [place], [time]))
-
-
-def _needed(name: str) -> str:
-    return f"Checkpoint cannot track an object under the name {name!r}; choose another name."
-
-
 class Checkpoint:
     """Saves and restores objects under names (``tf.train.Checkpoint``).
 
@@ -39,7 +31,8 @@ class Checkpoint:
     the numbers of workers and replicas. ``save``, ``write``, ``restore``, ``read`` and ``sync`` are collective: all
     workers call them, in cross-replica context.
 
-    An object can be added or replaced later as an attribute; plain values are read and written so.
+    An object can be added or replaced later as an attribute; plain values are read and written so. What is added after
+    ``restore``, here, to a nested ``Checkpoint`` or to a module, takes its saved state then; plain values do not.
 
     Args:
         root: an object to be tracked under the name ``root``.
@@ -62,21 +55,26 @@ class Checkpoint:
         self._tfstyle_tracked: dict[str, Any] = {}
         self._save: Save | None = None
         self._on_finish: Then = do_nothing
+        self._later: list[later.Later] = []
         self._counters = {_COUNTER: 0}
         objects = kwargs if root is None else {"root": root, **kwargs}
         for name, value in objects.items():
-            if name.startswith("_"):
-                raise ValueError(_needed(name))
+            self._check(name, not name.startswith("_"))
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Tracks ``value`` under ``name``; raises ValueError for a name that the class needs for itself."""
         if name.startswith("_"):
             object.__setattr__(self, name, value)
-        elif hasattr(Checkpoint, name):
-            raise ValueError(_needed(name))
-        else:
-            self._tfstyle_tracked[name] = value
+            return
+        self._check(name, not hasattr(Checkpoint, name))
+        self._tfstyle_tracked[name] = value
+        if self._later:
+            later.attached(self, name, value)
+
+    def _check(self, name: str, is_free: bool) -> None:
+        if not is_free:
+            raise ValueError(f"Checkpoint cannot track an object under the name {name!r}; choose another name.")
 
     def __getattr__(self, name: str) -> Any:
         """The object tracked under ``name``."""
@@ -150,7 +148,7 @@ class Checkpoint:
             self._catch_up(group)
         counter = self.save_counter + 1
         path = f"{os.fspath(file_prefix)}-{counter}"
-        latest = functools.partial(_make_latest, os.path.abspath(path))
+        latest = functools.partial(make_latest, os.path.abspath(path))
         plan = Planned(path, "Checkpoint.save", numbered=True, on_commit=latest)
         return self._write(leaves, group, plan, is_async(options, block), counter)
 
@@ -238,7 +236,7 @@ class Checkpoint:
         """Reads a checkpoint into the objects; collective.
 
         Works for any numbers of workers and replicas. Objects that the checkpoint does not have stay as they are; the
-        result's methods check that, and a warning tells if none of them is called.
+        result's methods check that, and a warning tells if none of them is called. What comes later is restored then.
 
         Args:
             save_path: what ``save`` or ``latest_checkpoint`` returned; with ``None`` nothing happens.
@@ -284,9 +282,11 @@ class Checkpoint:
     def _restore(self, save_path: str | os.PathLike[str] | None, what: str) -> CheckpointLoadStatus:
         self.sync()
         if save_path is None:
-            return CheckpointLoadStatus(None, (), (), 0)
+            return CheckpointLoadStatus(None)
         leaves, group = self._find(what)
-        return restore(group, os.fspath(save_path), leaves, self._counters.keys(), what)
+        status = restore(group, os.fspath(save_path), leaves, self._counters.keys(), what)
+        later.begin(self, status.restored, leaves)
+        return status
 
     def _find(self, what: str) -> tuple[list[Leaf], WorkerGroup]:
         """The objects as they are now, and the workers that make a call of all."""

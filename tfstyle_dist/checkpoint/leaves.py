@@ -104,6 +104,13 @@ class Leaf(abc.ABC):
         return ()
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value, or what it was encoded to, has containers alone, which TensorFlow does not save."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    return isinstance(value, list | tuple) and all(map(is_empty, value))
+
+
 def all_of(tree: Any, read: Read) -> Get:
     """The tensors of an encoded value, to be asked for by name."""
     return dict(read(codec.tensor_names(tree))).__getitem__

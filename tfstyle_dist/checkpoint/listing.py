@@ -53,7 +53,14 @@ def write_state(directory: str, state: CheckpointState, latest_filename: str | N
     files.write_atomically(Path(directory, latest_filename or STATE_FILE), "\n".join(lines) + "\n", shared=True)
 
 
-def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None) -> CheckpointState | None:
+def make_latest(place: str, path: str, time: float) -> None:
+    """As TF's ``save`` without a manager: the new one is the only one that the file lists; no manager deletes it."""
+    write_state(os.path.dirname(place), CheckpointState(place, [place]))
+
+
+def get_checkpoint_state(
+    checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None
+) -> CheckpointState | None:
     """The content of the file ``checkpoint``; ``None`` when there is none.
 
     Args:
@@ -77,8 +84,10 @@ def get_checkpoint_state(checkpoint_dir: str, latest_filename: str | None = None
     found: dict[str, list[Any]] = {}
     try:
         for line in written.decode().splitlines():
-            key, _, value = line.partition(": ")
-            found.setdefault(key, []).append(json_text.parse(value))
+            if not line.strip():
+                continue
+            key, _, value = line.strip().partition(":")
+            found.setdefault(key, []).append(json_text.parse(value.strip()))
         latest = [_inside(checkpoint_dir, path) for path in found.get("model_checkpoint_path", ())]
         paths = [_inside(checkpoint_dir, path) for path in found.get("all_model_checkpoint_paths", ())]
         stamps = [_seconds(stamp) for stamp in found.get("all_model_checkpoint_timestamps", ())]

@@ -33,6 +33,7 @@ class CheckpointManager:
         step_counter: tells the training step, for ``checkpoint_interval``: a variable, or a function.
         checkpoint_interval: ``save`` does nothing until so many steps after the last checkpoint.
         init_fn: called by ``restore_or_initialize`` when there is no checkpoint.
+        last_checkpoint_step: the step from which ``checkpoint_interval`` counts; default: the first ``save`` saves.
 
     Raises:
         ValueError: ``max_to_keep`` below 1, an interval without a counter, or a counter that cannot be asked again.
@@ -57,6 +58,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: float | None = None,
     ) -> None:
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"max_to_keep is {max_to_keep}; give the number of checkpoints to keep, or None for all.")
@@ -71,7 +73,7 @@ class CheckpointManager:
         self._keep_seconds = None if keep_checkpoint_every_n_hours is None else keep_checkpoint_every_n_hours * 3600
         self._prefix = os.path.join(self._directory, checkpoint_name)
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
-        self._last_step: float | None = None
+        self._last_step = None if last_checkpoint_step is None else float(last_checkpoint_step)
         self._one_writes: bool | None = None  # whether the job is elastic; not known before the first save
         self._kept: dict[str, float] = {}
         # A little back, so that managers made one after the other agree.
@@ -80,16 +82,27 @@ class CheckpointManager:
         self._recover()
 
     def _recover(self) -> None:
-        """Goes on with what an earlier manager of the folder left."""
+        """Goes on with what an earlier manager of the folder left.
+
+        What ``Checkpoint.save`` wrote, without a time, is not the manager's to delete, nor what may be kept for good.
+        """
         state = get_checkpoint_state(self._directory)
         if state is None:
             return
-        stamps = state.all_model_checkpoint_timestamps or [time.time()] * len(state.all_model_checkpoint_paths)
-        paths = dict(zip(state.all_model_checkpoint_paths, stamps, strict=True))
-        self._kept = {path: stamp for path, stamp in paths.items() if files.index_file(path).exists()}
-        self._latest = state.model_checkpoint_path if state.model_checkpoint_path in self._kept else None
-        if state.last_preserved_timestamp is not None:
-            self._last_preserved = state.last_preserved_timestamp
+        now, preserved = time.time(), state.last_preserved_timestamp
+        if preserved is not None and now < preserved:
+            get_logger().warning(
+                "The clock of this host is behind the last preserved checkpoint timestamp of %s. The checkpoints that "
+                "are there may be among those that are kept for good, and are not deleted by this manager.",
+                self._directory,
+            )
+            preserved = now
+        stamps = [min(stamp, now) for stamp in state.all_model_checkpoint_timestamps]
+        paths = dict(zip(state.all_model_checkpoint_paths, stamps, strict=bool(stamps)))
+        there = {path: stamp for path, stamp in paths.items() if files.index_file(path).exists()}
+        self._kept = {path: stamp for path, stamp in there.items() if preserved is None or stamp > preserved}
+        self._latest = state.model_checkpoint_path if files.index_file(state.model_checkpoint_path).exists() else None
+        self._last_preserved = self._last_preserved if preserved is None else preserved
 
     # ---- facts ------------------------------------------------------------------------------------------------
 
@@ -131,7 +144,7 @@ class CheckpointManager:
         """Saves a checkpoint, then deletes what is too old; collective.
 
         Args:
-            checkpoint_number: its number; default: one more than the last.
+            checkpoint_number: its number; default: how often was saved. ``save_counter`` counts the save in any case.
             check_interval: whether to save nothing before ``checkpoint_interval`` steps have passed.
             options: see ``CheckpointOptions``.
             block: as for ``Checkpoint.save``; ``checkpoints`` lists it after ``sync()``, or the next save.
@@ -159,9 +172,8 @@ class CheckpointManager:
             self._recover()
         number = checkpoint.save_counter + 1
         path = f"{self._prefix}-{number if checkpoint_number is None else int(checkpoint_number)}"
-        counter = number if checkpoint_number is None else checkpoint.save_counter
         plan = Planned(path, "Checkpoint.save", numbered=True, on_commit=functools.partial(self._commit, os.getcwd()))
-        checkpoint._write(leaves, group, plan, is_async(options, block), counter, self._finish)
+        checkpoint._write(leaves, group, plan, is_async(options, block), number, self._finish)
         self._last_step = step
         return path
 

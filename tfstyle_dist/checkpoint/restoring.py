@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from tfstyle_dist.checkpoint import codec, files
+from tfstyle_dist.checkpoint import files
 from tfstyle_dist.checkpoint.exchange import exchange
 from tfstyle_dist.checkpoint.leaves import Leaf, Match, Read
 from tfstyle_dist.checkpoint.listing import checkpoints_in
-from tfstyle_dist.checkpoint.on_servers import Restore
 from tfstyle_dist.checkpoint.reader import CheckpointReader
+from tfstyle_dist.checkpoint.restored import Restored
 from tfstyle_dist.checkpoint.status import CheckpointLoadStatus
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import DataLossError, InvalidArgumentError, NotFoundError
 from tfstyle_dist.core.logging import get_logger
-
-_BYTES_AT_A_TIME = 64 * 1024 * 1024
 
 
 def restore(
@@ -43,13 +39,14 @@ def restore(
     """
     error: Exception | None = None
     found: dict[str, Match] = {}
-    reader, saved = None, ""
+    restored, saved = None, ""
     try:
         reader = CheckpointReader(path)
+        restored = Restored(reader, optional)
         saved = reader.content["data"]
         files.verify(path, reader.content, group.rank, group.size)
         reader.check()
-        found = _match(reader, leaves)
+        found = restored.match(leaves)
     except (AttributeError, KeyError, TypeError) as failure:
         error = DataLossError(f"The index of checkpoint {path!r} lacks what its objects need: {failure!r}.")
     except Exception as failure:
@@ -60,23 +57,19 @@ def restore(
         error = DataLossError(f"{error} Other checkpoints in that folder: {', '.join(others)}.")
     same = {"path": path, "data": saved if not error else ""}
     told = exchange(group, what, failed, error, same=same, takes=_who_takes_itself(leaves, found))
-    assert reader is not None
-    used: set[str] = set()
-    servers = Restore(files.data_folder(path, reader.content), reader.content["tensors"])
-    read = Read(lambda names: _pieces(reader, names), servers)
+    assert restored is not None
+    read = restored.reading()
     matched = [leaf for leaf in leaves if leaf.path in found]
-    trees = {leaf.path: reader.content["objects"][leaf.path]["tree"] for leaf in matched}
+    trees = {leaf.path: restored.objects[leaf.path]["tree"] for leaf in matched}
     taking = {name for other in told for name in other["takes"]}  # hooks may be on some workers only
     _first_who_may_refuse(group, [leaf for leaf in matched if leaf.path in taking], trees, read, (what, failed))
     for leaf in matched:
         if leaf.path not in taking:
             leaf.worker = group.own_number
             leaf.load(trees[leaf.path], read)
-        used |= found[leaf.path].used
-    servers.run()
-    missing = [leaf.path for leaf in leaves if leaf.path not in found and leaf.path not in optional]
-    missing += [name for match in found.values() for name in match.missing]
-    return CheckpointLoadStatus(path, missing, _unused(reader.content, found, used), len(found.keys() - set(optional)))
+    read.servers.run()
+    restored.note(leaves, found)
+    return CheckpointLoadStatus(restored)
 
 
 def _first_who_may_refuse(
@@ -116,51 +109,6 @@ def _put_back(undo: Mapping[str, Callable[[], None]]) -> None:
             put_back()
         except Exception as error:  # the first one is raised
             get_logger().error("%s did not take back what it had before the restore: %s", path, error)
-
-
-def _match(reader: CheckpointReader, leaves: Sequence[Leaf]) -> dict[str, Match]:
-    objects, facts = reader.content["objects"], reader.content["tensors"]
-    found, problems = {}, []
-    for leaf in leaves:
-        if leaf.path not in objects:
-            continue
-        kind = objects[leaf.path]["kind"]
-        if kind != leaf.kind:
-            problems.append(f"{leaf.path} is of kind {leaf.kind}, saved was a {kind}")
-            continue
-        found[leaf.path] = match = leaf.match(objects[leaf.path]["tree"], facts)
-        problems += match.problems
-    if problems:
-        raise InvalidArgumentError("the objects do not fit: " + "; ".join(problems) + ".")
-    return found
-
-
-def _unused(content: dict[str, Any], found: dict[str, Match], used: set[str]) -> list[str]:
-    unused = []
-    for path, about in content["objects"].items():
-        if path not in found and about["kind"] != "counter":
-            unused += codec.tensor_names(about["tree"]) or [path]
-        elif path in found:
-            unused += [name for name in codec.tensor_names(about["tree"]) if name not in used]
-    return list(dict.fromkeys(unused))
-
-
-def _pieces(reader: CheckpointReader, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads so much at a time that memory for a whole model is not needed beside the model."""
-    facts = reader.content["tensors"]
-    piece: list[str] = []
-    size = 0
-    for name in dict.fromkeys(names):
-        piece.append(name)
-        numel = 1
-        for length in facts[name]["shape"]:
-            numel *= length
-        size += numel * getattr(torch, facts[name]["dtype"]).itemsize
-        if size >= _BYTES_AT_A_TIME:
-            yield from reader.read(piece).items()
-            piece, size = [], 0
-    if piece:
-        yield from reader.read(piece).items()
 
 
 def _folder_of(path: str) -> str:

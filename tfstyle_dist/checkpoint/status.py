@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
+from tfstyle_dist.checkpoint.restored import Restored
 from tfstyle_dist.core.logging import get_logger
 
 
 class CheckpointLoadStatus:
     """The result of ``Checkpoint.restore``.
 
-    If something did not match and none of the methods is called, a warning says what.
+    If something did not match and none of the methods is called, a warning says what. What is attached later counts
+    from then on.
 
     Args:
-        path: the checkpoint; ``None`` when nothing was restored.
-        missing: objects, or parts of them, that the checkpoint does not have.
-        unused: what the checkpoint has and no object took.
-        matched: number of objects that were restored.
+        restored: what the objects have taken; ``None`` when nothing was restored.
 
     Source: the status objects of ``tf.train.Checkpoint.restore``.
     """
 
-    def __init__(self, path: str | None, missing: Sequence[str], unused: Sequence[str], matched: int) -> None:
-        self.path, self.missing, self.unused, self.matched = path, tuple(missing), tuple(unused), matched
-        self._quiet = path is None
+    def __init__(self, restored: Restored | None) -> None:
+        self.restored = restored
+        self._warning = None if restored is None else weakref.finalize(self, _warn, restored)
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint; ``None`` when nothing was restored."""
+        return None if self.restored is None else self.restored.reader.path
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Objects, or parts of them, that the checkpoint does not have."""
+        return () if self.restored is None else self.restored.missing
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """What the checkpoint has and no object took."""
+        return () if self.restored is None else self.restored.unused
+
+    @property
+    def matched(self) -> int:
+        """Number of objects that were restored."""
+        return 0 if self.restored is None else self.restored.matched
 
     def assert_consumed(self) -> CheckpointLoadStatus:
         """Checks that every object was restored, and everything in the checkpoint was taken.
@@ -35,7 +55,7 @@ class CheckpointLoadStatus:
         if self.unused:
             raise AssertionError(
                 f"Checkpoint {self.path!r} has what no object took: {_list(self.unused)}. Give the objects under the "
-                "names they were saved with, before restore() is called, or call expect_partial() if that is intended."
+                "names they were saved with, before this is called, or call expect_partial() if that is intended."
             )
         return self
 
@@ -45,9 +65,7 @@ class CheckpointLoadStatus:
         Raises:
             AssertionError: one was not; the message lists the names.
         """
-        self._quiet = True
-        if self.path is None:
-            raise AssertionError("No checkpoint was given to restore: the path is None.")
+        self._something()
         if self.missing:
             raise AssertionError(
                 f"Checkpoint {self.path!r} does not have {_list(self.missing)}; what it has and nobody took: "
@@ -56,31 +74,50 @@ class CheckpointLoadStatus:
         return self
 
     def assert_nontrivial_match(self) -> CheckpointLoadStatus:
-        """Checks that something was restored.
+        """Checks that something was restored, if there was something to restore.
 
         Raises:
             AssertionError: nothing was.
         """
-        self._quiet = True
-        if not self.matched:
+        self._something()
+        if not self.matched and (self.missing or self.unused):
             raise AssertionError(f"Nothing of checkpoint {self.path!r} was restored; it has {_list(self.unused)}.")
         return self
 
+    def _something(self) -> None:
+        """Says that somebody has asked, and raises if there is nothing to ask for."""
+        self.expect_partial()
+        if self.restored is None:
+            raise AssertionError(
+                "No checkpoint was given to restore: the path is None. Ask only if latest_checkpoint() found one."
+            )
+
+    def initialize_or_restore(self, session: object = None) -> None:
+        """Does nothing: everything has its value already, as in TensorFlow's eager mode; ``run_restore_ops`` too.
+
+        Args:
+            session: accepted for TF's signature.
+        """
+
+    run_restore_ops = initialize_or_restore
+
     def expect_partial(self) -> CheckpointLoadStatus:
         """Says that it need not match, so that no warning is given."""
-        self._quiet = True
+        if self._warning is not None:
+            self._warning.detach()
         return self
 
-    def __del__(self) -> None:
-        if self._quiet or not (self.missing or self.unused):
-            return
+
+def _warn(restored: Restored) -> None:
+    missing, unused = restored.missing, restored.unused
+    if missing or unused:
         get_logger().warning(
-            "Checkpoint %s did not match: not in it: %s; in it and not used: %s. What is made after restore() is not "
-            "restored: make it before. Call expect_partial() on the result of restore() if it need not match, or "
-            "assert_consumed() to have it raised.",
-            self.path,
-            _list(self.missing) or "nothing",
-            _list(self.unused) or "nothing",
+            "Checkpoint %s did not match: not in it: %s; in it and not used: %s. What is attached to the Checkpoint "
+            "later, under the name it was saved with, is restored then. Call expect_partial() on the result of "
+            "restore() if it need not match, or assert_consumed() to have it raised.",
+            restored.reader.path,
+            _list(missing) or "nothing",
+            _list(unused) or "nothing",
         )
 
 

@@ -13,6 +13,7 @@ from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import OwnSum, local_sum, on_first_device, true_device
 from tfstyle_dist.cross_device_ops.rows import dense_rows, reduce_rows
+from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.values import DistributedValues, IndexedSlices, Mirrored
 
 Pair = tuple[Any, Any]
@@ -155,7 +156,7 @@ def place(value: Any, destinations: Any) -> Any:
         )
     if isinstance(destinations, DistributedValues):
         copies = [_copy(value, _device(v)) for v in destinations.values]
-        return Mirrored(copies) if len(copies) > 1 else copies[0]
+        return Mirrored(copies, _local_replica) if len(copies) > 1 else copies[0]
     return _copy(value, _device(destinations))
 
 
@@ -173,6 +174,11 @@ def _tensor(value: Any) -> torch.Tensor:
             f"What is reduced or copied must be a tensor, a number, an array or IndexedSlices, got "
             f"{type(value).__name__}: {value!r}. Call it for each value of a list or dictionary."
         ) from error
+
+
+def _local_replica() -> int:
+    frame = current_frame()
+    return 0 if frame is None or frame.replica is None else frame.replica.local_replica_id
 
 
 def _device(destination: Any) -> torch.device:

@@ -2,7 +2,6 @@
 
 from tfstyle_dist.values.distributed_values import (
     DistributedValues,
-    Mirrored,
     PerReplica,
     ValueContext,
     component_values,
@@ -12,6 +11,7 @@ from tfstyle_dist.values.distributed_values import (
     select_replica,
 )
 from tfstyle_dist.values.indexed_slices import IndexedSlices
+from tfstyle_dist.values.mirrored import Mirrored
 from tfstyle_dist.values.shares import (
     Division,
     Share,

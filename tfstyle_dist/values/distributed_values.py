@@ -1,4 +1,4 @@
-"""PerReplica and Mirrored: one object that stands for one value on each local replica."""
+"""PerReplica: one object that stands for one value on each local replica."""
 
 from __future__ import annotations
 
@@ -74,10 +74,23 @@ class PerReplica(DistributedValues):
 
     __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _is_no_number
     __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __round__ = item = _is_no_number
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _is_no_number
+    __abs__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __complex__ = _is_no_number
 
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} has no entries: it holds one value for each of {len(self._values)} local "
+            f"replicas. Write strategy.experimental_local_results(value)[replica], or value[{key!r}] in strategy.run."
+        )
 
-class Mirrored(PerReplica):
-    """Equal values, one on each replica's device: what ``extended.reduce_to`` gives for a variable."""
+    def __getattr__(self, name: str) -> Any:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and self._values and hasattr(self._values[0], name):
+            text += (
+                f": it holds one value for each of {len(self._values)} local replicas. Take one of them, "
+                f"strategy.experimental_local_results(value)[0].{name}, or combine them with strategy.reduce or gather"
+            )
+        raise AttributeError(text)
 
 
 class ValueContext:

@@ -8,7 +8,7 @@ import torch
 
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
 from tfstyle_dist.runtime.context import Frame, Replica, current_frame, entered, mixing_error
-from tfstyle_dist.values import Share
+from tfstyle_dist.values import PerReplica, Share
 from tfstyle_dist.variables.component import (
     apart,
     checked,
@@ -44,6 +44,8 @@ def assign(variable: Variable, op: str, value: Any) -> Any:
     if frame is not None and frame.strategy is not strategy and not variable._tfstyle_plain():
         raise mixing_error(strategy, frame.strategy, f"assigning variable {variable.name!r}")
     index = record.index()
+    if isinstance(value, PerReplica) and frame is not None and frame.replica is not None:
+        value = per_component(value, frame.replica.local_replica_id + 1)[frame.replica.local_replica_id]
     if variable._tfstyle_plain():
         component = record.components[0]
         write_component(component, op, checked(value, component, variable.name))

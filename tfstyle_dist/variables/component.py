@@ -14,6 +14,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
 from tfstyle_dist.values import PerReplica, Share, may_be_nan, without_nothing
+from tfstyle_dist.variables.number_methods import NumberMethods
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
@@ -27,7 +28,7 @@ _APPLY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class VariableComponent(RowMethods, torch.nn.Parameter):  # type: ignore[misc]  # scatter_add takes TF's arguments too
+class VariableComponent(RowMethods, NumberMethods, torch.nn.Parameter):  # type: ignore[misc]  # scatter_add takes TF's arguments too
     """One replica's copy of a variable: what ``experimental_local_results`` gives and ``extended.update`` passes."""
 
     _tfstyle_name: str
@@ -114,7 +115,14 @@ def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
 
 def per_component(value: Any, count: int) -> list[Any]:
     """The value for each component: a PerReplica's own entries, else the same for all."""
-    return list(value.values) if isinstance(value, PerReplica) else [value] * count
+    if not isinstance(value, PerReplica):
+        return [value] * count
+    if len(value.values) < count:
+        raise InvalidArgumentError(
+            f"{value!r} has {len(value.values)} value(s) for {count} local replicas; give one for each, e.g. with "
+            "strategy.experimental_distribute_values_from_function."
+        )
+    return list(value.values)
 
 
 def divided(value: torch.Tensor, by: torch.Tensor | int) -> torch.Tensor:

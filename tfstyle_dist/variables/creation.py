@@ -142,6 +142,21 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     return variable
 
 
+def copy_variable(variable: Variable) -> Variable:
+    """A variable of the same strategy, with the same settings, whose copies have the values of ``variable``'s."""
+    record = variable._tfstyle_record
+    given = (record.local_name, None, record.synchronization, record.aggregation, variable.constraint)
+    spec = VariableSpec(None, variable.trainable, *given)
+    values = [component.detach() for component in record.components]
+    copy = build_variable(type(variable), spec, record.store, values[0].clone(), variable.synchronization)
+    with torch.no_grad():
+        for component, value in zip(copy._tfstyle_record.components, values, strict=True):
+            component.copy_(value)
+    if copy.requires_grad != variable.requires_grad:
+        copy.requires_grad_(variable.requires_grad)
+    return copy
+
+
 def build_single(cls: type[Variable], spec: VariableSpec, store: Any) -> Variable:
     """A variable with one copy: it is never read by combining several, whatever was asked for.
 

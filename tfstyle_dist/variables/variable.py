@@ -12,14 +12,15 @@ from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.values import DistributedValues
 from tfstyle_dist.variables.assigning import assign
 from tfstyle_dist.variables.component import read_across_replicas
-from tfstyle_dist.variables.creation import VariableSpec, default_creator
-from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.creation import VariableSpec, copy_variable, default_creator
+from tfstyle_dist.variables.number_methods import NumberMethods
+from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.rows import RowMethods
 from tfstyle_dist.variables.scatter import read_places, read_rows, scatter
 
 
-class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
+class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc]  # __repr__ differs from the stub
     """A tensor that a strategy keeps on its replicas (``tf.Variable``).
 
     Built inside ``strategy.scope()`` it has one copy on each replica; outside every scope it is an ordinary
@@ -108,21 +109,6 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
         return self._tfstyle_value().detach().clone()
 
     read_value = value
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """``value()`` as a numpy array with memory of its own (``tf.Variable.numpy``); ``force`` as in torch."""
-        return self.value().cpu().numpy(force=force)
-
-    # Of a variable they are the value's, as in TensorFlow: torch would warn that they are outside of autograd's graph.
-
-    def __float__(self) -> float:
-        return float(self.value())
-
-    def __int__(self) -> int:
-        return int(self.value())
-
-    def __complex__(self) -> complex:
-        return complex(self.value())
 
     @property
     def name(self) -> str:
@@ -252,6 +238,17 @@ class Variable(RowMethods, Replicated, torch.nn.Parameter):  # type: ignore[misc
 
     def _assign_in_context(self, op: str, value: Any) -> Any:
         return assign(self, op, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A variable of the same strategy, as in TensorFlow; in replica context and of servers a plain parameter."""
+        frame = current_frame()
+        if (frame is not None and frame.replica is not None) or self._tfstyle_record.placement is Placement.REMOTE:
+            return super().__deepcopy__(memo)
+        if id(self) not in memo:
+            self._tfstyle_record.store.ensure_equal()
+            memo[id(self)] = copy_variable(self)
+        copy: Variable = memo[id(self)]
+        return copy
 
     def _tfstyle_plain(self) -> bool:
         """Whether this is an ordinary variable, without policies."""
