@@ -60,6 +60,11 @@ def group_among(ranks: Sequence[int], backend: str, timeout: timedelta | None) -
     return torch_internals.group_among(name, ranks, backend, torch_limit(timeout, backend))
 
 
+def members_of(process_group: Any) -> int:
+    """How many workers a torch group has; -1 where this worker is none of them."""
+    return dist.get_world_size(process_group)
+
+
 class CopiedBack:
     """A sum that is made in another tensor: on the CPU, or of a type that can be added."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from tfstyle_dist.comm import torch_transport
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.runtime.context import Replica, current_frame
@@ -38,7 +39,7 @@ def _check(module: torch.nn.SyncBatchNorm, x: torch.Tensor, num_workers: int) ->
             f"num_features={x.shape[1]}, or change the input."
         )
     group = module.process_group
-    if group is not None and (members := torch.distributed.get_world_size(group)) != num_workers:
+    if group is not None and (members := torch_transport.members_of(group)) != num_workers:
         whose = "other workers" if members < 0 else f"{members} of the {num_workers} workers"
         raise ValueError(
             f"SyncBatchNorm got a process_group of {whose}, but in strategy.run it normalises by the examples of all "
