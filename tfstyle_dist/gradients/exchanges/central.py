@@ -33,6 +33,7 @@ class SharedReducer(PassReducer):
     _turn = 0
     _first = True
     _hooked = False
+    _comes_again = False  # a gradient has come twice in one pass: buckets are kept until the end from then on
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Notes the gradient; sends what is complete."""
@@ -46,8 +47,10 @@ class SharedReducer(PassReducer):
                 f"The gradient of {state.record.describe()!r} came twice in one backward pass, the second time after "
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
+        self._comes_again |= state.ready
         state.ready = True
-        if filling is not None and filling.missing == 0 and not (self._first or self.meets_in_backward or self._hooked):
+        kept = self._first or self.meets_in_backward or self._hooked or self._comes_again
+        if filling is not None and filling.missing == 0 and not kept:
             self._send_complete()
 
     # ---- one pass ---------------------------------------------------------------------------------------------

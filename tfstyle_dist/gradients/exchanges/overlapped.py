@@ -56,13 +56,14 @@ class StreamingReducer(PassReducer):
 
     _travelling: Sequence[Pending] = ()
     _looked = 0.0
+    _comes_again = False  # a gradient has come twice in one pass: buckets are kept until the end from then on
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Copies the gradient into its bucket; sends what is complete."""
         if not self.enter(state):
             return
         filling, position = self._positions.get(id(state), (None, 0))
-        state.ready = True
+        again, state.ready = state.ready, True
         if filling is None:  # sparse: handled at the end
             return
         if filling.pending is not None:
@@ -70,6 +71,7 @@ class StreamingReducer(PassReducer):
                 f"The gradient of {state.record.describe()!r} came twice in one backward pass, the second time after "
                 "it was sent. Use torch.utils.checkpoint with use_reentrant=False."
             )
+        self._comes_again |= again
         if has_further_hooks(parameter):
             filling.late.add(position)
             return
@@ -77,8 +79,8 @@ class StreamingReducer(PassReducer):
         with self.worker.clocks[0].counting(COMMUNICATION):
             with torch.no_grad():
                 self._fill(filling, position, state)
-            filling.missing -= 1
-            if filling.missing == 0 and not (self._unagreed or self.meets_in_backward):
+            filling.missing -= not again
+            if filling.missing == 0 and not (self._unagreed or self.meets_in_backward or self._comes_again):
                 self._send_complete()
 
     def _look(self) -> None:
