@@ -78,6 +78,20 @@ def test_a_chief_that_has_built_other_models_before(strategy: tfd.Strategy, rank
     assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
 
 
+def test_models_that_are_compiled_again(strategy: tfd.Strategy, rank: int) -> None:
+    """Variables of new metrics take the place in memory of those that are gone, on one worker and not on the other."""
+    model, kept = made(strategy), []
+    for _ in range(8):
+        model.test_on_batch(X[:4], Y[:4])
+        if rank == 0:
+            kept.append([*model.metrics_variables, *model.optimizer.variables])
+        with strategy.scope():
+            model.compile(
+                "adam", "sparse_categorical_crossentropy", metrics=["accuracy", "sparse_top_k_categorical_accuracy"]
+            )
+    assert bool((np.diff(everywhere(strategy, model.evaluate(*TEST, verbose=0)), axis=0) == 0).all())
+
+
 def test_learning_rates_of_the_chief_hold_everywhere(strategy: tfd.Strategy, rank: int) -> None:
     model = made(strategy, optimizer=keras.optimizers.SGD(0.1))
     rates = {0: [0.5, 0.25], 1: [7.0, 7.0]}[rank]

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tfstyle_dist.input.options import AutoShardPolicy, InputOptions
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder
 from tfstyle_dist.integrations.keras.backend import ArrayDataAdapter, DataAdapter, TorchDataLoaderAdapter
+from tfstyle_dist.integrations.keras.batches import Batches
 from tfstyle_dist.integrations.keras.steps import usable
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
@@ -112,6 +113,8 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             pipeline = SamplerPipeline(loader.dataset, self._order, size, False, layout, policy, options)
             plan = Plan(pipeline, policy, size, len(self._order), "reads these only")
             return DistributedDataset(worker, plan, InputOptions(), None)
+        if isinstance(self._inner, Batches):
+            return cast(DistributedDataset, self._inner.source)
         if isinstance(self._inner, TorchDataLoaderAdapter):
             return self._strategy.experimental_distribute_dataset(self._inner.get_torch_dataloader())
         return self._strategy.experimental_distribute_dataset(_Stream(self._inner, worker.group))
