@@ -164,6 +164,33 @@ def test_an_error_of_the_chief_ends_all(strategy: tfd.Strategy, rank: int) -> No
             model.fit(X, Y, verbose=0, callbacks=[callback])
 
 
+@pytest.mark.parametrize("raises", ["each", "the second"])
+def test_an_error_of_a_callback_on_every_worker_leaves_them_together(
+    strategy: tfd.Strategy, rank: int, raises: str
+) -> None:
+    """Workers that catch it go on; who raised gets its own error."""
+
+    class Pruned(Exception):
+        pass
+
+    class Prune(keras.callbacks.Callback):
+        on_every_worker = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1 and (raises == "each" or rank == 1):
+                raise Pruned(f"by {rank}")
+
+    for _ in range(2):
+        model = made(strategy)
+        if raises == "each" or rank == 1:
+            with pytest.raises(Pruned, match=f"by {rank}"):
+                model.fit(X, Y, batch_size=64, verbose=0, callbacks=[Prune()])
+        else:
+            with pytest.raises(RuntimeError, match=r"failed on worker 1, in on_train_batch_end: Pruned: by 1"):
+                model.fit(X, Y, batch_size=64, verbose=0, callbacks=[Prune()])
+    assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
+
+
 def test_checkpoints_and_going_on(strategy: tfd.Strategy, rank: int, shared_tmp_path: Path) -> None:
     """One file is written; a job that was cut off goes on where it was, on all workers."""
     path = shared_tmp_path / "best.keras"
