@@ -103,6 +103,16 @@ def test_what_does_not_go_together_is_refused(strategy: tfd.Strategy) -> None:
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
             call()
+    with pytest.raises(
+        ValueError, match=r"fit was given a DistributedIterator.* Give it the distributed dataset itself"
+    ):
+        model.fit(iter(data), steps_per_epoch=1, verbose=0)
+    if strategy.num_replicas_in_sync > 1:
+        x, y = next(iter(data))
+        text = "was given a PerReplica, which is divided among the replicas already.* Give it the global batch"
+        for call in (lambda: model.train_on_batch(x, y), lambda: model.predict_on_batch(x)):
+            with pytest.raises(ValueError, match=text):
+                call()
     with tfd.MirroredStrategy(["cpu:0"]) as other:
         theirs = other.experimental_distribute_dataset(loader(X, Y))
         with pytest.raises(ValueError, match=r"of another strategy than the model's .*experimental_distribute_dataset"):

@@ -21,7 +21,7 @@ from tfstyle_dist.integrations.keras import (
 from tfstyle_dist.integrations.keras.backend import keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.inputs import batches_for_keras, input_of
-from tfstyle_dist.integrations.keras.refusals import refuse_stateful, refuse_training_in_run
+from tfstyle_dist.integrations.keras.refusals import refuse_divided, refuse_stateful, refuse_training_in_run
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
@@ -67,11 +67,12 @@ def strategy_of(model: Any) -> Strategy | None:
     return None
 
 
-def _distributing(model: Any, method: str) -> Strategy | None:
+def _distributing(model: Any, method: str, given: Any) -> Strategy | None:
     """The strategy that a method must follow now; ``None`` to do as Keras does."""
     strategy = strategy_of(model)
     if strategy is None or ALONE.active:
         return None
+    refuse_divided(method, given)
     frame = current_frame()
     if method in ("fit", "train_on_batch"):
         refuse_training_in_run(model, method)
@@ -175,7 +176,7 @@ def _train_step(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "fit")
+    strategy = _distributing(self, "fit", (args, kwargs))
     if strategy is None:
         with _on_its_device(self):
             return _by_keras(self, original, args, kwargs)
@@ -211,7 +212,7 @@ def _split_validation(given: dict[str, Any]) -> None:
 
 
 def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "evaluate")
+    strategy = _distributing(self, "evaluate", (args, kwargs))
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
@@ -225,7 +226,7 @@ def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "predict")
+    strategy = _distributing(self, "predict", (args, kwargs))
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
@@ -237,7 +238,7 @@ def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _on_batch(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, original.__name__)
+    strategy = _distributing(self, original.__name__, (args, kwargs))
     if strategy is None:
         return _as_keras(self, original, args, kwargs)
     if isinstance(strategy, ParameterServerStrategy):
