@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -85,6 +86,38 @@ def test_a_dataset_creator_gives_each_replica_a_batch(strategy: tfd.Strategy) ->
     assert len(outputs) == 4 * strategy.num_replicas_in_sync
     shares = np.sort(outputs.ravel()), np.sort(np.tile(alone.predict(X[:each], verbose=0).ravel(), worker.group.size))
     np.testing.assert_allclose(*shares, atol=1e-5)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Goes on where it was, whoever reads it."""
+
+    def __init__(self, batches: int) -> None:
+        self.places = iter(range(batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in self.places:
+            yield torch.from_numpy(X[place : place + 1]), torch.from_numpy(Y[place : place + 1])
+
+
+@strategy_combinations("one_device", "mirrored_2", "mirrored_2_workers", timeout=60)
+def test_a_stream_is_read_from_its_first_batch_on(strategy: tfd.Strategy) -> None:
+    """Although the model is built from a batch; the function is called once."""
+    called: list[int] = []
+
+    def stream(context: tfd.InputContext) -> Any:
+        called.append(context.input_pipeline_id)
+        return Stream(2 * strategy.worker.num_local_replicas)
+
+    model = made(strategy.scope())
+    model.fit(DatasetCreator(stream), steps_per_epoch=2, verbose=0)  # Keras would warn of a third step
+    assert called == [strategy.worker.group.rank]
+    assert int(model.optimizer.iterations) == 2
+    theirs, n = made(strategy.scope()), strategy.worker.num_local_replicas
+    rows = [slice(0, n), slice(n, 2 * n)]
+    for part in rows:
+        theirs.train_on_batch(*(np.tile(a[part], (strategy.worker.group.size, 1)) for a in (X, Y)))
+    for one, other in zip(model.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @strategy_combinations("one_device", "mirrored_2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tfstyle_dist.input.dataset import DistributedDataset
@@ -47,16 +47,34 @@ class DatasetCreator:
 class Batches(DataAdapter):  # type: ignore[misc]
     """Keras' adapter for batches that are there already: of a distributed dataset, or of a ``DatasetCreator``.
 
+    The batch from which Keras builds a model is the first one of the loop too: a stream cannot be read again.
+
     Args:
-        source: begins anew with each ``iter``.
+        source: an iterable of batches.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
+        self._builds, self._kept, self._rest = True, list[Any](), iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._builds:
+            self._rest = iter(self.source)
+            for place, batch in enumerate(self._rest):
+                self._kept = [] if place else [batch]
+                yield batch
+            return
+        kept, self._kept = self._kept, []
+        yield from kept
+        yield from self._rest if kept else iter(self.source)
 
     def get_torch_dataloader(self) -> Iterable[Any]:
         """One pass over the data."""
-        return self.source
+        return self
+
+    def on_epoch_end(self) -> None:
+        """Keras calls it first when the model is built, after no batch or one."""
+        self._builds = False
 
     @property
     def num_batches(self) -> int | None:

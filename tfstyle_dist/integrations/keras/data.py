@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, inner: Any, builds: bool) -> None:
         self._strategy, self._inner, self._builds = strategy, inner, builds
-        self._dataset: DistributedDataset | None = None
+        self._dataset: Iterable[Any] | None = None
         self._order: _KerasOrder | None = None
 
     def get_torch_dataloader(self) -> Iterable[Any]:
@@ -103,7 +103,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
                 _, batch = usable(select_replica(0, batch) if self._strategy.worker.num_local_replicas > 1 else batch)
             yield batch
 
-    def _distribute(self, loader: Any) -> DistributedDataset:
+    def _distribute(self, loader: Any) -> Iterable[Any]:
         worker = self._strategy.worker
         if loader is not None:
             self._order = _KerasOrder(loader, worker)
@@ -114,7 +114,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             plan = Plan(pipeline, policy, size, len(self._order), "reads these only")
             return DistributedDataset(worker, plan, InputOptions(), None)
         if isinstance(self._inner, Batches):
-            return cast(DistributedDataset, self._inner.source)
+            return self._inner
         if isinstance(self._inner, TorchDataLoaderAdapter):
             return self._strategy.experimental_distribute_dataset(self._inner.get_torch_dataloader())
         return self._strategy.experimental_distribute_dataset(_Stream(self._inner, worker.group))
