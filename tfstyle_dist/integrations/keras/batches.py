@@ -55,7 +55,8 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
-        self._builds, self._kept, self._rest = True, list[Any](), iter(())
+        self._builds, self._kept = True, list[Any]()
+        self._rest: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         if self._builds:
@@ -109,7 +110,7 @@ def as_batches(strategy: Strategy | None, x: Any, steps: Any, alone: bool = Fals
     for name, value in beside.items():
         if value is not None:
             raise ValueError(
-                f"{name} was given beside a {kind}, whose batches cannot be divided as it is. Let the dataset give "
+                f"{name} was given beside a {kind}, which gives whole batches. Let the dataset give "
                 "batches (x, y) or (x, y, sample_weight), and leave it out."
             )
     if strategy is None or alone:

@@ -27,6 +27,7 @@ from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
@@ -154,7 +155,7 @@ def _arguments(original: Method, model: Any, args: Any, kwargs: Any) -> dict[str
 def _made(original: Method, self: Any) -> None:
     original(self)
     frame = current_frame()
-    if frame is not None and frame.replica is None:
+    if frame is not None and frame.replica is None and frame.strategy is not default_strategy():
         _strategies[self] = cast(Strategy, frame.strategy)
 
 
