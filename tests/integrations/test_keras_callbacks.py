@@ -78,6 +78,20 @@ def test_a_chief_that_has_built_other_models_before(strategy: tfd.Strategy, rank
     assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
 
 
+def test_models_that_are_compiled_again(strategy: tfd.Strategy, rank: int) -> None:
+    """Variables of new metrics take the place in memory of those that are gone, on one worker and not on the other."""
+    model, kept = made(strategy), []
+    for _ in range(8):
+        model.test_on_batch(X[:4], Y[:4])
+        if rank == 0:
+            kept.append([*model.metrics_variables, *model.optimizer.variables])
+        with strategy.scope():
+            model.compile(
+                "adam", "sparse_categorical_crossentropy", metrics=["accuracy", "sparse_top_k_categorical_accuracy"]
+            )
+    assert bool((np.diff(everywhere(strategy, model.evaluate(*TEST, verbose=0)), axis=0) == 0).all())
+
+
 def test_learning_rates_of_the_chief_hold_everywhere(strategy: tfd.Strategy, rank: int) -> None:
     model = made(strategy, optimizer=keras.optimizers.SGD(0.1))
     rates = {0: [0.5, 0.25], 1: [7.0, 7.0]}[rank]
@@ -148,6 +162,33 @@ def test_an_error_of_the_chief_ends_all(strategy: tfd.Strategy, rank: int) -> No
     else:
         with pytest.raises(RuntimeError, match=r"failed on worker 0, in on_epoch_end: OSError: no space left"):
             model.fit(X, Y, verbose=0, callbacks=[callback])
+
+
+@pytest.mark.parametrize("raises", ["each", "the second"])
+def test_an_error_of_a_callback_on_every_worker_leaves_them_together(
+    strategy: tfd.Strategy, rank: int, raises: str
+) -> None:
+    """Workers that catch it go on; who raised gets its own error."""
+
+    class Pruned(Exception):
+        pass
+
+    class Prune(keras.callbacks.Callback):
+        on_every_worker = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1 and (raises == "each" or rank == 1):
+                raise Pruned(f"by {rank}")
+
+    for _ in range(2):
+        model = made(strategy)
+        if raises == "each" or rank == 1:
+            with pytest.raises(Pruned, match=f"by {rank}"):
+                model.fit(X, Y, batch_size=64, verbose=0, callbacks=[Prune()])
+        else:
+            with pytest.raises(RuntimeError, match=r"failed on worker 1, in on_train_batch_end: Pruned: by 1"):
+                model.fit(X, Y, batch_size=64, verbose=0, callbacks=[Prune()])
+    assert bool((np.diff(everywhere(strategy, weights_of(model)), axis=0) == 0).all())
 
 
 def test_checkpoints_and_going_on(strategy: tfd.Strategy, rank: int, shared_tmp_path: Path) -> None:

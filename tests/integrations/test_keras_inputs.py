@@ -235,3 +235,32 @@ def test_saved_in_a_scope_and_loaded_in_another(tmp_path: Any) -> None:
         plain.fit(X, Y, batch_size=60, shuffle=False, verbose=0)
         again.fit(X, Y, batch_size=60, shuffle=False, verbose=0)
         np.testing.assert_allclose(weights_of(again), weights_of(plain), atol=1e-5)
+
+
+class Halves(keras.Model):
+    """Has no weights before its first batch."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer=keras.initializers.Constant(0.5))
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+@strategy_combinations("one_device", "mirrored_2", "mirrored_2_workers")
+def test_a_model_belongs_to_the_scope_in_which_it_was_made(strategy: tfd.Strategy) -> None:
+    """Even if it has no weights yet, and is compiled, built and trained outside."""
+
+    def train(scope: Any, kind: Any) -> keras.Model:
+        keras.utils.set_random_seed(2)
+        with scope:
+            model: keras.Model = kind()
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        model.fit(X, X, batch_size=50, shuffle=False, verbose=0)
+        return model
+
+    for kind in (Halves, lambda: keras.Sequential([keras.layers.Dense(64)])):
+        together = train(strategy.scope(), kind)
+        assert strategy_of(together) is strategy
+        alone = train(contextlib.nullcontext(), kind)
+        np.testing.assert_allclose(weights_of(together), weights_of(alone), atol=1e-5)

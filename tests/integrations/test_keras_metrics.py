@@ -246,3 +246,19 @@ def test_what_a_checkpoint_cannot_restore_is_named(tmp_path: Path) -> None:
     wide = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(tfd.errors.InvalidArgumentError, match=r"model/0/kernel has shape \[4, 1\], saved was \[3, 1\]"):
         tfd.train.Checkpoint(model=wide).restore(path)
+
+
+@EVERY
+def test_what_a_metric_of_no_scope_had_counted_before_is_counted_once(strategy: tfd.Strategy) -> None:
+    n, metric = strategy.num_replicas_in_sync, keras.metrics.Mean()
+    metric.update_state(10.0)
+
+    def step() -> None:
+        metric.update_state(torch.tensor(7.0))
+
+    for runs in (1, 2):
+        strategy.run(step)
+        assert [float(v) for v in metric.variables] == pytest.approx([10 + 7 * n * runs, 1 + n * runs])
+    metric.reset_state()
+    strategy.run(step)
+    assert [float(v) for v in metric.variables] == pytest.approx([7 * n, n])

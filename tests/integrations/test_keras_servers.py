@@ -87,6 +87,8 @@ print("moved statistics:", float(np.abs(keras.ops.convert_to_numpy(model.layers[
 loaded = keras.models.load_model("m.keras", custom_objects={"Scaled": Scaled})
 print("loaded agrees:", np.allclose(loaded.predict(x_test, verbose=0), model.predict(x_test, verbose=0), atol=1e-4))
 
+evaluated = [model.evaluate(tfk.DatasetCreator(dataset_fn), steps=45, verbose=0), model.evaluate(x, y, verbose=0)]
+print("evaluated from the function:", np.allclose(*evaluated, atol=1e-3))
 model.optimizer.learning_rate = 0.05
 model.fit(tfk.DatasetCreator(dataset_fn), steps_per_epoch=10, verbose=0)
 model.save("state.keras")
@@ -134,7 +136,13 @@ def test_sync_and_async_side_by_side(tmp_path: Path) -> None:
     assert "keys accuracy learning_rate loss val_accuracy val_loss" in output
     (last,) = re.findall(r"validation \S+ \S+ (\S+)", output)
     assert float(last) > 0.9
-    lines = ("third epoch's rate is 0", "moved statistics", "loaded agrees", "set on the servers")
+    lines = (
+        "third epoch's rate is 0",
+        "moved statistics",
+        "loaded agrees",
+        "set on the servers",
+        "evaluated from the function",
+    )
     for line in (*lines, "momentum in the file", "iterations in the file", "momentum on the servers"):
         assert f"{line}: True" in output, output
     assert output.count("refused:") == 4

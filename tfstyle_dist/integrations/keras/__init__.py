@@ -14,8 +14,8 @@ Importing this module is all there is to do::
     model.fit(x, y, batch_size=64, epochs=5)
 """
 
+from tfstyle_dist.integrations.keras.batches import DatasetCreator
 from tfstyle_dist.integrations.keras.methods import install, strategy_of
-from tfstyle_dist.integrations.keras.servers import DatasetCreator
 from tfstyle_dist.integrations.keras.tensorboard import TensorBoard
 
 __all__ = ["DatasetCreator", "TensorBoard", "strategy_of"]

@@ -79,7 +79,7 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Runs one event on this worker and shares what the chief's callbacks did.
 
         Raises:
-            RuntimeError: a callback of the chief raised, and this is another worker.
+            RuntimeError: a callback of another worker raised.
         """
         if name in _BATCH_EVENTS and not self._at_batches:
             with self._alone():
@@ -92,10 +92,7 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             with self._alone():
                 call()
         except Exception as raised:
-            error = raised
-            if not self._chief:
-                self._group.report_failure(f"{name}: {type(raised).__name__}: {raised}")
-                raise
+            error = raised  # perhaps raised by all, who go on together
         self._share(name, error, before, rows)
 
     @contextmanager
@@ -117,17 +114,19 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self, name: str, error: Exception | None, before: Sequence[tuple[int, ...]], rows: dict[str, int]
     ) -> None:
         model = self._steps.model
-        mine: dict[str, Any] = {}
+        mine: dict[str, Any] = {"error": None if error is None else f"{type(error).__name__}: {error}"}
         if self._chief:
             changed = [i for i, (a, b) in enumerate(zip(before, self._stamps(), strict=False)) if a != b]
             flags = {flag: getattr(model, flag, None) for flag in _FLAGS}
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            mine = {"error": text, "changed": changed, "flags": flags, "history": self._added(rows)}
-        told = self._group.gather_objects(mine, f"callbacks ({name})")[0]
+            mine |= {"changed": changed, "flags": flags, "history": self._added(rows)}
+        told_by = self._group.gather_objects(mine, f"callbacks ({name})")
         if error is not None:
             raise error
-        if told["error"] is not None:
-            raise RuntimeError(f"A callback failed on worker 0, in {name}: {told['error']}. Its traceback is there.")
+        for worker, of_it in enumerate(told_by):
+            if of_it["error"] is not None:
+                text = f"A callback failed on worker {worker}, in {name}: {of_it['error']}. Its traceback is there."
+                raise RuntimeError(text)
+        told = told_by[0]
         for flag, value in told["flags"].items():
             if value is not None:
                 setattr(model, flag, value)

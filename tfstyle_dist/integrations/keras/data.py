@@ -18,6 +18,7 @@ from tfstyle_dist.input.options import AutoShardPolicy, InputOptions
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder
 from tfstyle_dist.integrations.keras.backend import ArrayDataAdapter, DataAdapter, TorchDataLoaderAdapter
+from tfstyle_dist.integrations.keras.batches import Batches
 from tfstyle_dist.integrations.keras.steps import usable
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.base import Strategy
@@ -38,7 +39,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, strategy: Strategy, inner: Any, builds: bool) -> None:
         self._strategy, self._inner, self._builds = strategy, inner, builds
-        self._dataset: DistributedDataset | None = None
+        self._dataset: Iterable[Any] | None = None
         self._order: _KerasOrder | None = None
 
     def get_torch_dataloader(self) -> Iterable[Any]:
@@ -102,7 +103,7 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
                 _, batch = usable(select_replica(0, batch) if self._strategy.worker.num_local_replicas > 1 else batch)
             yield batch
 
-    def _distribute(self, loader: Any) -> DistributedDataset:
+    def _distribute(self, loader: Any) -> Iterable[Any]:
         worker = self._strategy.worker
         if loader is not None:
             self._order = _KerasOrder(loader, worker)
@@ -112,6 +113,8 @@ class DistributedInput(DataAdapter):  # type: ignore[misc]
             pipeline = SamplerPipeline(loader.dataset, self._order, size, False, layout, policy, options)
             plan = Plan(pipeline, policy, size, len(self._order), "reads these only")
             return DistributedDataset(worker, plan, InputOptions(), None)
+        if isinstance(self._inner, Batches):
+            return self._inner
         if isinstance(self._inner, TorchDataLoaderAdapter):
             return self._strategy.experimental_distribute_dataset(self._inner.get_torch_dataloader())
         return self._strategy.experimental_distribute_dataset(_Stream(self._inner, worker.group))

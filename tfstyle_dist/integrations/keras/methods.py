@@ -18,15 +18,16 @@ from tfstyle_dist.integrations.keras import (
     server_state,
     travel,
 )
-from tfstyle_dist.integrations.keras.backend import get_data_adapter, keras, train_validation_split
+from tfstyle_dist.integrations.keras.backend import keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
-from tfstyle_dist.integrations.keras.data import DistributedInput
-from tfstyle_dist.integrations.keras.refusals import refuse_stateful, refuse_training_in_run
+from tfstyle_dist.integrations.keras.inputs import batches_for_keras, input_of
+from tfstyle_dist.integrations.keras.refusals import refuse_divided, refuse_stateful, refuse_training_in_run
 from tfstyle_dist.integrations.keras.servers import fit_on_servers
 from tfstyle_dist.integrations.keras.steps import Steps, bring_to, divided
 from tfstyle_dist.integrations.keras.wrapping import wrap
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies.base import Strategy
+from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
 
@@ -46,10 +47,12 @@ def install() -> None:
     travel.install()
     for name, wrapper in _WRAPPERS.items():
         wrap(keras.Model, name, wrapper)
+    trainer = next(kind for kind in keras.Model.__mro__ if "train_step" in vars(kind))
+    wrap(trainer, "__init__", _made)
 
 
 def strategy_of(model: Any) -> Strategy | None:
-    """The strategy in whose scope a Keras model was compiled or built; ``None`` for one of no strategy.
+    """The strategy in whose scope a Keras model was made, compiled or built; ``None`` for one of no strategy.
 
     Args:
         model: a Keras model.
@@ -65,11 +68,12 @@ def strategy_of(model: Any) -> Strategy | None:
     return None
 
 
-def _distributing(model: Any, method: str) -> Strategy | None:
+def _distributing(model: Any, method: str, given: Any) -> Strategy | None:
     """The strategy that a method must follow now; ``None`` to do as Keras does."""
     strategy = strategy_of(model)
     if strategy is None or ALONE.active:
         return None
+    refuse_divided(method, given)
     frame = current_frame()
     if method in ("fit", "train_on_batch"):
         refuse_training_in_run(model, method)
@@ -148,6 +152,13 @@ def _arguments(original: Method, model: Any, args: Any, kwargs: Any) -> dict[str
 # ---- the methods ------------------------------------------------------------------------------------------------
 
 
+def _made(original: Method, self: Any) -> None:
+    original(self)
+    frame = current_frame()
+    if frame is not None and frame.replica is None and frame.strategy is not default_strategy():
+        _strategies[self] = cast(Strategy, frame.strategy)
+
+
 def _compile(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     frame = current_frame()
     result = original(self, *args, **kwargs)
@@ -166,10 +177,10 @@ def _train_step(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "fit")
+    strategy = _distributing(self, "fit", (args, kwargs))
     if strategy is None:
         with _on_its_device(self):
-            return original(self, *args, **kwargs)
+            return _by_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
     if isinstance(strategy, ParameterServerStrategy):
         with _with_functions(self):
@@ -181,9 +192,9 @@ def _fit(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
         if validation is not None:
             x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
             size = given["validation_batch_size"] or given["batch_size"]
-            given["validation_data"] = _input(strategy, x, y, weight, size, given["validation_steps"])
+            given["validation_data"] = input_of(strategy, x, y, weight, size, given["validation_steps"])
         batch_size, steps_per_epoch = given["batch_size"], given["steps_per_epoch"]
-        data = _input(
+        data = input_of(
             strategy, given["x"], given["y"], given["sample_weight"], batch_size, steps_per_epoch,
             shuffle=given["shuffle"], class_weight=given["class_weight"],
         )  # fmt: skip
@@ -202,33 +213,33 @@ def _split_validation(given: dict[str, Any]) -> None:
 
 
 def _evaluate(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "evaluate")
+    strategy = _distributing(self, "evaluate", (args, kwargs))
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
     if given.get("_use_cached_eval_dataset"):  # fit calls it
         return original(self, **given)
     with _running(strategy, self) as steps:
-        data = _input(strategy, given["x"], given["y"], given["sample_weight"], given["batch_size"], given["steps"])
+        data = input_of(strategy, given["x"], given["y"], given["sample_weight"], given["batch_size"], given["steps"])
         given.update(x=data, y=None, sample_weight=None)
         given["callbacks"] = _callbacks(steps, given, epochs=1, steps=given["steps"] or data.num_batches)
         return original(self, **given)
 
 
 def _predict(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, "predict")
+    strategy = _distributing(self, "predict", (args, kwargs))
     if strategy is None or isinstance(strategy, ParameterServerStrategy):
         return _as_keras(self, original, args, kwargs)
     given = _arguments(original, self, args, kwargs)
     with _running(strategy, self) as steps:
-        data = _input(strategy, given["x"], None, None, given["batch_size"], given["steps"], builds=False)
+        data = input_of(strategy, given["x"], None, None, given["batch_size"], given["steps"], builds=False)
         given["x"] = data
         given["callbacks"] = _callbacks(steps, given, epochs=1, steps=given["steps"] or data.num_batches)
         return original(self, **given)
 
 
 def _on_batch(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = _distributing(self, original.__name__)
+    strategy = _distributing(self, original.__name__, (args, kwargs))
     if strategy is None:
         return _as_keras(self, original, args, kwargs)
     if isinstance(strategy, ParameterServerStrategy):
@@ -252,24 +263,19 @@ def _as_keras(model: Any, original: Method, args: Any, kwargs: Any) -> Any:
     """The method as it was; inside a callback without the step functions of the ``fit`` around it."""
     if not ALONE.active or kwargs.get("_use_cached_eval_dataset"):
         with _on_its_device(model):
-            return original(model, *args, **kwargs)
+            return _by_keras(model, original, args, kwargs)
     with _with_functions(model):
-        return original(model, *args, **kwargs)
+        return _by_keras(model, original, args, kwargs)
 
 
-def _input(
-    strategy: Strategy, x: Any, y: Any, weight: Any, size: Any, steps: Any, *, builds: bool = True, **options: Any
-) -> DistributedInput:
-    if callable(x) and not hasattr(x, "__iter__") and not hasattr(x, "__getitem__"):
-        raise ValueError(
-            f"x is a function ({x!r}), which {type(strategy).__name__} does not take: give arrays, a DataLoader or a "
-            "PyDataset of global batches. A dataset function is for ParameterServerStrategy."
-        )
-    adapter = get_data_adapter(
-        x=x, y=y, sample_weight=weight, batch_size=size, steps_per_epoch=steps, shuffle=options.pop("shuffle", False),
-        **options,
-    )  # fmt: skip
-    return DistributedInput(strategy, adapter, builds)
+def _by_keras(model: Any, original: Method, args: Any, kwargs: Any) -> Any:
+    """Keras' own loop, which is given the batches of a distributed dataset one by one."""
+    if original.__name__ in ("fit", "evaluate", "predict"):
+        given = _arguments(original, model, args, kwargs)
+        changed = batches_for_keras(strategy_of(model), given, ALONE.active)
+        if changed:
+            return original(model, **{**given, **changed})
+    return original(model, *args, **kwargs)
 
 
 def _callbacks(made: Steps, given: dict[str, Any], history: bool = False, **params: Any) -> Any:

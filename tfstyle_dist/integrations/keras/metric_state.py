@@ -172,9 +172,7 @@ def _update_state(original: Callable[..., Any], metric: Any, *args: Any, **kwarg
     frame = current_frame()
     if frame is None or frame.replica is None or CURRENT.count is not None:  # fit counts for itself
         return original(metric, *args, **kwargs)
+    for variable in metric.variables:  # before a replica reads them; those without examples do it as well
+        adopt(variable, frame.strategy)
     share = frame.replica.share
-    if share is not None and share.examples == 0:
-        for variable in metric.variables:  # as the replicas with examples do
-            adopt(variable, frame.strategy)
-        return None
-    return original(metric, *args, **kwargs)
+    return None if share is not None and share.examples == 0 else original(metric, *args, **kwargs)

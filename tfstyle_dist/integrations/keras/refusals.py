@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfstyle_dist.input.iterator import DistributedIterator
+from tfstyle_dist.integrations.keras.backend import keras
 from tfstyle_dist.integrations.keras.share import CURRENT
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
+from tfstyle_dist.values import DistributedValues
 
 
 def refuse_training_in_run(model: Any, method: str) -> None:
@@ -50,4 +53,24 @@ def refuse_stateful(model: Any, replicas: int) -> None:
                 f"The layer {layer.name!r} ({type(layer).__name__}) was made with stateful=True, which is not possible "
                 f"with {replicas} replicas: a batch is divided among them, and the states belong to whole batches. "
                 "Leave stateful out and give the layer its initial_state, or use a strategy with one replica."
+            )
+
+
+def refuse_divided(method: str, given: Any) -> None:
+    """A batch that is divided already is for ``strategy.run``; Keras' methods divide what they are given.
+
+    Args:
+        method: that was called.
+        given: its arguments, in any nest.
+
+    Raises:
+        ValueError: one of them is a ``PerReplica``, or an iterator over such.
+    """
+    for leaf in keras.tree.flatten(given):
+        if isinstance(leaf, DistributedValues | DistributedIterator):
+            one = method.endswith("_on_batch")
+            instead = "the global batch, undivided" if one else "the distributed dataset itself, or the data undivided"
+            raise ValueError(
+                f"{method} was given a {type(leaf).__name__}, which is divided among the replicas already: {method} "
+                f"divides what it is given. Give it {instead}; or call the model in strategy.run."
             )

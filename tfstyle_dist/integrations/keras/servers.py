@@ -17,6 +17,7 @@ from tfstyle_dist.core.errors import UnavailableError
 from tfstyle_dist.input.options import InputContext
 from tfstyle_dist.integrations.keras import server_state
 from tfstyle_dist.integrations.keras.backend import DataAdapter, keras
+from tfstyle_dist.integrations.keras.inputs import batches_for_keras
 from tfstyle_dist.integrations.keras.server_optimizer import ServerOptimizer, on_servers
 from tfstyle_dist.integrations.keras.server_tasks import (
     MakeBatches,
@@ -32,34 +33,6 @@ from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 4
 _PATIENCE = 10.0  # seconds
-
-
-class DatasetCreator:
-    """What ``fit`` takes under ``ParameterServerStrategy`` in place of data; a plain function will do as well.
-
-    Args:
-        dataset_fn: called on each worker with an ``InputContext`` (``num_input_pipelines`` workers, this one is
-            ``input_pipeline_id``); returns an iterable of batches ``(x, y)`` or ``(x, y, sample_weight)``, which is
-            read again from the beginning when it ends.
-        input_options: accepted for TF's signature.
-
-    Raises:
-        TypeError: ``dataset_fn`` cannot be called.
-
-    Example:
-        >>> model.fit(DatasetCreator(dataset_fn), epochs=5, steps_per_epoch=100)
-
-    Source: ``tf.keras.utils.experimental.DatasetCreator``.
-    """
-
-    def __init__(self, dataset_fn: Callable[[InputContext], Any], input_options: Any = None) -> None:
-        if not callable(dataset_fn):
-            raise TypeError(f"dataset_fn must be a function of an InputContext, got {type(dataset_fn).__name__}.")
-        self.dataset_fn, self.input_options = dataset_fn, input_options
-
-    def __call__(self, context: InputContext) -> Any:
-        """The dataset of one worker."""
-        return self.dataset_fn(context)
 
 
 def fit_on_servers(
@@ -78,6 +51,7 @@ def fit_on_servers(
             looks at all gradients together.
     """
     model._assert_compile_called("fit")
+    given.update(batches_for_keras(strategy, {**given, "x": None}))  # those of validation
     optimizer = on_servers(model.optimizer)
     dataset_fn, steps = _dataset_fn(given)
     with strategy.scope(), keras.device("cpu"):

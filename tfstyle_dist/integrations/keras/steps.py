@@ -32,8 +32,9 @@ from tfstyle_dist.variables.first_values import in_messages
 
 Pairs = list[tuple[Any, torch.Tensor]]
 
-# The variables of each model, its metrics and optimizer that have been made equal on all workers.
-_shared: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+# The variables of each model, its metrics and optimizer that have been made equal on all workers. A number alone would
+# not do: a variable of another metric may get the number of one that is gone, on some of the workers.
+_shared: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Steps:
@@ -253,11 +254,9 @@ def adopt(strategy: Strategy, model: Any) -> None:
     store.ensure_equal()
     if type(model).train_step is keras.Model.train_step:  # another one may use optimizers of torch: apply claims
         claim(strategy, model.trainable_variables)
-    known = _shared.setdefault(model, set())
-    known |= {id(v) for v in model.variables}
-    fresh = [v for v in every_variable(model) if id(v) not in known]
-    share_values(strategy, fresh)
-    known |= {id(v) for v in fresh}
+    own, known, present = {id(v) for v in model.variables}, _shared.get(model, {}), every_variable(model)
+    share_values(strategy, [v for v in present if id(v) not in own and (id(v) not in known or known[id(v)]() is not v)])
+    _shared[model] = {id(v): weakref.ref(v) for v in present}
 
 
 def share_values(strategy: Strategy, variables: Sequence[Any]) -> None:
