@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TextIO
 
 import torch
@@ -84,7 +85,7 @@ def print(
     Source: ``tf.print``.
     """
     stream = sys.stderr if output_stream is None else output_stream
-    if not isinstance(summarize, int):
+    if not isinstance(summarize, Integral):
         raise TypeError(f"summarize must be a whole number, got {summarize!r}; -1 writes all entries.")
     if not hasattr(stream, "write"):
         raise TypeError(f"output_stream must be an open text file such as sys.stdout, got {output_stream!r}.")

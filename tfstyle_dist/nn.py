@@ -103,7 +103,7 @@ def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _fits(weight: torch.Size, loss: torch.Size) -> bool:
     """Whether a product of weights and losses has the shape of the losses."""
     sizes = zip(reversed(weight), reversed(loss), strict=False)
-    return len(weight) <= len(loss) and all(one in (1, other) for one, other in sizes)
+    return len(weight) <= len(loss) and all(one == 1 or one == other for one, other in sizes)
 
 
 def _whole(size: int | torch.Tensor) -> int:

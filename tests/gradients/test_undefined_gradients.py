@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -118,3 +119,41 @@ def test_what_was_accumulated_and_dropped_is_none(strategy: td.Strategy) -> None
     expected.step()
     assert_all_close(gradients(strategy, model), flat_gradients(reference))
     assert_all_close(weights(strategy, model), flat_weights(reference))
+
+
+def test_a_sum_after_what_was_accumulated_and_dropped(strategy: td.Strategy) -> None:
+    """A replica that only receives the others' sum forgets what it had before, too."""
+    model, optimizer = _made(strategy)
+    strategy.set_gradient_policy(scale="SUM")
+
+    def step() -> None:
+        model(_input(), True).backward()
+        with strategy.accumulate():
+            model(_input(), True).backward()
+        optimizer.zero_grad()
+        if replica() == 0:
+            model.first(_input()).sum().backward()
+        else:
+            model(_input(), True).backward()
+
+    strategy.run(step)
+    reference = plain(_Net)
+    reference.first(torch.full((4, 3), 1.0, dtype=torch.float64)).sum().backward()
+    reference(torch.full((4, 3), 2.0, dtype=torch.float64), True).backward()
+    assert_all_close(gradients(strategy, model), flat_gradients(reference))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("policy", ["accumulate", "apply"])
+def test_replicas_stay_in_step_where_graphs_are_kept_and_nothing_is_reduced(strategy: td.Strategy, policy: str) -> None:
+    model, _ = _made(strategy)
+    if policy == "apply":
+        strategy.set_gradient_policy(reduce_at="apply")
+
+    def step() -> None:
+        with strategy.accumulate() if policy == "accumulate" else nullcontext():
+            model(_input(), replica() == 1).backward(create_graph=True)
+
+    strategy.run(step)
+    assert on_all(strategy, lambda: torch.tensor(float(model.w.grad is None))).tolist() == [1.0, 0.0]
+    model.zero_grad()

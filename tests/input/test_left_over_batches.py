@@ -52,6 +52,8 @@ def test_scalars_that_are_left_over_are_dropped_by_all_workers() -> None:
 def test_a_description_comes_back_from_json() -> None:
     told = from_description(describe(Sample(X, {"mask": None})))
     assert (type(told).__name__, told._fields, told.label) == ("Sample", ("image", "label"), {"mask": None})
+    renamed = namedtuple("renamed", "x class", rename=True)
+    assert from_description(describe(renamed(X, None)))._fields == ("x", "_1")
     assert list(from_description(["dict", [[[1, 2], ["none"]]]])) == [(1, 2)]
 
 

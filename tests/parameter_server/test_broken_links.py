@@ -89,9 +89,9 @@ def test_a_server_that_looked_alive_while_it_died_is_noticed(
     assert v.value().eq(0).all()
     listens, asked = connection.is_listening, []
 
-    def first_it_does(address: str) -> bool:
+    def first_it_does(address: str, unreachable: bool = False) -> bool:
         asked.append(address)
-        return len(asked) == 1 or listens(address)
+        return len(asked) == 1 or listens(address, unreachable)
 
     monkeypatch.setattr(connection, "is_listening", first_it_does)
     c.kill("ps", 0)

@@ -141,6 +141,19 @@ def test_a_server_in_this_process(no_leaks: None) -> None:
         rpc.Server.create("grpc", "0.0.0.0:0").start()
 
 
+def test_a_method_that_is_called_like_a_blocking_one() -> None:
+    where = f"localhost:{free_ports(1)[0]}"
+    server = rpc.Server.create("grpc", where)
+    server.register("x", lambda: "x")
+    server.register("x_blocking", lambda: "its own")
+    server.start()
+    client: Any = rpc.Client.create("grpc", where, timeout_in_ms=20000)
+    assert client.x_blocking().get_value() == "its own"
+    assert client.x().get_value() == "x"
+    client.close()
+    server.stop()
+
+
 def test_methods_of_the_client(address: str) -> None:
     """They take a limit, wait and raise in their blocking form, and say which server they call."""
     client: Any = rpc.Client.create("grpc", address, timeout_in_ms=20000)

@@ -204,3 +204,16 @@ def test_an_optimizer_that_steps_another_one_is_refused(central: Any) -> None:
     assert torch.equal(model.weight, before)
     central.run(step, args=(base,))
     torch.testing.assert_close(model.weight, before - 0.1)
+
+
+def test_a_variable_is_one_copy_wherever_its_first_value_was(central: Any) -> None:
+    """One of another device was copied to the home device for each replica, and all copies but one went stale."""
+    with central.scope():
+        v = td.Variable(torch.full((2,), 2.0))
+    optimizer = td.train.GradientDescentOptimizer(0.125)
+    assert len(storages(v)) == 1
+    seen = []
+    for _ in range(3):
+        central.run(lambda: optimizer.minimize(lambda: (v * v).sum(), var_list=[v]))
+        seen.append([float(value[0]) for value in central.experimental_local_results(central.run(lambda: v.value()))])
+    assert seen == [[1.0, 1.0], [0.5, 0.5], [0.25, 0.25]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,35 @@ def test_replicas_that_gather_different_types_are_told(two: Any) -> None:
         two.gather(two.run(typed), axis=0)
     with pytest.raises(InvalidArgumentError, match=r"entry 1 is of torch.float32 .* cast them to one dtype"):
         two.run(lambda: td.get_replica_context().all_gather(typed(), axis=0))  # type: ignore[union-attr]
+
+
+@pytest.mark.distributed(workers=2, timeout=60, deadline=20)
+def test_what_does_not_fit_on_one_rank_leaves_all_in_step(rank: int) -> None:
+    with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+
+        def value() -> torch.Tensor:
+            number = td.get_replica_context().replica_id_in_sync_group
+            return torch.ones(1, dtype=torch.float64 if number == 3 else torch.float32)
+
+        with pytest.raises(InvalidArgumentError, match=r"entry 3 is of torch.float64"):
+            strategy.gather(strategy.run(value), axis=0)
+        assert strategy.gather(strategy.run(lambda: torch.ones(1)), axis=0).tolist() == [1.0] * 4
+        with pytest.raises(ValueError, match=r"does not fit into a tensor, .* Give a smaller whole number"):
+            strategy.reduce("MEAN", 2**70, axis=None)
+
+
+@pytest.mark.distributed(workers=2, timeout=60, deadline=20)
+def test_one_rank_may_copy_a_variable(rank: int) -> None:
+    """As programs do that keep the best weights on one of them."""
+    with td.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            variable, model = td.Variable(1.0), torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = copy.deepcopy((variable, model)) if rank == 0 else None
+
+        def step() -> None:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        assert kept is None or kept[0].item() == 1.0

@@ -43,7 +43,7 @@ def test_a_gradient_is_not_broadcast(strategy: td.Strategy, shape: tuple[int, ..
 
 def test_rows_of_another_length(strategy: td.Strategy) -> None:
     v = td.Variable([[1.0, 2.0], [3.0, 4.0]])
-    with pytest.raises(InvalidArgumentError, match=r"rows of IndexedSlices have the shape \(3,\), .* variable \(2,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"values of shape \(1, 3\), .* Give values of shape \(1, 2\)"):
         applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 3), [0]), v)])
     for row in (7, -1):
         with pytest.raises(InvalidArgumentError, match=r"do not fit a variable of shape \(2, 2\): .*counted from 0"):
@@ -51,6 +51,8 @@ def test_rows_of_another_length(strategy: td.Strategy) -> None:
     with pytest.raises(InvalidArgumentError, match=r"has the shape \(3, 2\), the variable has \(2, 2\)"):
         applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 2), [0], (3, 2)), v)])
     applied(strategy, lambda: [(td.IndexedSlices(torch.ones(1, 2), [1]), v)])
+    applied(strategy, lambda: [(td.IndexedSlices(torch.zeros(4, 2), [[0, 1], [1, 0]]), v)])
+    applied(strategy, lambda: [(td.IndexedSlices([], []), v)])
     replicas = strategy.num_replicas_in_sync
     assert v.value().tolist() == [[1.0, 2.0], [3.0 - replicas / 2, 4.0 - replicas / 2]]
 
@@ -108,6 +110,8 @@ def test_var_list_is_a_variable_or_a_nest_of_them(strategy: td.Strategy) -> None
     given: list[Any] = [v, [v, [w]], {"v": v, "w": w}, (x for x in [v])]
     for var_list in given[:3]:
         strategy.run(lambda var_list=var_list: optimizer.minimize(lambda: (v * v).sum() + w, var_list=var_list))
+    one = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    assert len(optimizer.compute_gradients(lambda: one[0].sum(), var_list=one)) == 1
     rate = 1 - 0.25 * strategy.num_replicas_in_sync
     assert (v.value().item(), w.value().item()) == (2.0 * rate**3, 2.0 - 0.25 * strategy.num_replicas_in_sync)
     pairs = td.train.GradientDescentOptimizer(0.1).compute_gradients(v * v, var_list=given[3])

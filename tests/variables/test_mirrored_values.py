@@ -6,6 +6,7 @@ import copy
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,7 @@ def test_what_a_tensor_has() -> None:
     strategy, _, mirrored = made()
     assert mirrored.shape == (2,)
     assert mirrored.dtype is torch.float32
-    assert mirrored.tolist() == mirrored.numpy().tolist() == [5.0, 2.0]
+    assert mirrored.tolist() == mirrored.cpu().numpy().tolist() == [5.0, 2.0]
     assert (-mirrored).tolist() == [-5.0, -2.0]
     assert torch.equal(abs(-mirrored), TENSOR)
     assert torch.equal(torch.cat([mirrored, TENSOR]), torch.cat([TENSOR, TENSOR]))
@@ -59,6 +60,11 @@ def test_what_a_tensor_has() -> None:
     assert mirrored[0] == 5.0
     one = strategy.extended.reduce_to("MEAN", torch.tensor(2.5), destinations=mirrored)
     assert (float(one), int(one), complex(one), bool(one), one.item(), f"{one:.2f}") == (2.5, 2, 2.5, True, 2.5, "2.50")
+    with pytest.raises(AttributeError, match=r"Mirrored.add_ would change the value of one replica alone"):
+        mirrored.add_(1)
+    assert (len(mirrored), np.asarray(mirrored.cpu()).dtype) == (2, np.float32)
+    if mirrored.device.type == "cpu":
+        assert np.asarray(mirrored).tolist() == [5.0, 2.0]
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         mirrored.missing  # noqa: B018
     assert torch.equal(copy.deepcopy(mirrored) + 0, TENSOR)

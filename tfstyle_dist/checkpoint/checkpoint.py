@@ -32,7 +32,7 @@ class Checkpoint:
     workers call them, in cross-replica context.
 
     An object can be added or replaced later as an attribute; plain values are read and written so. What is added after
-    ``restore``, here, to a nested ``Checkpoint`` or to a module, takes its saved state then; plain values do not.
+    ``restore``, here or to a nested ``Checkpoint``, takes its saved state then; plain values do not.
 
     Args:
         root: an object to be tracked under the name ``root``.
@@ -285,7 +285,7 @@ class Checkpoint:
             return CheckpointLoadStatus(None)
         leaves, group = self._find(what)
         status = restore(group, os.fspath(save_path), leaves, self._counters.keys(), what)
-        later.begin(self, status.restored, leaves)
+        later.begin(self, status.restored)
         return status
 
     def _find(self, what: str) -> tuple[list[Leaf], WorkerGroup]:

@@ -6,15 +6,15 @@ Each worker reads for itself what its own object needs: that the checkpoint is w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfstyle_dist.checkpoint import codec, module_parts
-from tfstyle_dist.checkpoint.leaves import Leaf, Match, ValueLeaf
+from tfstyle_dist.checkpoint import codec
+from tfstyle_dist.checkpoint.leaves import Leaf, Match, Read, ValueLeaf
 from tfstyle_dist.checkpoint.optimizer_leaves import OptimizerLeaf
 from tfstyle_dist.checkpoint.restored import Restored
 from tfstyle_dist.checkpoint.tracking import group_of
-from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.errors import InvalidArgumentError, NotFoundError
 
 _WHAT = "Attaching an object to a Checkpoint that was restored"
 _PLAIN = (type(None), bool, int, float, str)
@@ -35,17 +35,27 @@ class Later:
     def __deepcopy__(self, memo: dict[int, Any]) -> Later:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_another_process, ()
 
-def begin(root: Any, restored: Restored | None, leaves: Sequence[Leaf]) -> None:
+
+def _of_another_process() -> Later:
+    """What becomes of it in a pickled ``Checkpoint``, to which nothing comes later."""
+    later = Later.__new__(Later)
+    later.root, later.prefix = lambda: None, "gone/"  # type: ignore[assignment]
+    return later
+
+
+def begin(root: Any, restored: Restored | None) -> None:
     """From now on what is attached to ``root`` takes its state from the checkpoint that was just restored.
 
     Earlier checkpoints are asked for what this one does not have.
     """
     if restored is None:
         return
-    earlier = [later for later in root._later if later.restored.left() - restored.objects.keys()]
+    living = [later for later in root._later if later.root() is not None]
+    earlier = [later for later in living if later.restored.left() - restored.objects.keys()]
     root._later = [*earlier, Later(restored, root)]
-    module_parts.watch(restored, leaves)
     _spread(root)
 
 
@@ -59,6 +69,7 @@ def attached(checkpoint: Any, name: str, value: Any) -> None:
 
     Raises:
         InvalidArgumentError: the object does not fit, or did not take its state.
+        NotFoundError: the checkpoint was deleted since it was restored.
         RuntimeError: called in replica context.
     """
     if isinstance(value, _PLAIN):
@@ -67,8 +78,14 @@ def attached(checkpoint: Any, name: str, value: Any) -> None:
     for later in reversed(checkpoint._later):  # the one that was restored last counts
         root, path = later.root() if later.prefix else checkpoint, f"{later.prefix}{name}/"
         if root is not None:
-            leaves = root._leaves()
-            _take(later.restored, leaves, path, loaded)
+            try:
+                _take(later.restored, root._leaves(), path, loaded)
+            except NotFoundError as error:
+                raise NotFoundError(
+                    f"{name!r} was attached to a Checkpoint that was restored from {later.restored.reader.path!r}, "
+                    "which has its state but was deleted since then. Attach it before, keep more checkpoints "
+                    "(max_to_keep), or attach it to a new Checkpoint if its state is not wanted."
+                ) from error
             _spread(root)
     checkpoint._later = [later for later in checkpoint._later if later.root() is not None and later.restored.left()]
 
@@ -80,26 +97,32 @@ def _take(restored: Restored, leaves: Sequence[Leaf], path: str, loaded: set[str
         restored.note(new, {})
         return
     number = group_of(leaves, _WHAT).own_number
-    asked = [*(leaf for leaf in new if leaf.path not in loaded), *_without_names(restored, leaves)]
+    asked = [leaf for leaf in new if leaf.path not in loaded]
     found, read = restored.match(asked), restored.reading()
     for leaf in asked:
         if leaf.path in found:
             leaf.worker = number
             _load(leaf, restored.objects[leaf.path]["tree"], read)
+    for leaf in leaves:
+        if isinstance(leaf, OptimizerLeaf):
+            _complete(restored, leaf, read)
     read.servers.run()
     known = {leaf.path: restored.objects.get(leaf.path) for leaf in new if leaf.path in loaded}
     taken = {name: Match(used=set(codec.tensor_names(about["tree"]))) for name, about in known.items() if about}
     restored.note(new, {**found, **taken})
     loaded.update(found)
-    module_parts.watch(restored, [leaf for leaf in new if leaf.path in found])
 
 
-def _without_names(restored: Restored, leaves: Iterable[Leaf]) -> Iterator[Leaf]:
-    """Optimizers that came before the module whose parameters they update, and can take more now."""
-    for leaf in leaves:
-        before = restored.found.get(leaf.path) if isinstance(leaf, OptimizerLeaf) else None
-        if before and before.missing and len(restored.match([leaf])[leaf.path].missing) < len(before.missing):
-            yield leaf
+def _complete(restored: Restored, leaf: OptimizerLeaf, read: Read) -> None:
+    """An optimizer that came before the module whose parameters it updates takes the state of those alone."""
+    before = restored.found.get(leaf.path)
+    if before is None or not before.missing:
+        return
+    tree = restored.objects[leaf.path]["tree"]
+    now = leaf.match(tree, restored.reader.content["tensors"])
+    if len(now.missing) < len(before.missing):
+        leaf.add(tree, read, before.used)
+        restored.found[leaf.path] = Match(used=before.used | now.used, missing=now.missing)
 
 
 def _load(leaf: Leaf, tree: Any, read: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -155,6 +155,35 @@ class OptimizerLeaf(Leaf):
         if strategy is not None:
             strategy.sent_hyperparameters.pop(self.target, None)  # all of them count, also what is as it was sent
             strategy.send_hyperparameters()
+
+    def add(self, tree: Any, read: Read, taken: Collection[str]) -> None:
+        """Takes the state of parameters that it did not know by name when it took its own.
+
+        What has state already keeps it, and so do the groups: the program may have trained since then.
+
+        Args:
+            tree: as for ``load``.
+            read: as for ``load``.
+            taken: names of saved tensors that it has taken.
+        """
+        numbers = {name: i for i, name in enumerate(self._named())}
+        parameters = list(self.tensors())
+        new = {
+            name: entry
+            for name, entry in tree["state"].items()
+            if name in numbers
+            and not self.target.state.get(parameters[numbers[name]])
+            and not set(codec.tensor_names(entry)) <= set(taken)
+        }
+        strategy = strategy_of(parameters)
+        if strategy is not None:
+            self._load_on_servers(strategy, {**tree, "state": new}, read, numbers)
+            return
+        state = self.target.state_dict()
+        for name, entry in new.items():
+            number = numbers[name]
+            state["state"][number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
+        self.target.load_state_dict(state)
 
     def _load_on_servers(
         self, strategy: ParameterServerStrategy, tree: Any, read: Read, numbers: Mapping[str, int]

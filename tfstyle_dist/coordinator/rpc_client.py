@@ -174,8 +174,9 @@ class Client:
         code, value = self._outcome(number, Deadline(self._timeout))
         if code != OK:
             raise (DeadlineExceededError if code == CODES[DeadlineExceededError] else UnavailableError)(value)
-        for method in value["methods"]:
-            for name, blocking in ((method, False), (f"{method}_blocking", True)):
+        for end, blocking in (("", False), ("_blocking", True)):  # a method that is called so comes first
+            for method in value["methods"]:
+                name = method + end
                 if name.isidentifier() and not hasattr(self, name):
                     setattr(self, name, self._caller(method, name, blocking))
 

@@ -165,14 +165,16 @@ def gather_over_workers(worker: Worker | None, local: Sequence[torch.Tensor], ax
     Raises:
         InvalidArgumentError: ranks, types or layouts differ, or sizes differ in another dimension than ``axis``.
     """
-    _check_gatherable([_told(v) for v in local], axis)
+    told = [[_told(v) for v in local]]
+    alone = worker is None or worker.group.size == 1
+    if worker is not None and not alone:  # what does not fit is refused by all workers, so that they stay in step
+        told = worker.group.gather_objects(told[0], f"{name} along axis {axis} (shapes)")
+    _check_gatherable([entry for of_worker in told for entry in of_worker], axis)
     device = local[0].device
     mine = torch.cat([v.to(device) for v in local], dim=axis)
-    if worker is None or worker.group.size == 1:
+    if worker is None or alone:
         return mine
-    told = worker.group.gather_objects(_told(mine), f"{name} along axis {axis} (shapes)")
-    _check_gatherable(told, axis)
-    shapes = [shape for shape, *_ in told]
+    shapes = [_joined([shape for shape, *_ in of_worker], axis) for of_worker in told]
     if mine.is_sparse:
         return torch.cat(_sparse_of_workers(worker, mine.coalesce(), shapes, name), dim=axis)
     flat = torch.zeros(max(map(prod, shapes)), dtype=mine.dtype, device=device)
@@ -192,6 +194,11 @@ def _sparse_of_workers(
         torch.sparse_coo_tensor(i.t(), v, shape, check_invariants=False)
         for i, v, shape in zip(indices, values, shapes, strict=True)
     ]
+
+
+def _joined(shapes: Sequence[list[int]], axis: int) -> list[int]:
+    """The shape of what has several parts along ``axis``."""
+    return [sum(shape[axis] for shape in shapes) if d == axis else size for d, size in enumerate(shapes[0])]
 
 
 def _told(value: torch.Tensor) -> list[Any]:

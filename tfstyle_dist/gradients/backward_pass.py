@@ -68,7 +68,11 @@ class PassReducer(GradientReducer):
             self._graphs = None
         living = self.store.alive_everywhere(r for r in self.store.records() if id(r) in self.states)
         states = [s for record in living for s in self.states[id(record)]]
-        states = [s for s in states if not (id(s) in touched and self.keeps_local(s))]
+        for state in touched.values():
+            self.keeps_local(state)  # notes that it holds what was accumulated
+        # Which are reduced does not depend on what this worker used: all workers must reduce the same.
+        policies = [None if self._accumulating[0] else s.record.policy for s in states]
+        states = [s for s, p in zip(states, policies, strict=True) if p is not None and p.reduce_at == "backward"]
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
         flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
         used = [s for s, flag in zip(states, flags, strict=True) if flag]

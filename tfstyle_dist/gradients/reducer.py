@@ -222,7 +222,7 @@ class GradientReducer(abc.ABC):
         """What was reduced in earlier passes and is to be added to the sum of the new parts; ``None`` for MEAN."""
         if self.divisor(state.record) is not None:
             return None
-        if state.ready or state.dirty:
+        if state.ready or (state.dirty and state.holds()):
             return state.before
         grad = state.record.components[state.replica].grad
         return None if grad is None else grad.detach()

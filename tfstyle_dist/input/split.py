@@ -295,5 +295,5 @@ def from_description(text: Any) -> Any:
         return {tuple(k) if isinstance(k, list) else k: from_description(v) for k, v in rest[0]}
     entries = [from_description(v) for v in rest[0]]
     if kind == "named":
-        return namedtuple(rest[1], rest[2])(*entries)
+        return namedtuple(rest[1], rest[2], rename=True)(*entries)
     return tuple(entries) if kind == "tuple" else entries

@@ -57,8 +57,19 @@ def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> l
     kinds = (torch.Tensor, IndexedSlices, np.ndarray, np.generic, numbers.Number)
     if worker.group.size == 1 or not isinstance(value, kinds) or (count > 1 and not same_everywhere):
         return None
-    is_python = isinstance(value, numbers.Number) and not isinstance(value, np.generic)
-    return [torch.as_tensor(value) if is_python else value] * count
+    if isinstance(value, numbers.Number) and not isinstance(value, np.generic):
+        value = _number(value)
+    return [value] * count
+
+
+def _number(value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{value!r} ({type(value).__name__}) does not fit into a tensor, by which workers tell each other their "
+            "values. Give a smaller whole number, or a float."
+        ) from error
 
 
 def per_replica_tensors(value: Any, count: int, what: str = "reduce") -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -194,7 +194,9 @@ def set_gradient_policy(
 
 
 def _several(parameters: Any) -> list[torch.Tensor]:
-    """The parameters that a program gave, at least one."""
+    """The parameters that a program gave."""
+    if isinstance(parameters, torch.nn.ParameterList):
+        parameters = list(parameters)
     if not isinstance(parameters, Iterable) or isinstance(parameters, torch.nn.Module | torch.Tensor | str):
         write = "parameters=[tensor]" if isinstance(parameters, torch.Tensor) else "parameters=module.parameters()"
         raise TypeError(
@@ -207,7 +209,7 @@ def _several(parameters: Any) -> list[torch.Tensor]:
             f"set_gradient_policy takes an iterable of tensors, got one that holds a {type(others[0]).__name__}. Write "
             "parameters=module.parameters(), or [p for name, p in module.named_parameters() if ...]."
         )
-    if not given:
+    if not given and isinstance(parameters, Iterator):
         raise ValueError(
             "set_gradient_policy got no parameters, so that it would change nothing. Leave parameters out for all that "
             "the strategy owns; a generator such as module.parameters() is empty once an optimizer has read it, so "

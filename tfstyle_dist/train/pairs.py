@@ -47,6 +47,8 @@ def variables_of(var_list: Any) -> list[Any]:
     """
     if isinstance(var_list, torch.Tensor):
         return [var_list]
+    if isinstance(var_list, torch.nn.ParameterList | torch.nn.ParameterDict):
+        return list(var_list.parameters())
     entries = var_list.values() if isinstance(var_list, Mapping) else var_list
     if isinstance(entries, str | torch.nn.Module) or not isinstance(entries, Iterable):
         raise TypeError(
@@ -86,7 +88,7 @@ def _pair(pair: Any, place: int, caller: str) -> tuple[Any, Any]:
             got = f"({', '.join(_in_words(entry) for entry in pair)})"
         raise TypeError(
             f"{caller} takes pairs of a gradient and its variable, in this order, got {got} as pair {place}. Give e.g. "
-            "[(gradient, variable)] with a Variable or a parameter; the change of another tensor would be lost."
+            "[(gradient, variable)] with a Variable or a parameter."
         )
     return _gradient(pair[0], pair[1], caller), pair[1]
 
@@ -141,13 +143,15 @@ def _rows(gradient: IndexedSlices, shape: tuple[int, ...]) -> Any:
     shape = gradient.dense_shape or shape
     indices = gradient.indices.reshape(1, -1)
     values, row = gradient.values, tuple(gradient.values.shape[gradient.indices.dim() :])
-    if row != shape[1:]:
+    flat = (indices.shape[1], *shape[1:])
+    if row != shape[1:] and tuple(values.shape) != flat and (values.numel() or indices.numel()):
         raise InvalidArgumentError(
-            f"The rows of IndexedSlices have the shape {row}, those of the variable {shape[1:]}. Give values of shape "
-            f"{(indices.shape[1], *shape[1:])} for {indices.shape[1]} row number(s)."
+            f"IndexedSlices with row numbers of shape {tuple(gradient.indices.shape)} have values of shape "
+            f"{tuple(values.shape)}, and the rows of the variable the shape {shape[1:]}. Give values of shape "
+            f"{(*gradient.indices.shape, *shape[1:])}."
         )
     try:
-        return torch.sparse_coo_tensor(indices, values.reshape(-1, *row), shape, check_invariants=True)
+        return torch.sparse_coo_tensor(indices, values.reshape(flat), shape, check_invariants=True)
     except RuntimeError as error:
         raise InvalidArgumentError(
             f"IndexedSlices do not fit a variable of shape {shape}: {error}. Give row numbers of its first dimension, "

@@ -45,6 +45,11 @@ class Mirrored(PerReplica):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.endswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} would change the value of one replica alone. Write "
+                "strategy.experimental_local_results(value) and change each of them, or use a Variable."
+            )
         return getattr(self._tfstyle_value(), name)
 
     def item(self) -> Any:
@@ -53,6 +58,12 @@ class Mirrored(PerReplica):
 
     def __getitem__(self, key: Any) -> Any:
         return self._tfstyle_value()[key]
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tfstyle_value().__array__(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tfstyle_value())
 
     def __format__(self, spec: str) -> str:
         return format(self._tfstyle_value(), spec) if spec else str(self)

@@ -119,6 +119,8 @@ def build_variable(cls: type[Variable], spec: VariableSpec, store: Any, tensor: 
     wants_grad = trainable and (tensor.is_floating_point() or tensor.is_complex())
     name = spec.name or "Variable"
     separate = store.parameter_device is None
+    if not separate:
+        tensor = tensor.to(store.parameter_device.torch_device)  # once: the components are one copy
     components: list[torch.Tensor] = []
     for replica in range(store.worker.num_local_replicas if issubclass(cls, DistributedValues) else 1):
         place = store.parameter_device or (store.worker.devices[replica] if store.worker.devices else None)

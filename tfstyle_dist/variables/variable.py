@@ -240,9 +240,14 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         return assign(self, op, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A variable of the same strategy, as in TensorFlow; in replica context and of servers a plain parameter."""
-        frame = current_frame()
-        if (frame is not None and frame.replica is not None) or self._tfstyle_record.placement is Placement.REMOTE:
+        """A variable of the same strategy, as in TensorFlow.
+
+        In replica context, of servers, and where there are several workers, of which one alone may copy, it is a plain
+        parameter.
+        """
+        frame, record = current_frame(), self._tfstyle_record
+        several = record.placement is Placement.REMOTE or record.store.worker.group.size > 1
+        if several or (frame is not None and frame.replica is not None):
             return super().__deepcopy__(memo)
         if id(self) not in memo:
             self._tfstyle_record.store.ensure_equal()

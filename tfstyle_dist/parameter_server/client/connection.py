@@ -246,7 +246,7 @@ class Connection:
                 return
             if deadline.passed():
                 raise self._silent(deadline)
-            if not ready and not peer.up and was_there and not is_listening(self.address):
+            if not ready and not peer.up and was_there and not is_listening(self.address, not self._incarnation):
                 raise self.lose(("" if self._incarnation else _UNREACHED) + "is gone" + _ADVICE)
 
     def check(self) -> None:
@@ -290,11 +290,11 @@ class Connection:
         return UnavailableError(self._lost)
 
 
-def is_listening(address: str) -> bool:
-    """Whether something takes connections at ``host:port``."""
+def is_listening(address: str, unreachable: bool = False) -> bool:
+    """Whether something takes connections at ``host:port``; ``unreachable`` where the network does not tell."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
-    except OSError:
-        return False
+    except OSError as error:  # a name that is not known yet, a slow network, or no process at that port
+        return unreachable and not isinstance(error, ConnectionRefusedError)
     return True

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 
 
@@ -56,6 +57,22 @@ def _distinct(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(found), torch.from_numpy(position).view(numbers.shape)
 
 
+def _from_beginning(numbers: torch.Tensor, record: RemoteRecord) -> torch.Tensor:
+    """Row numbers of which negative ones count from the end.
+
+    Raises:
+        InvalidArgumentError: one is out of range.
+    """
+    count = record.components[0].shape[0]
+    low, high = (int(number) for number in torch.aminmax(numbers))
+    if low < -count or high >= count:
+        raise InvalidArgumentError(
+            f"Row numbers {low}..{high} do not fit variable {record.describe()!r} of {count} rows: give numbers from "
+            f"{-count} to {count - 1}; negative ones count from the end."
+        )
+    return torch.where(numbers < 0, numbers + count, numbers)
+
+
 def lookup(
     record: RemoteRecord, numbers: torch.Tensor, padding: int | None = None, from_end: bool = False
 ) -> torch.Tensor:
@@ -76,7 +93,7 @@ def lookup(
     servers: Any = record.store.servers  # type: ignore[attr-defined]
     wanted, position = numbers.to(torch.int64), None
     if from_end and (wanted < 0).any():
-        wanted = torch.where(wanted < 0, wanted + record.components[0].shape[0], wanted)
+        wanted = _from_beginning(wanted, record)
     if not servers.is_near(record):
         wanted, position = _distinct(wanted)
     rows: torch.Tensor = servers.pull_rows(record, wanted.reshape(-1))
