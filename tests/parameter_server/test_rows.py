@@ -364,9 +364,7 @@ def test_row_numbers_from_the_end(cluster: Any, shards: int) -> None:
     assert torch.equal(value[numbers], table()[numbers])
     assert torch.equal(c.coordinator.schedule(picked).get(timeout=30), table()[numbers])
     for wrong, told in (([0, 10], r"0\.\.10"), ([-11, 3], r"-11\.\.3")):
-        with pytest.raises(
-            InvalidArgumentError, match=rf"Row numbers {told} .* give numbers from (0|-10) to 9"
-        ):
+        with pytest.raises(InvalidArgumentError, match=rf"Row numbers {told} .* give numbers from (0|-10) to 9"):
             value[torch.tensor(wrong)]
     with pytest.raises(InvalidArgumentError, match=r"Row numbers -1\.\.3 do not fit .* of 10 rows"):
         F.embedding(torch.tensor([3, -1]), value)
