@@ -246,8 +246,9 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
         parameter.
         """
         frame, record = current_frame(), self._tfstyle_record
-        several = record.placement is Placement.REMOTE or record.store.worker.group.size > 1
-        if several or (frame is not None and frame.replica is not None):
+        contents, size = record.store.contents, record.store.worker.group.size
+        several = size > 1 or (contents is not None and contents.common is not None)  # the latter in elastic jobs
+        if several or record.placement is Placement.REMOTE or (frame is not None and frame.replica is not None):
             return super().__deepcopy__(memo)
         if id(self) not in memo:
             self._tfstyle_record.store.ensure_equal()
