@@ -143,6 +143,31 @@ def test_a_sum_after_what_was_accumulated_and_dropped(strategy: td.Strategy) -> 
     assert_all_close(gradients(strategy, model), flat_gradients(reference))
 
 
+def test_a_sum_that_one_replica_alone_dropped_stays_with_the_other(strategy: td.Strategy) -> None:
+    model, optimizer = _made(strategy)
+    strategy.set_gradient_policy(scale="SUM")
+
+    def step() -> None:
+        model(_input(), True).backward()
+        with strategy.accumulate():
+            model(_input(), True).backward()
+        if replica() == 0:
+            optimizer.zero_grad()
+        (model.first(_input()).sum() if replica() == 0 else model(_input(), True)).backward()
+
+    strategy.run(step)
+    x = [torch.full((4, 3), number + 1.0, dtype=torch.float64) for number in range(2)]
+    old, new = plain(_Net), plain(_Net)
+    for number in range(2):
+        old(x[number], True).backward()
+    new.first(x[0]).sum().backward()
+    for _ in range(2):
+        new(x[1], True).backward()
+    after = on_all(strategy, lambda: flat_gradients(model))
+    torch.testing.assert_close(after[0], flat_gradients(new))
+    torch.testing.assert_close(after[1], flat_gradients(new) + flat_gradients(old))
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("policy", ["accumulate", "apply"])
 def test_replicas_stay_in_step_where_graphs_are_kept_and_nothing_is_reduced(strategy: td.Strategy, policy: str) -> None:

@@ -31,16 +31,26 @@ class GradientState:
         record: the parameter.
         replica: local number of the replica.
         ready: a gradient came in this backward pass.
-        dirty: holds gradients that were accumulated without reduction.
+        dirty: has a gradient that was accumulated without reduction; one that ``zero_grad()`` dropped is none.
         before: the gradient as it was before this backward pass; only kept for SUM.
     """
 
-    __slots__ = ("__weakref__", "before", "dirty", "ready", "record", "replica", "watches_before")
+    __slots__ = ("__weakref__", "_accumulated", "before", "ready", "record", "replica", "watches_before")
 
     def __init__(self, record: Record, replica: int) -> None:
         self.record, self.replica = record, replica
-        self.ready = self.dirty = self.watches_before = False
+        self.ready = self._accumulated = self.watches_before = False
         self.before: torch.Tensor | None = None
+
+    @property
+    def dirty(self) -> bool:
+        """Whether the copy's gradient is, in part, of passes that were not reduced."""
+        self._accumulated = self._accumulated and self.holds()
+        return self._accumulated
+
+    @dirty.setter
+    def dirty(self, accumulated: bool) -> None:
+        self._accumulated = accumulated
 
     def holds(self) -> bool:
         """Whether the copy has a gradient. One that autograd left undefined, or ``zero_grad()`` dropped, is none."""
@@ -161,7 +171,7 @@ class GradientReducer(abc.ABC):
         if policy is None or policy.reduce_at != "backward":
             return True
         if self._accumulating[state.replica]:
-            state.dirty = state.dirty or state.holds()
+            state.dirty = state.holds()
             return True
         return False
 
@@ -170,9 +180,6 @@ class GradientReducer(abc.ABC):
         for record in records if self.accumulated else ():
             states = self.states.get(id(record))
             if states is None or not states[replica].dirty:
-                continue
-            if record.components[replica].grad is None:  # zero_grad() dropped them
-                states[replica].dirty = False
                 continue
             raise RuntimeError(
                 "optimizer.step() would apply gradients that were accumulated in strategy.accumulate() and never "
@@ -222,7 +229,7 @@ class GradientReducer(abc.ABC):
         """What was reduced in earlier passes and is to be added to the sum of the new parts; ``None`` for MEAN."""
         if self.divisor(state.record) is not None:
             return None
-        if state.ready or (state.dirty and state.holds()):
+        if state.ready or state.dirty:
             return state.before
         grad = state.record.components[state.replica].grad
         return None if grad is None else grad.detach()

@@ -97,9 +97,7 @@ class SharedReducer(PassReducer):
 
     def _send_whole(self, filling: FillingBucket, aborted: bool) -> None:
         filling.keep_views()
-        ready = [
-            (s.ready or (s.dirty and s.holds())) and s.record.tensor is not None and not aborted for s in filling.states
-        ]
+        ready = [(s.ready or s.dirty) and s.record.tensor is not None and not aborted for s in filling.states]
         try:
             with torch.no_grad():
                 flats = [None if aborted else self._flat(filling, position) for position in range(len(filling.states))]
@@ -193,7 +191,7 @@ class SharedReducer(PassReducer):
                 filling.refresh()
                 for position, state in enumerate(filling.states):
                     if filling.used[position] and state.record.tensor is not None:
-                        if not (state.ready or (state.dirty and state.holds())):
+                        if not (state.ready or state.dirty):
                             elsewhere.append(state.record)
                         self._store(state, filling.gradient(position))
                         self.settle(state)

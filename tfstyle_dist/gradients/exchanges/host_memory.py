@@ -86,12 +86,12 @@ class InMemoryReducer(StreamingReducer):
 
     def _exchange(self, keep: bool) -> None:
         self._active = False
-        used = bytes([s.ready or (s.dirty and s.holds()) for s in self._all])
+        used = bytes([s.ready or s.dirty for s in self._all])
         parts = self._meet(self._layout(used), keep)
         if parts is not None:
             for part in parts:
                 self._reduce_part(*part, keep=keep)
-            sparse = [(s, empty) for s, empty in self._sparse if s.ready or (s.dirty and s.holds())]
+            sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]
             unused = []
         else:
             unused = self._reduce_all(keep)
@@ -172,7 +172,7 @@ class InMemoryReducer(StreamingReducer):
             filling.flags.fill_(1.0)
             for position, state in enumerate(filling.states):
                 self._fill(filling, position, state)
-                if not (state.ready or (state.dirty and state.holds())) or state.record.tensor is None:
+                if not (state.ready or state.dirty) or state.record.tensor is None:
                     filling.flags[position] = 0.0
             filling.pending = Done()
             self.worker.group.all_reduce(filling.buffer, f"gradients[{filling.bucket.index}]", self.method)

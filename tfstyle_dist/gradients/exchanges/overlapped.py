@@ -155,7 +155,7 @@ class StreamingReducer(PassReducer):
                 for position, state in enumerate(filling.states):
                     if not state.ready or position in filling.late:
                         self._fill(filling, position, state)
-                    if not state.ready and not (state.dirty and state.holds()):
+                    if not state.ready and not state.dirty:
                         filling.flags[position] = 0.0
                 self._send(filling)
         self._next = len(self._filling_buckets)
@@ -187,7 +187,7 @@ class StreamingReducer(PassReducer):
         for position, state in enumerate(filling.states):
             if state.record.tensor is None:
                 continue  # gone here; the other workers needed our part all the same
-            if used is not None and not (state.ready or (state.dirty and state.holds())):
+            if used is not None and not (state.ready or state.dirty):
                 if used[position] == 0:
                     continue  # nobody used it: the gradient stays what it was
                 elsewhere.append(state)

@@ -232,19 +232,17 @@ class ReplicaReducer(GradientReducer):
         self._store(record, sum_parts(parts, self.method, self.own_sum, out, divisor))
 
     def _store(self, record: Record, total: torch.Tensor) -> None:
-        """Gives every replica its own copy of the result."""
+        """Gives every replica its own copy of the result, beside what it keeps of earlier passes."""
         states = self.states[id(record)]
-        old = self.old_part(next((s for s in states if s.ready or s.dirty), states[0]))
-        if old is not None:
-            total = total + old.to(total.device)
-        for state, component in zip(states, record.components, strict=True):
-            grad = component.grad
-            if total.is_sparse:
-                component.grad = total.to(component.device, component.dtype, copy=state.replica != 0)
+        olds = [self.old_part(state) for state in states]
+        for state, component, old in zip(states, record.components, olds, strict=True):
+            grad, own = component.grad, total if old is None else total + old.to(total.device)
+            if own.is_sparse:
+                component.grad = own.to(component.device, component.dtype, copy=state.replica != 0)
             elif grad is None or grad.is_sparse or grad.requires_grad:
-                component.grad = total.to(component.device, component.dtype, copy=True)
-            elif grad.data_ptr() != total.data_ptr() or grad.dtype != total.dtype:
-                grad.copy_(total)
+                component.grad = own.to(component.device, component.dtype, copy=True)
+            elif grad.data_ptr() != own.data_ptr() or grad.dtype != own.dtype:
+                grad.copy_(own)
             self.settle(state)
 
     # ---- several workers of several replicas ------------------------------------------------------------------
@@ -286,7 +284,7 @@ class ReplicaReducer(GradientReducer):
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
                 sum_parts(parts, self.method, self.own_sum, view)
-            if any(s.ready or (s.dirty and s.holds()) for s in self.states[id(record)]):
+            if any(s.ready or s.dirty for s in self.states[id(record)]):
                 buffer[bucket.numel + position] = 1.0
         return buffer
 
