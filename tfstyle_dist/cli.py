@@ -29,6 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Its exit status.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # The rest belongs to the command, options too.
+    options = _parser().parse_args(given[:1])
+    module = importlib.import_module(_COMMANDS[options.command][0])
+    status: int = module.main(given[1:])
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     lines = "\n".join(f"  {name:9}{what}" for name, (_, what) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         "tfstyle-dist",
@@ -41,12 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tfstyle_dist {version}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    # The rest belongs to the command, options too.
-    options = parser.parse_args(given[:1])
-    module = importlib.import_module(_COMMANDS[options.command][0])
-    status: int = module.main(given[1:])
-    return status
+    return parser
 
 
 if __name__ == "__main__":

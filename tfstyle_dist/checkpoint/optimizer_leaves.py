@@ -171,9 +171,7 @@ class OptimizerLeaf(Leaf):
         new = {
             name: entry
             for name, entry in tree["state"].items()
-            if name in numbers
-            and not self.target.state.get(parameters[numbers[name]])
-            and not set(codec.tensor_names(entry)) <= set(taken)
+            if name in numbers and self._lacks(parameters[numbers[name]], entry, taken)
         }
         strategy = strategy_of(parameters)
         if strategy is not None:
@@ -184,6 +182,9 @@ class OptimizerLeaf(Leaf):
             number = numbers[name]
             state["state"][number] = _placed(codec.decode(entry, all_of(entry, read)), parameters[number])
         self.target.load_state_dict(state)
+
+    def _lacks(self, parameter: torch.Tensor, entry: Any, taken: Collection[str]) -> bool:
+        return not self.target.state.get(parameter) and not set(codec.tensor_names(entry)) <= set(taken)
 
     def _load_on_servers(
         self, strategy: ParameterServerStrategy, tree: Any, read: Read, numbers: Mapping[str, int]

@@ -120,14 +120,17 @@ def host_name() -> Iterator[Finding]:
         )
     else:
         yield ok("host name", f"{name} is {address}")
+    yield _interfaces()
+
+
+def _interfaces() -> Finding:
     wanted = env.gloo_interface()
     names = [one for _, one in socket.if_nameindex()]
     if wanted and wanted not in names:
-        yield problem(
+        return problem(
             "network",
             f"GLOO_SOCKET_IFNAME={wanted}, but this host has {', '.join(names)}",
             "unset it, or name one of these",
         )
-    else:
-        places = [f"{one} ({network.interface_address(one) or 'no IPv4 address'})" for one in names]
-        yield ok("network", f"interfaces {', '.join(places)}")
+    places = [f"{one} ({network.interface_address(one) or 'no IPv4 address'})" for one in names]
+    return ok("network", f"interfaces {', '.join(places)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,17 +52,7 @@ class UpdateRunner:
             yield
             all_steps = dict(enumerate(self._steps))
             ran = all_steps if running is None else {replica: all_steps[replica] for replica in running}
-            numbers = [{name: number for name, (number, _) in steps.items()} for steps in ran.values()]
-            if any(steps != numbers[0] for steps in numbers):
-                made = [
-                    ", ".join(f"{name} at {line}, {number} time(s)" for name, (number, line) in steps.items())
-                    for steps in ran.values()
-                ]
-                lines = [f"  replica {r}: {what or 'no step'}" for r, what in zip(ran, made, strict=True)]
-                raise CollectiveMismatchError(
-                    "The replicas made different optimizer steps, so their parameters differ now. Every replica must "
-                    "make the same ones:\n" + "\n".join(lines)
-                )
+            _check_same(ran)
         finally:
             self._steps = before
 
@@ -87,11 +78,14 @@ class UpdateRunner:
         if replica is not None and strategy.num_replicas_in_sync > 1 and local_gradients.any_local():
             _check_not_local(optimizer, records, number)
         if replica is not None and number < len(self._steps):
-            made = self._steps[number].setdefault(f"{type(optimizer).__name__}.step", [0, ""])
-            made[0] += 1
-            if made[0] == 1:
-                made[1] = program_line(sys._getframe(2))
+            self._note(number, f"{type(optimizer).__name__}.step", sys._getframe(2))
         return None
+
+    def _note(self, number: int, name: str, caller: FrameType) -> None:
+        made = self._steps[number].setdefault(name, [0, ""])
+        made[0] += 1
+        if made[0] == 1:
+            made[1] = program_line(caller)
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """The step's post-hook."""
@@ -105,6 +99,22 @@ class UpdateRunner:
         Raises:
             RuntimeError: the error is one that only we can explain.
         """
+
+
+def _check_same(ran: Mapping[int, Mapping[str, Sequence[Any]]]) -> None:
+    """Raises ``CollectiveMismatchError`` if replicas made different steps."""
+    numbers = [{name: number for name, (number, _) in steps.items()} for steps in ran.values()]
+    if all(steps == numbers[0] for steps in numbers):
+        return
+    made = [
+        ", ".join(f"{name} at {line}, {number} time(s)" for name, (number, line) in steps.items())
+        for steps in ran.values()
+    ]
+    lines = [f"  replica {r}: {what or 'no step'}" for r, what in zip(ran, made, strict=True)]
+    raise CollectiveMismatchError(
+        "The replicas made different optimizer steps, so their parameters differ now. Every replica must make the same "
+        "ones:\n" + "\n".join(lines)
+    )
 
 
 def _check_not_local(optimizer: torch.optim.Optimizer, records: list[Record], number: int) -> None:

@@ -74,6 +74,15 @@ class Supervisor:
         self._lost.discard(task)
         self._start(task)
 
+    def _start_due(self, restarts: Restarts, codes: dict[Task, int | None]) -> None:
+        """Starts lost workers whose time has come; neither they nor those that still wait have ended, in ``codes``."""
+        if any(task.trains and code == 0 for task, code in codes.items()):
+            restarts.end()
+        for task in restarts.due():
+            self._start_again(task)
+            codes[task] = None
+        codes.update(dict.fromkeys(task for task in self._tasks if restarts.waits(task)))
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
@@ -87,13 +96,7 @@ class Supervisor:
             if any(codes.values()) and not self._goes_on(codes):
                 return self._failed()
             if self._restarts is not None:
-                if any(task.trains and code == 0 for task, code in codes.items()):
-                    self._restarts.end()
-                for task in self._restarts.due():
-                    self._start_again(task)
-                    codes[task] = None
-                waiting = [task for task in self._tasks if self._restarts.waits(task)]
-                codes.update(dict.fromkeys(waiting))
+                self._start_due(self._restarts, codes)
             running = [task for task, code in codes.items() if code is None]
             if not running:
                 return 0

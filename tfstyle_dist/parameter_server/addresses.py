@@ -70,12 +70,7 @@ def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None)
         ValueError: no worker, no ps, several chiefs, an unknown job, an address without a port, or a process that is
             to serve.
     """
-    if task in ("worker", "ps"):
-        raise ValueError(
-            f"This process is a task of the job {task!r}, but ParameterServerStrategy belongs to the coordinator (the "
-            "chief). Let it serve instead: if resolver.task_type in ('worker', 'ps'): Server(resolver.cluster_spec(), "
-            "job_name=resolver.task_type, task_index=resolver.task_id).join()"
-        )
+    _check_leads(task)
     unknown = sorted(set(cluster) - set(JOBS))
     if unknown:
         raise ValueError(f"Disallowed job names {unknown} in the cluster; the jobs are {', '.join(JOBS)}.")
@@ -87,6 +82,15 @@ def check_cluster(cluster: Mapping[str, Sequence[str]], task: str | None = None)
         raise ValueError(f"The cluster can have at most one chief, got {list(cluster['chief'])}.")
     for address in (*cluster["worker"], *cluster["ps"]):
         host_and_port(address)
+
+
+def _check_leads(task: str | None) -> None:
+    if task in ("worker", "ps"):
+        raise ValueError(
+            f"This process is a task of the job {task!r}, but ParameterServerStrategy belongs to the coordinator (the "
+            "chief). Let it serve instead: if resolver.task_type in ('worker', 'ps'): Server(resolver.cluster_spec(), "
+            "job_name=resolver.task_type, task_index=resolver.task_id).join()"
+        )
 
 
 def is_loopback(host: str) -> bool:

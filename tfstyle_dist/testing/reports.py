@@ -181,16 +181,21 @@ def _verdict(config: pytest.Config, result: RankResult, workers: int, timeout: f
     if verdict.failures:
         strict = len(verdict.failures) == 1 and str(verdict.failures[0].detail).startswith(_XPASS_STRICT)
         verdict.state = "xpassed strictly" if strict else "failed"
-        return verdict
+    else:
+        _judge_unfailed(verdict, reports)
+    return verdict
+
+
+def _judge_unfailed(verdict: _Verdict, reports: Sequence[pytest.TestReport]) -> None:
+    """What a test of which nothing failed was."""
     for report in reports:
-        # Of a subtest only a failure, which was counted above, says something of the test.
+        # Of a subtest only a failure, which was counted before, says something of the test.
         if hasattr(report, "context"):
             continue
         if hasattr(report, "wasxfail"):
             verdict.state, verdict.deciding = ("xfailed" if report.skipped else "xpassed"), report
         elif report.skipped:
             verdict.state, verdict.deciding = "skipped", report
-    return verdict
 
 
 def _silent(result: RankResult, name: str, timeout: float) -> _Verdict:

@@ -109,15 +109,11 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         group: the workers.
         pending: the same on all of them.
     """
-    by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
-    for record in pending:
-        first, divided = record.components[0], record.placement is Placement.SHARDED
-        if first.is_meta:  # it has no values, as those that Keras makes while it infers shapes
-            continue
-        if sparse_parts.is_sparse(first):
-            send_sparse(group, first, f"initial values of {record.local_name!r}")
-            continue
-        by_type.setdefault((first.dtype, first.device, divided), []).append(first)
+    with_values = [r for r in pending if not r.components[0].is_meta]  # Keras infers shapes with such
+    for record in with_values:
+        if sparse_parts.is_sparse(record.components[0]):
+            send_sparse(group, record.components[0], f"initial values of {record.local_name!r}")
+    by_type = _dense_by_type(with_values)
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
             send = group.broadcast_part if divided else group.broadcast
@@ -129,6 +125,16 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         for record in pending:
             if record.kind == "variable":
                 record.fan_out()
+
+
+def _dense_by_type(records: Sequence[Record]) -> dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]]:
+    """The first copies of dense tensors, by dtype, device and whether workers hold parts of them."""
+    by_type: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
+    for record in records:
+        first, divided = record.components[0], record.placement is Placement.SHARDED
+        if not sparse_parts.is_sparse(first):
+            by_type.setdefault((first.dtype, first.device, divided), []).append(first)
+    return by_type
 
 
 def send_sparse(group: WorkerGroup, tensor: torch.Tensor, name: str) -> None:

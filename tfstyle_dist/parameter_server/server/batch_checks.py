@@ -76,19 +76,23 @@ def _check_one(table: Table, operation: Operation) -> None:
         )
     if operation.op in STEPS and operation.extra not in table.rules:
         raise NotFoundError(f"This parameter server has no optimizer {operation.extra}.")
-    if operation.op in ROW_OPERATIONS:
-        if parameter.dim() == 0:
-            raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
-        needed = 0 if operation.op == Op.PULL_ROWS else operation.rows * row_numel(parameter) * dtype.itemsize
-        if operation.rows > 1 << 32:
-            raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
-    else:
-        needed = parameter.numel() * dtype.itemsize
+    needed = _numel(stored, operation) * dtype.itemsize
     if operation.nbytes != needed:
         raise InvalidArgumentError(
             f"Variable {stored.name!r} of shape {tuple(parameter.shape)} needs {needed} bytes, but the message "
             f"carries {operation.nbytes}."
         )
+
+
+def _numel(stored: StoredVariable, operation: Operation) -> int:
+    """How many elements come with the operation."""
+    if operation.op not in ROW_OPERATIONS:
+        return stored.parameter.numel()
+    if stored.parameter.dim() == 0:
+        raise InvalidArgumentError(f"Variable {stored.name!r} is a scalar and has no rows.")
+    if operation.rows > 1 << 32:
+        raise InvalidArgumentError(f"{operation.rows} rows in one message are too many.")
+    return 0 if operation.op == Op.PULL_ROWS else operation.rows * row_numel(stored.parameter)
 
 
 def check_rows(table: Table, operations: Sequence[Operation], data: torch.Tensor) -> None:
