@@ -284,7 +284,7 @@ def test_g13_all_replicas_work_on_the_callers_stream(devices: list[str]) -> None
 
 
 def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
-    from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
+    from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
 
     shapes = [(3, 5), (7,), (1,), (0,), (2, 2, 2), (64,), (0, 3)]
     for count in (2, 3, 4):
@@ -293,7 +293,7 @@ def test_g15_sums_between_devices_have_the_bits_of_one() -> None:
             expected = [sum(column[1:], column[0]) / count for column in zip(*made, strict=True)]
             places = [f"{KIND}:{r % ACCELERATOR.device_count()}" for r in range(count)]
             there = [[t.to(place) for t in row] for place, row in zip(places, made, strict=True)]
-            sum_over_devices(there, 0, limit)
+            average_over_devices(there, 0, limit)
             for row in there:
                 for found, value in zip(row, expected, strict=True):
                     assert torch.equal(found.cpu(), value)

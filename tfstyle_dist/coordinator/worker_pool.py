@@ -100,7 +100,7 @@ class WorkerPool:
         self._stop(self._workers if goodbye else ())
 
     def leave(self) -> None:
-        """Ends the thread, the tasks and the tasks, for a program that ends and has lost its strategy."""
+        """Ends the thread, and the tasks of workers and servers, for a program that ends and has lost its strategy."""
         self._stop([*self._workers, *self._servers])
         self._context.close()
 

@@ -1,4 +1,4 @@
-"""Device names: torch's, TensorFlow's, and several logical replicas on one device."""
+"""The devices of replicas: names of torch and TensorFlow, several replicas on one, and the kinds of accelerators."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The settings of the package that are environment variables (the table in README.md).
 
-The other variables that it reads are those of launchers: ``launch_env``. No other module reads any.
+The other variables that it reads are those of launchers: ``launch_env``, which also sets some
+for the tasks that it starts. No other module but those of ``testing`` reads any.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def insecure_parameter_server() -> bool:
 def parameter_server_tcp(with_keys: bool) -> bool:
     """``TFSTYLE_PS_TCP``: whether tensors between hosts travel by plain TCP; default 1.
 
-    0: never; 1: where there are no keys; ``always``: with keys too, so whoever reads the network sees them.
+    0: never; 1: where there are no keys; ``always``: with keys too, so whoever reads the network sees them
+    (the launcher sets it for the tasks of a job whose key it has made, if it is not set).
 
     Raises:
         ValueError: another value.

@@ -1,6 +1,8 @@
 """When another worker counts as lost because it is silent or stopped.
 
 Each worker decides that for itself; ``links`` drops the connection, and ``protocol`` goes on without it.
+A worker is lost, too, when its connection ends or its process is gone (``links``), when it comes in too late
+(``membership``), or when it computes other values than the others (``audit``).
 """
 
 from __future__ import annotations

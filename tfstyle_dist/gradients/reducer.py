@@ -1,7 +1,9 @@
 """What all ways of reducing gradients share: hooks, accumulation, and by what a sum is divided.
 
 ``GradientReducer.divisor`` says it: the number of replicas for MEAN, nothing for SUM. Where several passes accumulate,
-only the new part is summed. The sums, and nearly all divisions, are made in ``exchanges``.
+only the new part is summed. ``exchanges`` start the sums, and whoever makes the last addition divides: in one process
+``ops.aggregate``, in memory that workers share ``bucket_views``, after a transport ``_store`` of the exchange; sparse
+gradients between workers ``reduce_sparse`` below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The random numbers of a DataLoader's processes."""
+"""Seeds for the processes of a DataLoader: other ones on each worker that reads files of its own."""
 
 from __future__ import annotations
 

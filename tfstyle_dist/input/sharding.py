@@ -1,4 +1,7 @@
-"""Who gets what: pure functions of the policy and of the numbers of workers and replicas."""
+"""Which examples of a batch, and which files, each worker and replica gets.
+
+Pure functions of the policy and of the numbers of workers and replicas. The order of the samples is ``sampler``'s.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one global batch is cut: sizes, slices, and empty batches of the right structure."""
+"""Nested batches: their sizes, slices of them, and empty ones like them; which slice is whose, ``sharding`` says."""
 
 from __future__ import annotations
 

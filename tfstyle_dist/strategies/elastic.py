@@ -235,22 +235,6 @@ class ElasticSteps:
 
 def _tasks(options: Elastic, resolver: ClusterResolver) -> tuple[int, list[tuple[str, int]]]:
     """This worker's number and the addresses of all."""
-    _check_place(options, resolver)
-    tasks, rank = roles.training_tasks(resolver)
-    if options.replicas < 2:
-        raise ValueError("Elastic(replicas=1): with one replica there is nothing that another worker could take over.")
-    if len(tasks) > options.replicas:
-        raise ValueError(
-            f"The cluster has {len(tasks)} workers and Elastic(replicas={options.replicas}): every worker holds at "
-            "least one replica. Give more replicas, or start fewer workers."
-        )
-    if len(tasks) == 1:
-        return 0, [("127.0.0.1", network.free_ports(1)[0])]
-    return rank, [network.parse_address(task.address) for task in tasks]
-
-
-def _check_place(options: Elastic, resolver: ClusterResolver) -> None:
-    """Raises if an elastic job cannot be one here."""
     if not isinstance(options, Elastic):
         raise TypeError(f"elastic must be an experimental.Elastic(replicas=...), got {options!r}.")
     if isinstance(resolver, TorchrunClusterResolver):
@@ -265,6 +249,17 @@ def _check_place(options: Elastic, resolver: ClusterResolver) -> None:
             "MultiWorkerMirroredStrategy(elastic=) computes on the CPU only, and this process sees accelerators. Hide "
             "them (CUDA_VISIBLE_DEVICES=), or leave elastic= out."
         )
+    tasks, rank = roles.training_tasks(resolver)
+    if options.replicas < 2:
+        raise ValueError("Elastic(replicas=1): with one replica there is nothing that another worker could take over.")
+    if len(tasks) > options.replicas:
+        raise ValueError(
+            f"The cluster has {len(tasks)} workers and Elastic(replicas={options.replicas}): every worker holds at "
+            "least one replica. Give more replicas, or start fewer workers."
+        )
+    if len(tasks) == 1:
+        return 0, [("127.0.0.1", network.free_ports(1)[0])]
+    return rank, [network.parse_address(task.address) for task in tasks]
 
 
 def join(strategy: Any, *uses: Any) -> bool:

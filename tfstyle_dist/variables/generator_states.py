@@ -1,4 +1,7 @@
-"""The states of the ``torch.Generator`` objects of a program, for each replica."""
+"""The states of the ``torch.Generator`` objects of a program, for each replica.
+
+All replicas begin with the same state, and each goes on from there with what it draws itself.
+"""
 
 from __future__ import annotations
 

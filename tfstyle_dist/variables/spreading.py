@@ -76,7 +76,7 @@ class Spreader:
         self.forget()
 
     def copy_changed(self, changed: Things, things: Things, others: Sequence[int]) -> None:
-        """Copies the attributes that changed to the other replicas.
+        """Gives the other replicas what changed: new objects as copies; what was written in place is written in place.
 
         Args:
             changed: the objects that were written to, with their contents.
@@ -116,7 +116,7 @@ class Spreader:
                     _renew_views(value, content.dicts[replica].get(name), left)
 
     def _find_twins(self, things: Things, others: Sequence[int]) -> None:
-        """Notes what each replica has in the place of what replica 0 has; writes there what was written in place."""
+        """Writes to the other replicas what was written in place, and notes what each has in the place of what."""
         for thing, content in things:
             now = thing.__dict__
             for name, value, mark in content.marks():

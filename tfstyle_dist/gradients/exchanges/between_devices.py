@@ -15,7 +15,7 @@ from tfstyle_dist.gradients.buckets import DEFAULT_BYTES_PER_PACK
 from tfstyle_dist.ops import aggregate
 
 
-def sum_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, bytes_per_pack: int = 0) -> None:
+def average_over_devices(gradients: Sequence[Sequence[torch.Tensor]], method: int, bytes_per_pack: int = 0) -> None:
     """Replaces the gradients of every replica by their mean; the order of addition is that of one device.
 
     Args:

@@ -12,7 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
 from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan, wants_sparse_gradient
-from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
+from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
@@ -145,7 +145,7 @@ class ReplicaReducer(GradientReducer):
             for other in others:
                 if other.keys() != first.keys():
                     rest.update({key: new[0] for key, new in other.items() if key not in first})
-            self._sum(plain)
+            self._average(plain)
             if rest:
                 self.say_unused([r for key, r in rest.items() if any(key not in part for part in all_touched)])
             for record in rest.values():
@@ -166,7 +166,7 @@ class ReplicaReducer(GradientReducer):
                     record.components[replica.local_replica_id].grad = total if old is None else total + old
                     self.settle(self.state(record, replica.local_replica_id))
 
-    # ---- sums over the local replicas -----------------------------------------------------------------------------
+    # ---- sums and means over the local replicas -----------------------------------------------------------------
 
     def _is_plain(self, column: Sequence[_New]) -> bool:
         """Whether every replica has a dense gradient that is averaged as the package does it."""
@@ -176,14 +176,14 @@ class ReplicaReducer(GradientReducer):
         dtype = grad.dtype
         return not [g for _, g, _ in column if g.layout is not torch.strided or g.dtype is not dtype]
 
-    def _sum(self, columns: Sequence[Sequence[_New]]) -> None:
+    def _average(self, columns: Sequence[Sequence[_New]]) -> None:
         """Puts the means into the gradients of all replicas."""
         if not columns:
             return
         count = len(columns[0])
         first, *others = [[column[k][1] for column in columns] for k in range(count)]
         if not self._one_device:
-            sum_over_devices([first, *others], self.method, self.bytes_per_pack)
+            average_over_devices([first, *others], self.method, self.bytes_per_pack)
             return
         if count == 2 and not [g for g in first if g.dtype in HALF]:
             torch_internals.foreach_add_(first, others[0])  # of two numbers there is one sum, whatever the method

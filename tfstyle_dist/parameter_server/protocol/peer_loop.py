@@ -1,4 +1,8 @@
-"""The connection to a peer and the loop over peers: the one place that decides that a peer is lost."""
+"""The connection to a peer, and the loop over peers.
+
+``Peer.news`` says that a connection is lost, from what ZeroMQ tells of it. ``WorkerPool`` and ``client.connection``
+also give up a peer that breaks the protocol or does not answer in time.
+"""
 
 from __future__ import annotations
 

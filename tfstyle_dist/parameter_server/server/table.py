@@ -1,4 +1,8 @@
-"""The variables of one parameter server, and every change to them: here a pushed gradient becomes an update.
+"""The variables of one parameter server, and every change to them.
+
+Here a pushed gradient becomes an update: ``execute`` has it made by the optimizer (``optimizer_rules``), or by
+``descend`` of the variable for plain SGD. Large ones that wait at the same time are made in one pass by
+``coalesced_writes``.
 
 One thread at a time works on a table, so each operation is atomic. Writes made by scheduled functions are counted for
 each function and variable: when a function is started again because its worker was lost, the writes that its earlier

@@ -70,6 +70,16 @@ class Transport(ABC):
     def __init__(self, link: Link) -> None:
         self._link = link
 
+    @classmethod
+    @abstractmethod
+    def open(cls, link: Link, server: dict[str, Any]) -> Transport | None:
+        """Connects; ``None`` where this transport cannot be used, so that ``available.py`` asks the next one.
+
+        Args:
+            link: the connection, which has introduced itself by ZeroMQ.
+            server: what the server answered.
+        """
+
     def needs_all_answers(self, request_bytes: int, answer_bytes: int, data_is_due: Callable[[], bool]) -> bool:
         """Whether a request can be sent only when all earlier ones are answered.
 

@@ -10,13 +10,18 @@ import torch
 from tfstyle_dist.parameter_server.protocol import byte_streams, zeromq_sockets
 from tfstyle_dist.parameter_server.protocol.header import Header, pack_message
 from tfstyle_dist.parameter_server.protocol.operations import Answer
-from tfstyle_dist.parameter_server.transports.transport import Transport
+from tfstyle_dist.parameter_server.transports.transport import Link, Transport
 
 
 class ZeroMQTransport(Transport):
     """Tensors travel in messages of limited size."""
 
     name = "ZeroMQ"
+
+    @classmethod
+    def open(cls, link: Link, server: dict[str, Any]) -> ZeroMQTransport | None:
+        """Everywhere: the link is there."""
+        return cls(link)
 
     def send_message(self, parts: Sequence[Any]) -> None:
         """Sends a message."""
