@@ -76,7 +76,7 @@ class DataWrites:
         if self._active() is not None:
             self._rows.data_is_read(tensor, self._places.get(id(tensor), -1))
         elif id(tensor) in self._places:
-            self._rows.data_is_read(tensor, None)
+            self._rows.data_is_read(tensor, None, is_set=data is None)
         else:
             self._look()
             if data is None and id(tensor) in self._numbers:  # its memory may be some that it had before

@@ -31,6 +31,7 @@ from tfstyle_dist.variables.parameter_marks import (
 )
 from tfstyle_dist.variables.shared_writes import SharedWrites
 from tfstyle_dist.variables.twins import Twins
+from tfstyle_dist.variables.values_read import ValuesRead
 
 _ATTRIBUTES = attrgetter(*torch_internals.HOOKS, "__dict__")
 _PLAIN: tuple[Any, ...] = (None, None, {})  # mostly there are no hooks and no attributes
@@ -60,7 +61,7 @@ class ParameterRows:
         self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
         self._marks: list[Any] = []
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
-        self._dirty: set[int] = set()  # by id: whose data was read in cross-replica context
+        self._read = ValuesRead()
         self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(), HomeRow()
         self.inside: list[torch.Tensor] = []
         self.twins = Twins(self._pairs)
@@ -136,7 +137,7 @@ class ParameterRows:
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
             self._vessels[row][place].data = self._vessels[row][its].detach()
             own.data = parameter.detach()
-            self._dirty.discard(id(own))
+            self._read.forget(own)
 
     def _place(self, parameter: torch.Tensor) -> int:
         return next(place for place, inside in enumerate(self.inside) if inside is parameter)
@@ -168,15 +169,16 @@ class ParameterRows:
         if self._home is not None:
             self._write_all(self._writes.compare(replica, self.inside))
 
-    def data_is_read(self, parameter: torch.Tensor, place: int | None) -> None:
+    def data_is_read(self, parameter: torch.Tensor, place: int | None, is_set: bool = False) -> None:
         """Somebody has a parameter's ``data``: what is written there leaves no mark.
 
         Args:
             parameter: any.
             place: its place, if a replica reads; below zero if it is none of these; ``None`` in cross-replica context.
+            is_set: whether it was set.
         """
         if place is None:
-            self._dirty.add(id(parameter))
+            self._read.note(parameter, is_set)
         elif self._home is not None:
             self._writes.data_is_read(place, parameter)
 
@@ -220,7 +222,7 @@ class ParameterRows:
         """
         if begins:
             self._writes.begin()
-        dirty, self._dirty, left = self._dirty | self.twins.written, set(), []
+        dirty, left = self._read.take() | self.twins.written, list[int]()
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
             left = left_memory(self.inside, self._marks)
             with torch.no_grad():
