@@ -64,6 +64,46 @@ def test_backward_with_create_graph(strategy: td.Strategy, process_model: str) -
     model.zero_grad()
 
 
+def _slopes(net: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
+
+
+def _curves(net: nn.Module) -> torch.Tensor:
+    slopes = _slopes(net).sum()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(slopes, [*net.parameters()], retain_graph=True)])
+
+
+@both_process_models
+@pytest.mark.parametrize("scale", ["MEAN", "SUM"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_backward_with_create_graph_outside_of_run(strategy: td.Strategy, process_model: str, scale: str) -> None:
+    """Ranks can differentiate the gradient of all once more: each its own part, as in ``run``."""
+    model, reference = built(strategy, small), plain(small)
+    strategy.set_gradient_policy(scale=scale)
+    mine = strategy.experimental_local_results(strategy.run(replica))[0]  # 0, or the number of the rank
+    factor = 1.0 if process_model == "in_process" else 1.5 if scale == "MEAN" else 3.0
+    own = 1.0 if process_model == "in_process" else (1 + mine) / 1.5
+    for passes in range(2):
+        ((1 + mine) * mse(model, examples())).backward(create_graph=True)
+        (factor * mse(reference, examples())).backward(create_graph=True)
+        torch.testing.assert_close(_slopes(model), _slopes(reference), rtol=1e-11, atol=1e-12)
+        if passes == 0:
+            torch.testing.assert_close(_curves(model), own * _curves(reference), rtol=1e-9, atol=1e-10)
+    for net in (model, reference):
+        net.zero_grad()
+
+
+@both_process_models
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_graph_of_another_model_concerns_no_other_rank(strategy: td.Strategy, process_model: str) -> None:
+    built(strategy, small)
+    other = plain(small)
+    if strategy.is_chief:
+        mse(other, examples()).backward(create_graph=True)
+        assert all(p.grad.grad_fn is not None for p in other.parameters())
+        other.zero_grad()
+
+
 @both_process_models
 @pytest.mark.parametrize("kind", ["sgd", "sparse_adam"])
 def test_sparse_embedding(strategy: td.Strategy, process_model: str, kind: str) -> None:

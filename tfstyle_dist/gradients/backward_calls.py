@@ -6,6 +6,7 @@ While a strategy that adopts modules lives, they run in the thread that makes th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.local_gradients import note_local
 from tfstyle_dist.gradients.other_threads import check_thread
 from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.variables.store import live_stores
 
 _CREATE_GRAPH = 3  # its place among the arguments of the engine
 
@@ -40,8 +42,11 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     replica = None if frame is None else frame.replica
     if frame is None and ReplicaReducer.alive and torch_internals.backward_pass_under_way() == -1:
         check_thread(args[0])
-    if replica is None or torch_internals.backward_pass_under_way() != -1:  # a segment of reentrant checkpointing
+    if torch_internals.backward_pass_under_way() != -1:  # a segment of reentrant checkpointing
         return original(*args, **kwargs)
+    if replica is None:
+        keeps = args[_CREATE_GRAPH] and kwargs.get("accumulate_grad", True)
+        return _keeping_graphs_outside(original, *args, **kwargs) if keeps else original(*args, **kwargs)
     if not kwargs.get("accumulate_grad", True):
         found = original(*args, **kwargs)
         if replica.num_replicas_in_sync > 1:
@@ -59,6 +64,20 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with reducer.keeping_graphs(replica):
             return original(*args, **kwargs)
     return original(*args, **kwargs)
+
+
+def _keeping_graphs_outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as passes:
+        for reducer in _reducers_of_ranks():
+            passes.enter_context(reducer.keeping_graphs())
+        return original(*args, **kwargs)
+
+
+def _reducers_of_ranks() -> list[PassReducer]:
+    """Those that reduce between processes of one replica each; which of them a pass concerns, its gradients tell."""
+    strategies = [s for store in list(live_stores) if (s := store.strategy) is not None]
+    reducers = [strategy.gradient_reducer for strategy in strategies]
+    return [r for r in reducers if isinstance(r, PassReducer) and r.worker.num_replicas > 1]
 
 
 engine_calls = Patch(torch.autograd, torch_internals.RUN_BACKWARD, _run)

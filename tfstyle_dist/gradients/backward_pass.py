@@ -11,6 +11,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.gradients.over_workers import AllReduce, over_workers
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.variables.record import Living
@@ -54,11 +55,12 @@ class PassReducer(GradientReducer):
         return torch_internals.backward_pass_under_way() == self._task or nested_backward()
 
     @contextmanager
-    def keeping_graphs(self, replica: Replica) -> Iterator[None]:
+    def keeping_graphs(self, replica: Replica | None = None) -> Iterator[None]:
         """Around a pass with ``create_graph=True``: the gradients are reduced after it, and can be differentiated.
 
         Args:
-            replica: the replica's context.
+            replica: the replica's context; ``None`` outside of ``run``, where a pass that has no gradient of the
+                strategy's is this worker's alone, as any pass there.
         """
         self._graphs = {}
         try:
@@ -66,6 +68,10 @@ class PassReducer(GradientReducer):
             touched = self._graphs
         finally:
             self._graphs = None
+        if replica is not None or touched:
+            self._reduce_graphs(touched, over_workers(self.worker) if replica is None else replica.all_reduce)
+
+    def _reduce_graphs(self, touched: dict[int, GradientState], all_reduce: AllReduce) -> None:
         living = self.store.alive_everywhere(r for r in self.store.records() if id(r) in self.states)
         states = [s for record in living for s in self.states[id(record)]]
         for state in touched.values():
@@ -74,7 +80,7 @@ class PassReducer(GradientReducer):
         policies = [None if self._accumulating[0] else s.record.policy for s in states]
         states = [s for s, p in zip(states, policies, strict=True) if p is not None and p.reduce_at == "backward"]
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
-        flags = replica.all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
+        flags = all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
         used = [s for s, flag in zip(states, flags, strict=True) if flag]
         with torch.enable_grad():
             for divided in (True, False):
@@ -85,7 +91,7 @@ class PassReducer(GradientReducer):
                     torch.zeros_like(s.record.components[0]) if p is None else p if old is None else p - old
                     for s, p, old in zip(some, parts, olds, strict=True)
                 ]
-                totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
+                totals = all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
                 for state, old, total in zip(some, olds, totals, strict=True):
                     state.record.components[0].grad = total if old is None else total + old
                     self.settle(state)

@@ -1,0 +1,45 @@
+"""Sums over the workers outside of ``run``, where no replica's context has an ``all_reduce``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, sparse_sum_over_workers
+from tfstyle_dist.runtime.worker import Worker
+
+AllReduce = Callable[[ReduceOp, Any], Any]
+"""Takes the operation and a tensor or a list of tensors; what it returns can be differentiated."""
+
+
+def over_workers(worker: Worker) -> AllReduce:
+    """What stands for a replica's ``all_reduce`` where each worker has one replica."""
+    return partial(_reduced, worker)
+
+
+def _reduced(worker: Worker, op: ReduceOp, value: torch.Tensor | list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _OverWorkers.apply(worker, op, value)[0]  # type: ignore[no-untyped-call]
+    return list(_OverWorkers.apply(worker, op, *value))  # type: ignore[no-untyped-call]
+
+
+class _OverWorkers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, worker: Worker, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.worker, ctx.op = worker, op
+        return tuple(_over_workers(worker, op, t, "all_reduce") for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return (None, None, *[_over_workers(ctx.worker, ctx.op, g, "gradient of all_reduce") for g in grads])
+
+
+def _over_workers(worker: Worker, op: ReduceOp, value: torch.Tensor, name: str) -> torch.Tensor:
+    if value.is_sparse:
+        total = sparse_sum_over_workers(worker, value, name)
+        return total / worker.num_replicas if op is ReduceOp.MEAN else total
+    return reduce_over_workers(worker, op, value.clone(), name)
