@@ -14,7 +14,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
-from tfstyle_dist.elastic.numbers import Tensors
+from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.replica_state import has_own_value
 from tfstyle_dist.variables.record import Living, raw
@@ -120,7 +120,7 @@ class Audit:
     def _common(self, names: dict[int, str]) -> Iterator[tuple[str, str, torch.Tensor]]:
         """What the replicas of a worker have in common."""
         names = {**names, **{id(r.tensor): r.describe() for r in self._store.records("variable")}}
-        numbers = Tensors(self._store)
+        numbers = TensorNumbers(self._store)
         for number, thing in [] if self._contents.common is None else self._contents.common.living():
             for place, (tensor, values) in enumerate(thing.kept_by_tensor()):
                 for name, value in sorted(values.items()):

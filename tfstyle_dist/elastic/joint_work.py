@@ -13,7 +13,7 @@ from tfstyle_dist.elastic import gradient_parts
 from tfstyle_dist.elastic.gradient_parts import GradientParts
 from tfstyle_dist.elastic.leaves import Reader, check_same_everywhere, describe
 from tfstyle_dist.elastic.membership import Membership
-from tfstyle_dist.elastic.numbers import Tensors
+from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.streams import StepStreams
 from tfstyle_dist.gradients.reducer import GradientReducer
@@ -61,7 +61,7 @@ class JointWork:
                 f"{kind} is not supported in an elastic job yet. Use an optimizer of torch.optim or of the train "
                 "module instead of one of Keras, and create variables in strategy.scope() before strategy.run."
             )
-        numbers = Tensors(self._store)
+        numbers = TensorNumbers(self._store)
         first, spec = nest.flatten(next(iter(own.values())))
         told: dict[int, Any] = {}
         tensors: list[torch.Tensor] = []
@@ -129,7 +129,7 @@ class JointWork:
         return self._streams.joint_work()
 
 
-def _check_updated(pairs: list[Any], numbers: Tensors, kind: str) -> None:
+def _check_updated(pairs: list[Any], numbers: TensorNumbers, kind: str) -> None:
     """Raises ValueError for a variable that other workers do not know."""
     for _, variable in pairs:
         if numbers.number(variable) is None:

@@ -27,7 +27,7 @@ from tfstyle_dist.elastic.open_connections import CHUNK, OpenConnections
 from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.presence import is_gone, listen
-from tfstyle_dist.elastic.signs import Signs
+from tfstyle_dist.elastic.silence import SilenceWatch
 
 _LONGEST_PAUSE = 0.025
 
@@ -70,7 +70,7 @@ class Links:
         self._on_up, self._on_packet, self._on_down = on_up, on_packet, on_down
         self.life, self.goes_on, self.left_behind = secrets.token_hex(8), False, False
         self._hello = introduction(me, job, self.life, doorbell)
-        self._signs = Signs(me, options, str(self._hello["place"]))
+        self._silence = SilenceWatch(me, options, str(self._hello["place"]))
         self._lock = threading.Lock()
         self._open = OpenConnections(self._on_received, lambda broken: self._order(lambda: self._gone(broken)))
         self.known = self._open.ranks
@@ -243,12 +243,12 @@ class Links:
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        paused = self._signs.paused(self._open.all(), now)
+        paused = self._silence.paused(self._open.all(), now)
         for connection in self._open.all():
-            if why := self._signs.why_lost(connection, now, paused):
+            if why := self._silence.why_lost(connection, now, paused):
                 get_logger().warning("worker %s %s: given up", connection.rank, why)
                 self._drop(connection)
-            elif self._signs.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
+            elif self._silence.is_silent(connection, now) and self._is_dead(int(connection.rank or 0), connection):
                 self._gone(connection)  # the end of its socket does not get through
             elif connection.has_more():
                 self._watch(connection)

@@ -13,7 +13,7 @@ from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.store import ParameterStore
 
 
-class Tensors:
+class TensorNumbers:
     """Looks tensors and numbers up, as they are now.
 
     Args:

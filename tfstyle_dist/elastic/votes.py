@@ -1,6 +1,6 @@
 """What a vote says: the results of a worker's replicas, what each has of its own, and which batch it was.
 
-A vote is about a step. Who is lost is not voted on: each worker decides it for itself (``signs``, ``links``).
+A vote is about a step. Who is lost is not voted on: each worker decides it for itself (``silence``, ``links``).
 """
 
 from __future__ import annotations

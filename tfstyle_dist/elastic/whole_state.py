@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
-from tfstyle_dist.elastic.numbers import Tensors
+from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.replica_state import has_own_value, is_content
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
 from tfstyle_dist.variables.common_objects import HeldInCommon
@@ -50,7 +50,7 @@ class WholeState:
             optimizers = [e for e in self._contents.objects() if isinstance(e[0], torch.optim.Optimizer)]
             others = [e for e in self._contents.objects() if not isinstance(e[0], torch.optim.Optimizer)]
             objects = [_object(writer, thing, content.number) for thing, content in optimizers]
-            numbers = Tensors(self._store)
+            numbers = TensorNumbers(self._store)
             common = [_common(writer, thing, number, numbers) for number, thing in self._common_objects()]
             equal = len(tensors)
             objects += [_object(writer, thing, content.number) for thing, content in others]
@@ -109,7 +109,7 @@ class WholeState:
             for number, _, attributes in sent["objects"]:
                 if number in found:
                     _fill(found[number], attributes, reader)
-            numbers = Tensors(self._store)
+            numbers = TensorNumbers(self._store)
             for number, _, attributes, entries in sent["common"]:
                 if number in shared_here:
                     _fill_common(shared_here[number], attributes, entries, reader, numbers)
@@ -132,14 +132,14 @@ def _object(writer: ValueWriter, thing: Any, number: int) -> list[Any]:
     return [number, type(thing).__name__, attributes]
 
 
-def _common(writer: ValueWriter, thing: HeldInCommon, number: int, numbers: Tensors) -> list[Any]:
+def _common(writer: ValueWriter, thing: HeldInCommon, number: int, numbers: TensorNumbers) -> list[Any]:
     attributes = {name: writer.value(value) for name, value in thing.kept().items() if is_content(thing, name)}
     entries = [[numbers.number(tensor), writer.value(kept)] for tensor, kept in thing.kept_by_tensor()]
     return [number, type(thing).__name__, attributes, entries]
 
 
 def _fill_common(
-    thing: HeldInCommon, attributes: dict[str, Any], entries: list[Any], reader: ValueReader, numbers: Tensors
+    thing: HeldInCommon, attributes: dict[str, Any], entries: list[Any], reader: ValueReader, numbers: TensorNumbers
 ) -> None:
     _fill(thing, attributes, reader)
     before = {id(tensor): kept for tensor, kept in thing.kept_by_tensor()}

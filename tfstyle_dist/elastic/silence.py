@@ -16,7 +16,7 @@ from tfstyle_dist.elastic.options import Elastic
 from tfstyle_dist.elastic.presence import is_stopped
 
 
-class Signs:
+class SilenceWatch:
     """Looks after the connections of one worker, again and again.
 
     Args:
