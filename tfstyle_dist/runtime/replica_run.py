@@ -12,13 +12,11 @@ Action = Callable[[list[Any]], Sequence[Any]]
 
 
 class ReplicaRun(Protocol):
-    """One call of ``strategy.run`` as its replicas see it.
+    """One call of ``strategy.run`` as its replicas see it."""
 
-    Attributes:
-        made: what the first replica makes for all; ``None`` where all meet for it.
-    """
-
-    made: Made | None
+    @property
+    def made(self) -> Made | None:
+        """What the first replica makes for all; ``None`` where all meet for it."""
 
     def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
