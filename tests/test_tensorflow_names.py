@@ -40,8 +40,11 @@ def test_logical_cpus_are_the_devices_of_replicas(cpu: Any) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
     names = [device.name for device in tf.config.list_logical_devices("CPU")]
     assert names == ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
-    with tf.distribute.MirroredStrategy(names) as strategy:
-        assert strategy.num_replicas_in_sync == 3
+    for given in (names, tf.config.list_logical_devices("CPU")):
+        with tf.distribute.MirroredStrategy(given) as strategy:
+            assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2")
+    with tf.distribute.OneDeviceStrategy(tf.config.list_logical_devices("CPU")[1]) as one:
+        assert one.extended.worker_devices == ("cpu:1",)
     assert tf.config.get_logical_device_configuration(cpu) == [(None, None, None)] * 3
 
 

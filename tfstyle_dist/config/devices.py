@@ -59,7 +59,7 @@ def _kinds(device_type: str | None) -> Sequence[str]:
 
 def _count(kind: str) -> int:
     if kind == "TPU":
-        return TPUClusterResolver().num_accelerators().get("TPU", 0)
+        return TPUClusterResolver("local").num_accelerators().get("TPU", 0)
     return 1 if kind == "CPU" else devices.count_devices("cuda")
 
 
