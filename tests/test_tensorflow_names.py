@@ -35,13 +35,25 @@ def test_devices_are_listed(cpu: Any) -> None:
     assert tf.config.list_physical_devices("BOAT") == []
 
 
+def test_memory_grows_whatever_is_said(cpu: Any) -> None:
+    for enable in (True, False):
+        tf.config.experimental.set_memory_growth(cpu, enable)
+        assert tf.config.experimental.get_memory_growth(cpu)
+    gone = tf.config.PhysicalDevice("/physical_device:GPU:77", "GPU")
+    with pytest.raises(ValueError, match=r"Unrecognized device: .*GPU:77"):
+        tf.config.experimental.set_memory_growth(gone, True)
+
+
 def test_logical_cpus_are_the_devices_of_replicas(cpu: Any) -> None:
     assert tf.config.get_logical_device_configuration(cpu) is None
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
     names = [device.name for device in tf.config.list_logical_devices("CPU")]
     assert names == ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
-    with tf.distribute.MirroredStrategy(names) as strategy:
-        assert strategy.num_replicas_in_sync == 3
+    for given in (names, tf.config.list_logical_devices("CPU")):
+        with tf.distribute.MirroredStrategy(given) as strategy:
+            assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2")
+    with tf.distribute.OneDeviceStrategy(tf.config.list_logical_devices("CPU")[1]) as one:
+        assert one.extended.worker_devices == ("cpu:1",)
     assert tf.config.get_logical_device_configuration(cpu) == [(None, None, None)] * 3
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
 import pytest
 
+import tfstyle_dist as tfd
 from tfstyle_dist import MultiWorkerMirroredStrategy
 from tfstyle_dist.cluster_resolver import (
     ClusterSpec,
@@ -168,8 +170,21 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         TorchrunClusterResolver()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is here")
+def test_programs_that_go_on_without_a_tpu() -> None:
+    """They catch ``ValueError``, wherever TensorFlow may find out."""
+    for make in (TPUClusterResolver, TPUClusterResolver.connect, lambda: TPUClusterResolver("")):
+        with pytest.raises(ValueError, match=r"There is no TPU here: torch_xla is not installed.*Use another strategy"):
+            make()
+    local = TPUClusterResolver("local")
+    for make in (lambda: tfd.tpu.experimental.initialize_tpu_system(local), lambda: tfd.TPUStrategy(local)):
+        with pytest.raises(ValueError, match="TPUStrategy needs torch_xla") as raised:
+            make()
+        assert isinstance(raised.value, ImportError)
+
+
 def test_tpu_hosts_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TPUClusterResolver().cluster_spec().as_dict() == {"worker": ["localhost:8470"]}
+    assert TPUClusterResolver("local").cluster_spec().as_dict() == {"worker": ["localhost:8470"]}
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t0,t1")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     monkeypatch.setenv("TPU_CHIPS_PER_HOST_BOUNDS", "2,2,1")

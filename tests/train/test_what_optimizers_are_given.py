@@ -141,3 +141,26 @@ def test_a_rate_is_a_number(strategy: td.Strategy, rate: Any) -> None:
     ):
         strategy.run(lambda: optimizer.apply_gradients([(torch.ones(1), v)]))
     assert v.value().item() == 2.0
+
+
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("optimizer", ["GradientDescentOptimizer", "AdamOptimizer"])
+def test_a_gradient_that_a_variable_has_collected(optimizer: str, aggregation: str) -> None:
+    """Each replica gives what it has in the variable, and the sum is applied, as in TensorFlow 2.21."""
+    read = td.VariableSynchronization.ON_READ
+    with FORMS["mirrored"]() as strategy:
+        with strategy.scope():
+            plain, other = td.Variable([2.0, 3.0]), td.Variable([2.0, 3.0])
+            total = td.Variable([0.0, 0.0], synchronization=read, aggregation=td.VariableAggregation[aggregation])
+        first, second = (getattr(td.train, optimizer)(0.5) for _ in range(2))
+
+        def step() -> None:
+            own = torch.tensor([1.0, -1.0]) * (1.0 + td.get_replica_context().replica_id_in_sync_group)
+            total.assign_add(own, read_value=False)
+            first.apply_gradients([(own, plain)])
+            second.apply_gradients([(total, other)])
+
+        strategy.run(step)
+        assert other.read_value().tolist() == plain.read_value().tolist()
+        parts = strategy.experimental_local_results(total)
+        assert [part.tolist() for part in parts] == [[1.0, -1.0], [2.0, -2.0]], "it keeps what it has"

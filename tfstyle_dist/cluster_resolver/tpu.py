@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ class TPUClusterResolver(ClusterResolver):
     slice is this host.
 
     Args:
-        tpu: ``None``, ``""`` or ``"local"``: this host's slice.
+        tpu: ``None``, ``""`` or ``"local"``: this host's slice; ``"local"`` does not ask whether there is one.
         zone: accepted for TF's signature.
         project: likewise.
         job_name: the job that the hosts make up.
@@ -32,10 +33,11 @@ class TPUClusterResolver(ClusterResolver):
         discovery_url: likewise.
 
     Raises:
-        ValueError: ``tpu`` names another slice.
+        ValueError: ``tpu`` names another slice, or there is no TPU: none of these variables is set, and torch_xla is
+            not installed. Programs that go on without a TPU catch this, as in TensorFlow.
 
     Example:
-        >>> TPUClusterResolver().cluster_spec().num_tasks("worker")
+        >>> TPUClusterResolver("local").cluster_spec().num_tasks("worker")
         1
     """
 
@@ -55,6 +57,11 @@ class TPUClusterResolver(ClusterResolver):
             raise ValueError(
                 f"tpu={tpu!r}: a program cannot connect to a TPU elsewhere. Start it on every host of the slice and "
                 "leave tpu out."
+            )
+        if tpu != "local" and not launch_env.says_tpu() and importlib.util.find_spec("torch_xla") is None:
+            raise ValueError(
+                "There is no TPU here: torch_xla is not installed, and TPU_WORKER_HOSTNAMES is not set. Use another "
+                "strategy, install torch_xla on a TPU host, or write tpu='local' to name this host all the same."
             )
         self._job_name, self._task_type = job_name, job_name
         self._task_id = launch_env.tpu_worker_id()

@@ -59,7 +59,7 @@ def _kinds(device_type: str | None) -> Sequence[str]:
 
 def _count(kind: str) -> int:
     if kind == "TPU":
-        return TPUClusterResolver().num_accelerators().get("TPU", 0)
+        return TPUClusterResolver("local").num_accelerators().get("TPU", 0)
     return 1 if kind == "CPU" else devices.count_devices("cuda")
 
 
@@ -177,3 +177,36 @@ def _check_present(device: PhysicalDevice) -> None:
     present = list_physical_devices()
     if device not in present:
         raise ValueError(f"Unrecognized device: {device!r}; this process sees {[d.name for d in present]}.")
+
+
+def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
+    """Takes what TensorFlow's programs say; torch takes memory of a GPU as it needs it, whatever is said here.
+
+    Args:
+        device: of ``list_physical_devices``.
+        enable: ``False`` is not possible, and said once.
+
+    Raises:
+        ValueError: no such device.
+
+    Example:
+        >>> for gpu in list_physical_devices("GPU"):
+        ...     set_memory_growth(gpu, True)
+
+    Source: ``tf.config.experimental.set_memory_growth``.
+    """
+    _check_present(device)
+    if not enable:
+        warn_once("memory growth", f"set_memory_growth({device.name!r}, False) has no effect: torch's memory grows.")
+
+
+def get_memory_growth(device: PhysicalDevice) -> bool:
+    """``True``: torch takes memory as it needs it.
+
+    Raises:
+        ValueError: no such device.
+
+    Source: ``tf.config.experimental.get_memory_growth``.
+    """
+    _check_present(device)
+    return True

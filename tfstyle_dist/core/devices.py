@@ -55,12 +55,12 @@ class ReplicaDevice:
         return f"{self.type}:{self.index}" + (f"#{self.slot}" if self.slot else "")
 
 
-def parse(name: str | torch.device | ReplicaDevice) -> ReplicaDevice:
+def parse(name: str | torch.device | ReplicaDevice | tuple[str, str]) -> ReplicaDevice:
     """The device that a torch or TensorFlow device string names.
 
     Args:
         name: e.g. ``"cpu"``, ``"CPU:1"``, ``"/gpu:0"``, ``"/job:worker/replica:0/task:0/device:GPU:1"``, ``"cuda:0#1"``
-            or a ``torch.device``.
+            or a ``torch.device``, or a ``LogicalDevice``.
 
     Raises:
         TypeError: ``name`` is not a string or device.
@@ -70,6 +70,8 @@ def parse(name: str | torch.device | ReplicaDevice) -> ReplicaDevice:
         return name
     if isinstance(name, torch.device):
         return ReplicaDevice(name.type, name.index or 0)
+    if isinstance(name, tuple):
+        name = getattr(name, "name", name)  # of a LogicalDevice
     if not isinstance(name, str):
         raise TypeError(f"A device must be a string or torch.device, got {type(name).__name__}: {name!r}. {_HOW}")
     match = _TF_NAME.match(name.strip())

@@ -194,6 +194,11 @@ def slurm(name: str) -> str | None:
     return os.environ.get(f"SLURM_{name}")
 
 
+def says_tpu() -> bool:
+    """Whether a variable says that this host is one of a TPU slice."""
+    return any(os.environ.get(f"TPU_{name}") for name in ("WORKER_HOSTNAMES", "WORKER_ID", "CHIPS_PER_HOST_BOUNDS"))
+
+
 def tpu_hosts() -> list[str]:
     """``TPU_WORKER_HOSTNAMES``: the hosts of this TPU slice; default: this host."""
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").removesuffix(",").split(",")

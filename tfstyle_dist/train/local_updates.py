@@ -33,7 +33,7 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
     Raises:
         NotImplementedError: the copies are one, in memory that several processes share; or the rule is that of a
             wrapped ``torch.optim`` optimizer, which knows one copy in each process.
-            In an elastic job: the replicas' gradients differ.
+            Under central storage and in an elastic job: the replicas' gradients differ.
         RuntimeError: the replicas list different variables.
     """
     central = strategy.parameter_store.placement is Placement.CENTRAL
@@ -46,8 +46,8 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
         optimizer._update([(g, v) for g, v in pairs if g is not None])
         return
     contents = strategy.parameter_store.contents
-    if contents is not None and contents.common is not None:
-        _apply_equal(optimizer, strategy, replica, pairs)
+    if central or (contents is not None and contents.common is not None):
+        _apply_equal(optimizer, strategy, replica, pairs, "under central storage" if central else "in an elastic job")
         return
     if not optimizer.updates_copies:
         raise NotImplementedError(
@@ -61,21 +61,20 @@ def apply_own(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pair
     def joint(payloads: list[list[tuple[Any, Any]]]) -> list[None]:
         same_variables(payloads)
         with entered(Frame(strategy)), strategy.worker.clocks[0].counting(UPDATE), torch.no_grad():
-            if not central:
-                optimizer.begin_step()
+            optimizer.begin_step()
             for number, own in enumerate(payloads):
-                if central:  # one copy takes the updates of all replicas, one after the other
-                    optimizer.begin_step()
                 for grad, variable in own:
                     if grad is not None:
-                        update_copy(optimizer, grad, variable, 0 if central else number)
+                        update_copy(optimizer, grad, variable, number)
         return [None] * len(payloads)
 
     replica.barrier(f"{optimizer.get_name()}.apply_gradients without aggregation", pairs, joint)
 
 
-def _apply_equal(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pairs: list[tuple[Any, Any]]) -> None:
-    """In an elastic job replicas move to other workers, so their parameters are equal, and one update is made for all.
+def _apply_equal(
+    optimizer: TFOptimizer, strategy: Strategy, replica: Replica, pairs: list[tuple[Any, Any]], where: str
+) -> None:
+    """One update for all replicas: they have one copy, or copies that stay equal because replicas change workers.
 
     Raises:
         NotImplementedError: the replicas gave different gradients.
@@ -88,9 +87,9 @@ def _apply_equal(optimizer: TFOptimizer, strategy: Strategy, replica: Replica, p
             if len({payload[place][0] for payload in payloads}) > 1:
                 record = find_record(variable)
                 raise NotImplementedError(
-                    f"apply_gradients(skip_gradients_aggregation=True) in an elastic job was given different gradients "
+                    f"apply_gradients(skip_gradients_aggregation=True) {where} was given different gradients "
                     f"of {'a variable' if record is None else record.describe()!r} by the replicas, whose copies would "
-                    "drift apart: an elastic job keeps one copy for all of them. Make the gradients equal first "
+                    "drift apart: there is one copy for all of them. Make the gradients equal first "
                     "(get_replica_context().all_reduce('SUM', gradients)), or leave skip_gradients_aggregation out."
                 )
         with entered(Frame(strategy)):

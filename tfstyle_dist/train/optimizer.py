@@ -118,7 +118,8 @@ class TFOptimizer(UpdateRule):
             InvalidArgumentError: a gradient of another shape than its variable.
             ValueError: no pairs at all, no gradient at all, an unknown method, or ``skip_gradients_aggregation`` in
                 cross-replica context.
-            NotImplementedError: ``skip_gradients_aggregation`` where several processes share one copy.
+            NotImplementedError: ``skip_gradients_aggregation`` where several processes share one copy, or where the
+                replicas have one copy and give different gradients.
             RuntimeError: a variable belongs to another strategy, or its gradient was reduced by ``backward()`` already.
         """
         method = AggregationMethod.validate(aggregation_method)

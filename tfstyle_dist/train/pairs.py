@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.train.sums import value_of
 from tfstyle_dist.values import IndexedSlices, PerReplica
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.replicated import Replicated
@@ -110,6 +111,7 @@ def _gradient(gradient: Any, variable: Any, caller: str) -> Any:
         return None
     if isinstance(gradient, PerReplica):
         return PerReplica([_gradient(part, variable, caller) for part in gradient.values])
+    gradient = value_of(gradient)  # of a variable that collects gradients: what this replica has in it
     shape = tuple(variable.shape)
     if isinstance(gradient, IndexedSlices):
         gradient = _rows(gradient, shape)

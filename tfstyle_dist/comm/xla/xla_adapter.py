@@ -18,18 +18,22 @@ from tfstyle_dist.core import launch_env
 _HOW = "make venv-xla (or: pip install 'torch==2.9.0' 'torch-xla==2.9.0') gives a pair that fits"
 
 
+class TorchXlaError(ImportError, ValueError):
+    """There is no torch_xla for TPUs; a ``ValueError`` too, which programs catch that go on without a TPU."""
+
+
 def require_torch_xla() -> None:
     """Checks that torch_xla is there and was built for this torch; nothing is imported.
 
     Raises:
-        ImportError: it is absent or does not fit; the message says what to install.
+        TorchXlaError: it is absent or does not fit; the message says what to install.
     """
     if importlib.util.find_spec("torch_xla") is None:
-        raise ImportError(f"TPUStrategy needs torch_xla, which is not installed; {_HOW}.", name="torch_xla")
+        raise TorchXlaError(f"TPUStrategy needs torch_xla, which is not installed; {_HOW}.", name="torch_xla")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         theirs, ours = importlib.metadata.version("torch_xla"), str(torch.__version__)
         if theirs.split(".")[:2] != ours.split(".")[:2]:
-            raise ImportError(
+            raise TorchXlaError(
                 f"torch_xla {theirs} works with torch {'.'.join(theirs.split('.')[:2])} only, but this is torch "
                 f"{ours}; {_HOW}.",
                 name="torch_xla",
