@@ -68,8 +68,3 @@ def own_records(records: Sequence[Record], replica: int) -> list[Record]:
         mine.policy = record.policy
         own.append(mine)
     return own
-
-
-def leader_of(record: Record) -> Record:
-    """The record under which the gradients of a record are summed."""
-    return record if record.counterparts is None else record.counterparts[0]

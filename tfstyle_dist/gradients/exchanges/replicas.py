@@ -12,7 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
 from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan, wants_sparse_gradient
-from tfstyle_dist.gradients.counterparts import join, leader_of, own_records
+from tfstyle_dist.gradients.counterparts import join, own_records
 from tfstyle_dist.gradients.exchanges.between_devices import sum_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
@@ -108,7 +108,7 @@ class ReplicaReducer(GradientReducer):
                 continue
             if self._keeps_state or policy.scale is ReduceOp.SUM:
                 self.state(record, number).ready = True
-            touched[id(leader_of(record))] = (record, grad, old is None)
+            touched[id(record.counterparts[0] if record.counterparts else record)] = (record, grad, old is None)
         if touched:
             with self.worker.clocks[number].counting(COMMUNICATION):
                 self._reduce(replica, touched)
