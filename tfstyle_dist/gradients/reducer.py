@@ -201,7 +201,7 @@ class GradientReducer(abc.ABC):
         """The current plan; built anew after parameters were adopted."""
         if self._plan is None or self._plan_version != self.store.version:
             self.forget_dead()
-            records = self.store.alive_everywhere(r for r in self.store.records() if id(r) in self.states)
+            records = self.store.alive_everywhere(r for r in self.store.records() if id(r) in self.states and r.leads)
             self._plan = ReductionPlan.build(records, self.bytes_per_pack, self.method)
             self._plan_version = self.store.version
         return self._plan

@@ -9,6 +9,7 @@ import torch
 
 from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.variables.contents import ReplicaContents
+from tfstyle_dist.variables.known_tensors import find_record
 
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # what other devices or kernels may round differently
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # what a class of its own compares is its affair
@@ -41,12 +42,22 @@ def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int])
     others = [replica for replica in range(contents.count) if replica != contents.first]
     for parameter in contents.parameters():
         plain = type(parameter) in _KINDS and parameter.layout is torch.strided and not parameter.is_meta
-        if plain and parameter.requires_grad:
+        record = find_record(parameter)
+        if plain and parameter.requires_grad and (record is None or record.leads):
             own = parameter.detach()
-            different = next((r for r in others if _differ(own, contents.inside(parameter, r).detach())), None)
+            different = next((r for r in others if _differ(own, _inside(contents, parameter, r).detach())), None)
             if different is not None:
                 who = f"After run {runs} replica {number_of(different)}"
                 _warn(parameter, contents, who, number_of(contents.first))
+
+
+def _inside(contents: ReplicaContents, parameter: torch.Tensor, replica: int) -> torch.Tensor:
+    """What a replica has in a parameter, or in the one that it made for itself in the place of it."""
+    record = find_record(parameter)
+    if record is not None and record.counterparts is not None:
+        own = record.counterparts[replica].tensor
+        parameter = parameter if own is None else own
+    return contents.inside(parameter, replica)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:

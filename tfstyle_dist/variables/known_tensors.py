@@ -41,6 +41,12 @@ def remember_components(record: Record) -> None:
             _records[tensor] = reference
 
 
+def made_in_turns(*tensors: torch.Tensor) -> bool:
+    """Whether all of them are a strategy's, and came into being in the turn of a replica of this process."""
+    records = [find_record(tensor) for tensor in tensors]
+    return all(record is not None and record.maker is not None for record in records)
+
+
 def follow_buffer(record: Record) -> None:
     """``module.double()``, or an assignment in ``forward``, puts a new tensor in a plain buffer's place."""
     if record.placement is Placement.REMOTE:

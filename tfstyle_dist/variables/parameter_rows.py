@@ -15,7 +15,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables import parameter_attributes
+from tfstyle_dist.variables import known_tensors, parameter_attributes
 from tfstyle_dist.variables.copies import copied
 from tfstyle_dist.variables.home_row import HomeRow
 from tfstyle_dist.variables.parameter_marks import (
@@ -135,6 +135,8 @@ class ParameterRows:
         place, its = self._place(parameter), self._place(own)
         self._followers[place].append((row, refer_to(own)))
         if row != self.row and not self._shares and are_alike(parameter, own):  # so nobody needs memory twice
+            if known_tensors.made_in_turns(parameter, own):
+                self._vessels[row][its].detach().copy_(parameter.detach())  # as workers begin with the first one's
             self._vessels[row][place].data = self._vessels[row][its].detach()
             own.data = parameter.detach()
             self._read.forget(own)

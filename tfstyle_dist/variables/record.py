@@ -46,6 +46,8 @@ class Record:
         number: place in the order of adoption; the same on all workers.
         changes: counts writes, so that copies elsewhere are known to be old.
         reference: gives the user's own tensor object, while it lives.
+        maker: the local replica in whose turn it came into being; ``None`` in cross-replica context.
+        counterparts: what each local replica made in its turn as the same parameter; ``None`` where all have one.
     """
 
     __slots__ = (
@@ -53,8 +55,10 @@ class Record:
         "aggregation",
         "changes",
         "components",
+        "counterparts",
         "kind",
         "local_name",
+        "maker",
         "module",
         "number",
         "placement",
@@ -81,6 +85,13 @@ class Record:
         self.reference: weakref.ref[torch.Tensor] = refer_to(tensor)
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.local_name, self.number, self.changes = "", -1, 0
+        self.maker = self.index()
+        self.counterparts: tuple[Record, ...] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for the parameter: what other replicas made in the place of it does not."""
+        return self.counterparts is None or self.counterparts[0] is self
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
 from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan, wants_sparse_gradient
+from tfstyle_dist.gradients.counterparts import join, own_records
 from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
@@ -36,6 +37,7 @@ class ReplicaReducer(GradientReducer):
 
     alive: ClassVar[weakref.WeakSet[ReplicaReducer]] = weakref.WeakSet()
     """All that there are, for what is called in threads that no replica runs."""
+    _made = False  # whether a replica has made a parameter in its turn
 
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
@@ -53,6 +55,7 @@ class ReplicaReducer(GradientReducer):
     def attach(self, record: Record) -> None:
         """Knows a newly adopted parameter from now on. Frozen ones too: they may thaw."""
         tensor = record.tensor
+        self._made |= record.maker is not None
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
             self.states[id(record)] = [
                 GradientState(record, replica) for replica in range(self.worker.num_local_replicas)
@@ -73,7 +76,7 @@ class ReplicaReducer(GradientReducer):
     def before_pass(self, number: int) -> list[_Before]:
         """Local replica ``number`` begins a backward pass; ``after_pass`` wants to know what is there now."""
         before: list[_Before] = []
-        for record in self._records():
+        for record in own_records(self._records(), number) if self._made else self._records():
             # In its own turn a replica's copy of a module's parameter is the parameter.
             leaf = record.reference() if record.kind == "parameter" else record.components[number]
             grad = None if leaf is None else leaf.grad
@@ -105,7 +108,7 @@ class ReplicaReducer(GradientReducer):
                 continue
             if self._keeps_state or policy.scale is ReduceOp.SUM:
                 self.state(record, number).ready = True
-            touched[id(record)] = (record, grad, old is None)
+            touched[id(record.counterparts[0] if record.counterparts else record)] = (record, grad, old is None)
         if touched:
             with self.worker.clocks[number].counting(COMMUNICATION):
                 self._reduce(replica, touched)
@@ -114,7 +117,7 @@ class ReplicaReducer(GradientReducer):
         if self._watched_version != self.store.version or [r for r in self._watched if r.reference() is None]:
             self.forget_dead()
             self._watched_version = self.store.version
-            self._watched = [r for r in self.store.records() if id(r) in self.states]
+            self._watched = [r for r in self.store.records() if id(r) in self.states and r.leads]
         return self._watched
 
     def _reduce(self, replica: Replica, touched: dict[int, _New]) -> None:
@@ -126,6 +129,8 @@ class ReplicaReducer(GradientReducer):
             self._reduce_graphs(replica, graphs)
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
+        if self._made and join(self, all_touched):
+            self._watched_version = self._plan_version = -1
         first, *others = all_touched
         dirty: dict[int, Record] = {}
         if self.accumulated:
@@ -206,8 +211,7 @@ class ReplicaReducer(GradientReducer):
                 torch_internals.foreach_copy_(*small)
 
     def _parts(self, record: Record) -> list[torch.Tensor]:
-        states = self.states[id(record)]
-        device = record.components[0].device
+        states, device = self.states[id(record)], record.components[0].device
         parts = [None if (c := self.contribution(s)) is None else c.detach().to(device) for s in states]
         given = [p for p in parts if p is not None]
         if len(given) in (0, len(parts)) or any(p.is_sparse for p in given):
@@ -219,23 +223,19 @@ class ReplicaReducer(GradientReducer):
         parts = self._parts(record)
         if not parts:
             return
-        first = record.components[0].grad
-        divisor = self.divisor(record)
-        out = None
-        if (
-            first is not None
-            and not first.is_sparse
-            and not first.requires_grad
-            and parts[0].data_ptr() == first.data_ptr()
-        ):
-            out = first if all(not p.is_sparse for p in parts) else None
+        first, divisor, out = record.components[0].grad, self.divisor(record), None
+        if first is not None and not (first.is_sparse or first.requires_grad or any(p.is_sparse for p in parts)):
+            out = first if parts[0].data_ptr() == first.data_ptr() else None
         self._store(record, sum_parts(parts, self.method, self.own_sum, out, divisor))
 
     def _store(self, record: Record, total: torch.Tensor) -> None:
         """Gives every replica its own copy of the result, beside what it keeps of earlier passes."""
         states = self.states[id(record)]
         olds = [self.old_part(state) for state in states]
-        for state, component, old in zip(states, record.components, olds, strict=True):
+        for state, old in zip(states, olds, strict=True):
+            if state.record.tensor is None:
+                continue
+            component = state.record.components[state.replica]
             grad, own = component.grad, total if old is None else total + old.to(total.device)
             if own.is_sparse:
                 component.grad = own.to(component.device, component.dtype, copy=state.replica != 0)

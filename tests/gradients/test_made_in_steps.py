@@ -1,0 +1,157 @@
+"""Parameters that come into being in a step: layers that the first forward builds, and parameters in others' places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from two_replicas import assert_all_close, both_process_models, built, examples, flat_weights, half, mse, plain, weights
+
+import tfstyle_dist as td
+
+
+class BuiltByForward(nn.Module):
+    """Its last layer is made for the features that it sees first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 4), None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = torch.tanh(self.first(x))
+        if self.last is None:
+            self.last = nn.Linear(x.shape[1], 1).double()
+            nn.init.constant_(self.last.weight, 0.3)
+            nn.init.zeros_(self.last.bias)
+        return self.last(x)
+
+
+class Replaced(nn.Module):
+    """Each call puts another parameter in the place of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = nn.Parameter(self.weight.detach() * 0.99)
+        return nn.functional.linear(x, self.weight)
+
+
+class Drawn(nn.Module):
+    """Its layer is drawn anew on each replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(10)), None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x * self.scale
+        if self.layer is None:
+            context = td.get_replica_context()
+            torch.manual_seed(0 if context is None else context.replica_id_in_sync_group)
+            self.layer = nn.Linear(10, 1).double()
+        return self.layer(x)
+
+
+class Trainer:
+    """Makes its optimizer when the model is whole, and looks the parameters up in each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, None
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor], passes: int = 1) -> None:
+        for _ in range(passes):
+            loss = mse(self.model, batch) / passes
+            loss.backward()
+        parameters = list(self.model.parameters())
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        self.optimizer.param_groups[0]["params"] = parameters
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _assert_as_on_one_device(strategy: td.Strategy, build: Any, passes: int = 1) -> None:
+    model, reference = built(strategy, build), plain(build)
+    trainer, expected = Trainer(model), Trainer(reference)
+    for step in range(4):
+        strategy.run(lambda step=step: trainer.step(half(step), passes))
+        expected.step(examples(step), passes)
+        assert_all_close(weights(strategy, model), flat_weights(reference))
+
+
+@both_process_models
+def test_a_layer_that_forward_builds_is_trained(strategy: td.Strategy, process_model: str) -> None:
+    """Its gradient was divided by the number of replicas, as if no other replica had one."""
+    _assert_as_on_one_device(strategy, BuiltByForward)
+
+
+@both_process_models
+def test_gradients_of_two_passes_are_added(strategy: td.Strategy, process_model: str) -> None:
+    _assert_as_on_one_device(strategy, BuiltByForward, passes=2)
+
+
+@both_process_models
+def test_a_parameter_is_replaced_in_each_step(strategy: td.Strategy, process_model: str) -> None:
+    _assert_as_on_one_device(strategy, Replaced)
+
+
+@pytest.mark.distributed(workers=2)
+def test_two_workers_of_two_replicas() -> None:
+    with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        model, reference = built(strategy, BuiltByForward), plain(BuiltByForward)
+        trainer, expected = Trainer(model), Trainer(reference)
+
+        def quarter(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            context = td.get_replica_context()
+            assert context is not None
+            x, y = examples(step)
+            begin = 2 * context.replica_id_in_sync_group
+            return x[begin : begin + 2], y[begin : begin + 2]
+
+        for step in range(3):
+            strategy.run(lambda step=step: trainer.step(quarter(step)))
+            expected.step(examples(step))
+            for own in weights(strategy, model):
+                torch.testing.assert_close(own, flat_weights(reference))
+
+
+@both_process_models
+def test_replicas_go_on_with_the_first_ones_values(
+    strategy: td.Strategy, process_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As workers do, which are given the first worker's values when the next run begins; so nothing drifts."""
+    model = built(strategy, Drawn)
+    trainer = Trainer(model)
+    for step in range(3):
+        strategy.run(lambda step=step: trainer.step(half(step)))
+    one, *others = weights(strategy, model)
+    for other in others:
+        torch.testing.assert_close(other, one, rtol=0.0, atol=0.0)
+    assert "has other values of the parameter" not in caplog.text
+
+
+@both_process_models
+def test_accumulated_gradients_are_reduced_together(strategy: td.Strategy, process_model: str) -> None:
+    model, reference = built(strategy, BuiltByForward), plain(BuiltByForward)
+
+    def step() -> None:
+        with strategy.accumulate():
+            mse(model, half(0)).backward()
+        mse(model, half(1)).backward()
+
+    strategy.run(step)
+    (mse(reference, examples(0)) + mse(reference, examples(1))).backward()
+    for local in strategy.experimental_local_results(strategy.run(lambda: [p.grad for p in model.parameters()])):
+        for own, expected in zip(local, reference.parameters(), strict=True):
+            torch.testing.assert_close(own, expected.grad)
+
+
+def test_one_copy_for_all_replicas_is_refused() -> None:
+    strategy = td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    trainer = Trainer(built(strategy, BuiltByForward))
+    with pytest.raises(RuntimeError, match=r"made the parameters weight, bias once in each replica.*scope"):
+        strategy.run(lambda: trainer.step(half()))
