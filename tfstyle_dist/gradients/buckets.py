@@ -12,6 +12,8 @@ from tfstyle_dist.variables.record import Record
 
 DEFAULT_BYTES_PER_PACK = 25 * 1024 * 1024
 HALF = (torch.float16, torch.bfloat16)
+ROWS = 4096.0
+"""The flag of a sparse gradient: 4096 of them, or 4095 dense ones, are still told apart in float32."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Bucket:
     """Parameters whose gradients share one flat buffer.
 
     The buffer holds the gradients one after the other and then one number per parameter: 1 where this replica has a
-    gradient, 0 where not. Their sums tell whether anybody used the parameter, without another message.
+    gradient, ``ROWS`` where that is sparse, 0 where there is none. Their sums tell whether anybody used the parameter,
+    and whether all who did have rows, without another message.
 
     Attributes:
         index: number of the bucket.
@@ -56,7 +59,8 @@ class ReductionPlan:
 
     Attributes:
         buckets: dense gradients, last parameters first, as backward makes them.
-        sparse: parameters whose gradients are rows (``nn.Embedding(sparse=True)``).
+        sparse: parameters whose gradients are rows (``nn.Embedding(sparse=True)``). What other
+            modules make of ``functional.embedding(sparse=True)`` is seen by its flags alone.
         method: how contributions are summed.
     """
 
@@ -98,6 +102,15 @@ class ReductionPlan:
         for index, ((dtype, device), members) in enumerate(groups):
             buckets.append(Bucket(index, (), (), 0, dtype, device).only(members))
         return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
+
+
+def only_rows(flags: complex) -> bool:
+    """Whether all workers that used a parameter have a sparse gradient of it.
+
+    Args:
+        flags: the sum of their flags; its type is that of the parameter's elements.
+    """
+    return flags != 0 and flags.real % ROWS == 0
 
 
 def wants_sparse_gradient(record: Record) -> bool:
