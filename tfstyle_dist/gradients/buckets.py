@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.variables.record import Record
 
 DEFAULT_BYTES_PER_PACK = 25 * 1024 * 1024
@@ -31,6 +32,7 @@ class Bucket:
         numel: elements of the gradients together; the flags follow.
         dtype: element type of the buffer; float32 for half precision parameters.
         device: where the buffer lives.
+        kinds: shape and element type of each parameter, which may be gone when they are asked for.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Bucket:
     numel: int
     dtype: torch.dtype
     device: torch.device
+    kinds: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
     def only(self, records: Sequence[Record]) -> Bucket:
         """The bucket with some of its parameters alone."""
@@ -46,7 +49,13 @@ class Bucket:
         for record in records:
             offsets.append(total)
             total += record.components[0].numel()
-        return Bucket(self.index, tuple(records), tuple(offsets), total, self.dtype, self.device)
+        kinds = tuple((r.components[0].shape, r.components[0].dtype) for r in records)
+        return Bucket(self.index, tuple(records), tuple(offsets), total, self.dtype, self.device, kinds)
+
+    def no_rows(self, position: int) -> torch.Tensor:
+        """A sparse gradient without rows of one of the parameters."""
+        shape, dtype = self.kinds[position]
+        return no_rows(torch.empty((), dtype=dtype, device=self.device).expand(shape))
 
     def new_buffer(self) -> torch.Tensor:
         """A buffer for the gradients and flags."""

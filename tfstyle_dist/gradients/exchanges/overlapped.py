@@ -203,7 +203,7 @@ class StreamingReducer(PassReducer):
         elsewhere = []
         for position, state in enumerate(filling.states):
             if used is not None and only_rows(used[position]):
-                self.reduce_sparse(state, no_rows(state.record.components[0].detach()))
+                self.reduce_sparse(state, filling.bucket.no_rows(position))
                 continue
             if state.record.tensor is None:
                 continue  # gone here; the other workers needed our part all the same

@@ -261,19 +261,19 @@ class ReplicaReducer(GradientReducer):
                 used = buffer[bucket.numel :].tolist()
                 for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
                     if only_rows(used[position]):
-                        self._sparse_over_workers(record)
+                        self._sparse_over_workers(record, bucket.no_rows(position))
                     elif used[position] != 0 and record.tensor is not None:
                         like, divisor = record.components[0], self.divisor(record)
                         total = buffer[offset : offset + like.numel()].view(like.shape)
                         self._store(record, total if divisor is None else total / divisor)
             for record in plan.sparse:
-                self._sparse_over_workers(record)
+                self._sparse_over_workers(record, self._rows[record])
         return [None] * self.worker.num_local_replicas
 
     def _agreed_plan(self) -> ReductionPlan:
         if self._plan is None or self._plan_version != self.store.version:
-            _living = Living(self.store.records())
-            return self.plan()
+            _living, plan = Living(self.store.records()), self.plan()
+            self._rows = {record: no_rows(record.components[0].detach()) for record in plan.sparse}
         return self.plan()
 
     def _packed(self, bucket: Bucket) -> torch.Tensor:
@@ -290,10 +290,10 @@ class ReplicaReducer(GradientReducer):
                 buffer[bucket.numel + position] = ROWS if given and all(p.is_sparse for p in given) else 1.0
         return buffer
 
-    def _sparse_over_workers(self, record: Record) -> None:
+    def _sparse_over_workers(self, record: Record, empty: torch.Tensor) -> None:
         gone = record.tensor is None
         parts = [] if gone else [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
-        local = sum_parts(parts, self.method, self.own_sum) if parts else no_rows(record.components[0].detach())
+        local = sum_parts(parts, self.method, self.own_sum) if parts else empty
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
         if torch_internals.entries_of(total) > 0 and not gone:
