@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -141,6 +142,33 @@ def test_only_new_rows_are_summed(strategy: td.Strategy) -> None:
     for which in (0, 0, 1, 1):
         (reference(which) * strategy.num_replicas_in_sync).backward()
     assert_all_close(gradients(strategy, model)[[0, -1]], flat_gradients(reference))
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_table_that_is_gone_on_one_worker(rank: int, devices: list[str], sparse: bool) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        used = [built(strategy, _Tables), built(strategy, lambda: nn.Linear(2, 1))]
+
+        def step(*models: nn.Module) -> None:
+            for model in models:
+                model.zero_grad()
+            loss = models[-1](torch.ones(1, 2).double()).sum()
+            for model in models[:-1]:
+                loss = loss + (model(0) if sparse else model.a.square().sum())
+            loss.backward()
+
+        strategy.run(step, args=tuple(used))
+        whole = used[0].a.grad.clone() if rank == 0 else None
+        if rank:
+            del used[0]
+            gc.collect()
+        strategy.run(step, args=tuple(used))
+        if whole is not None:
+            assert used[0].a.grad.is_sparse is sparse
+            torch.testing.assert_close(used[0].a.grad, whole / 2)
+        torch.testing.assert_close(used[-1].weight.grad, torch.ones(1, 2).double())
 
 
 @pytest.mark.distributed(**_RANKS)

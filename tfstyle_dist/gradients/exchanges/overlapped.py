@@ -54,8 +54,8 @@ class FillingBucket:
     def views(self) -> list[torch.Tensor]:
         """The positions of the gradients in the buffer."""
         return [
-            self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
-            for o, r in zip(self.bucket.offsets, self.bucket.records, strict=True)
+            self.buffer[offset : offset + shape.numel()].view(shape)
+            for offset, (shape, _) in zip(self.bucket.offsets, self.bucket.kinds, strict=True)
         ]
 
 
