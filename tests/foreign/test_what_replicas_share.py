@@ -115,6 +115,42 @@ def test_a_tensor_that_no_object_holds_is_shared_and_said(strategy: Any, caplog:
     assert values(strategy, lambda: kept) == [[3.0], [6.0]]
 
 
+def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    hidden, last, count = (torch.zeros(1), torch.zeros(1)), torch.zeros(1), 0
+
+    def step(own: torch.Tensor) -> torch.Tensor:
+        nonlocal hidden, last, count
+        count += 1
+        hidden = (hidden[0] + 1, hidden[1])
+        last = own + 1  # not read before: nothing goes on from it
+        return last
+
+    own = torch.zeros(1)
+    for _ in range(3):
+        own = strategy.run(step, args=(own,))
+    assert hidden[0].item() == 6
+    assert strategy.experimental_local_results(own) == (3, 3)
+    assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1
+    assert "'last'" not in caplog.text
+    assert "'count'" not in caplog.text
+
+
+_handed_on = torch.zeros(1)
+
+
+def test_a_tensor_that_steps_hand_on_in_a_global_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+
+    class Trainer:
+        def step(self) -> None:
+            global _handed_on
+            _handed_on = _handed_on + 1
+
+    strategy.run(Trainer().step)
+    assert "Trainer.step reads the variable '_handed_on' and then gives it another tensor" in caplog.text
+
+
 def test_any_object_may_be_adopted(strategy: Any) -> None:
     class Counter:
         def __init__(self) -> None:

@@ -175,3 +175,37 @@ def test_a_parameter_of_the_scope_becomes_no_other_one(cluster: Any) -> None:
         other = torch.nn.Linear(4, 3)
         other.weight = torch.nn.Parameter(net.weight.detach().clone())
     torch.testing.assert_close(other.weight.detach(), net.weight.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_the_memory_of_a_parameter_of_the_scope_becomes_no_other_one(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        one, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        for made in (lambda: torch.nn.Parameter(one.weight.data), lambda: torch.nn.utils.weight_norm(other)):
+            with pytest.raises(TypeError, match=r"with the memory of 'weight'.*strategy.experimental_adopt\(module\)"):
+                made()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_module_with_weight_norm_that_was_built_before_the_scope_learns(cluster: Any) -> None:
+    c = cluster(workers=1, ps=1)
+    torch.manual_seed(0)
+    net = torch.nn.utils.weight_norm(torch.nn.Linear(4, 3))
+    expected = torch.nn.utils.weight_norm(torch.nn.Linear(4, 3))
+    expected.load_state_dict(net.state_dict())
+    c.strategy.experimental_adopt(net)
+    x = torch.ones(2, 4)
+    for each in (net, expected):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+
+        def step(each: Any = each, optimizer: Any = optimizer) -> None:
+            each(x).square().mean().backward()
+            optimizer.step()
+
+        if each is net:
+            c.coordinator.schedule(step).get()
+        else:
+            step()
+    for mine, wanted in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach())

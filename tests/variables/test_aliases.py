@@ -113,3 +113,13 @@ def test_what_objects_keep_is_each_replicas_own_copy(strategy: tfd.Strategy, var
     assert first == [2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0]
     assert second == [3.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
     assert holder.mean.tolist() == [[2.0, 2.0], [4.0, 4.0]]
+
+
+def test_the_memory_of_a_variable_becomes_no_parameter() -> None:
+    strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variable = tfd.Variable(torch.zeros(3))
+    for view in (variable.data, variable.detach()):
+        with pytest.raises(TypeError, match=r"Give it the values, torch.nn.Parameter\(p.detach\(\).clone\(\)\)"):
+            torch.nn.Parameter(view)
+    assert type(torch.nn.Parameter(variable.detach().clone())) is torch.nn.Parameter

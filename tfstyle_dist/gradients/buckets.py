@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from tfstyle_dist.core.enums import AggregationMethod
+from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.variables.record import Record
 
 DEFAULT_BYTES_PER_PACK = 25 * 1024 * 1024
 HALF = (torch.float16, torch.bfloat16)
+ROWS = 4096.0
+"""The flag of a sparse gradient: 4096 of them, or 4095 dense ones, are still told apart in float32."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Bucket:
     """Parameters whose gradients share one flat buffer.
 
     The buffer holds the gradients one after the other and then one number per parameter: 1 where this replica has a
-    gradient, 0 where not. Their sums tell whether anybody used the parameter, without another message.
+    gradient, ``ROWS`` where that is sparse, 0 where there is none. Their sums tell whether anybody used the parameter,
+    and whether all who did have rows, without another message.
 
     Attributes:
         index: number of the bucket.
@@ -28,6 +32,7 @@ class Bucket:
         numel: elements of the gradients together; the flags follow.
         dtype: element type of the buffer; float32 for half precision parameters.
         device: where the buffer lives.
+        kinds: shape and element type of each parameter, which may be gone when they are asked for.
     """
 
     index: int
@@ -36,6 +41,7 @@ class Bucket:
     numel: int
     dtype: torch.dtype
     device: torch.device
+    kinds: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
     def only(self, records: Sequence[Record]) -> Bucket:
         """The bucket with some of its parameters alone."""
@@ -43,7 +49,13 @@ class Bucket:
         for record in records:
             offsets.append(total)
             total += record.components[0].numel()
-        return Bucket(self.index, tuple(records), tuple(offsets), total, self.dtype, self.device)
+        kinds = tuple((r.components[0].shape, r.components[0].dtype) for r in records)
+        return Bucket(self.index, tuple(records), tuple(offsets), total, self.dtype, self.device, kinds)
+
+    def no_rows(self, position: int) -> torch.Tensor:
+        """A sparse gradient without rows of one of the parameters."""
+        shape, dtype = self.kinds[position]
+        return no_rows(torch.empty((), dtype=dtype, device=self.device).expand(shape))
 
     def new_buffer(self) -> torch.Tensor:
         """A buffer for the gradients and flags."""
@@ -56,7 +68,8 @@ class ReductionPlan:
 
     Attributes:
         buckets: dense gradients, last parameters first, as backward makes them.
-        sparse: parameters whose gradients are rows (``nn.Embedding(sparse=True)``).
+        sparse: parameters whose gradients are rows (``nn.Embedding(sparse=True)``). What other
+            modules make of ``functional.embedding(sparse=True)`` is seen by its flags alone.
         method: how contributions are summed.
     """
 
@@ -98,6 +111,15 @@ class ReductionPlan:
         for index, ((dtype, device), members) in enumerate(groups):
             buckets.append(Bucket(index, (), (), 0, dtype, device).only(members))
         return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
+
+
+def only_rows(flags: complex) -> bool:
+    """Whether all workers that used a parameter have a sparse gradient of it.
+
+    Args:
+        flags: the sum of their flags; its type is that of the parameter's elements.
+    """
+    return flags != 0 and flags.real % ROWS == 0
 
 
 def wants_sparse_gradient(record: Record) -> bool:

@@ -6,7 +6,9 @@ parameter servers, so a write must go to the others.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class Alias(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch operation comes through here."""
+        if func is torch.Tensor.detach and is_new_parameter(sys._getframe(1)):
+            raise no_parameter(f"the memory of {args[0]._tfstyle_of.describe()!r}", args[0]._tfstyle_of)
         return _call(func, args, kwargs or {})
 
     def _tfstyle_value(self) -> torch.Tensor:
@@ -48,6 +52,32 @@ class Alias(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the stub has Any
         return repr(_plain(self))
+
+
+def is_new_parameter(caller: FrameType) -> bool:
+    """Whether ``torch.nn.Parameter`` has asked; what it then says itself is about classes, or of no leaf."""
+    return caller.f_code is torch.nn.Parameter.__new__.__code__
+
+
+def no_parameter(given: str, record: Record) -> TypeError:
+    """That a variable, or a view of one, cannot become a parameter beside it.
+
+    Args:
+        given: what ``torch.nn.Parameter`` got.
+        record: of the variable.
+    """
+    remote = record.placement is Placement.REMOTE
+    where = "lives on parameter servers already" if remote else "the strategy keeps in several copies"
+    text = (
+        f"torch.nn.Parameter was called with {given}, which {where}: it cannot become another parameter. Give it the "
+        "values, torch.nn.Parameter(p.detach().clone())."
+    )
+    elsewhere = (
+        " Where the call is not yours, as in torch.nn.utils.weight_norm, build the module before strategy.scope() and "
+        "call strategy.experimental_adopt(module); torch.nn.utils.parametrizations makes modules that cannot be sent "
+        "to a worker."
+    )
+    return TypeError(text + elsewhere if remote else text)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

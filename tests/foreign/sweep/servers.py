@@ -71,7 +71,7 @@ _DIFFER = {
             ema_pytorch.EMA-outside-in-step ema_pytorch.EMA-outside-after-run heavyball.SplitOpt
         """,
         "steps": """
-            par-orthogonal par-orthogonal-cayley par-spectral_norm par-old-weight_norm par-own-assign
+            par-orthogonal par-orthogonal-cayley par-spectral_norm par-own-assign
             par-cached-remove jit-trace jit-script spectral-gan-in-one-step step-static step-classmethod
             step-other-module step-other-module-lambda step-other-module-state vq-ema-all_reduce
             kept-in-in-sys kept-in-other-module lazy-opt-before written-lazy_layers write-numpy

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span, page_offsets
@@ -125,6 +126,14 @@ class SharedReducer(PassReducer):
         part = self.contribution(filling.states[position])
         if part is None:
             return None
+        if part.is_sparse:
+            name = filling.states[position].record.describe()
+            warn_once(
+                f"dense {name}",
+                f"The gradient of {name!r} is sparse, and ranks that share one copy of the parameters sum it as a "
+                "dense one, which SparseAdam refuses: they know it before only of a torch.nn.Embedding or EmbeddingBag "
+                "with sparse=True. Keep the table in such a module, or use MirroredStrategy.",
+            )
         part = part.detach().to_dense() if part.is_sparse else part.detach()
         if part.stride() != filling.strides[position]:
             laid_out = torch.empty_strided(part.shape, filling.strides[position], dtype=part.dtype)

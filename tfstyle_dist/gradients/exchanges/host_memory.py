@@ -14,6 +14,7 @@ import torch
 from tfstyle_dist.comm.collectives.flat import BufferView, Flat
 from tfstyle_dist.comm.group import Done
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.bucket_views import BucketViews
 from tfstyle_dist.gradients.buckets import Bucket
 from tfstyle_dist.gradients.exchanges.overlapped import FillingBucket, StreamingReducer
@@ -33,12 +34,14 @@ class _Layout:
     Attributes:
         variant: a number that stands for these parameters.
         parts: the buckets of which some are used.
+        rows: those of their parameters whose gradients are sparse, in no part, and for each a gradient without rows.
     """
 
     def __init__(
         self, filling_buckets: Sequence[FillingBucket], used: frozenset[int], num_replicas: int, variant: int
     ) -> None:
         self.variant = variant
+        self.rows: list[tuple[GradientState, torch.Tensor]] = []
         self.parts: list[_Part] = []
         for filling in filling_buckets:
             states = [s for s in filling.states if id(s) in used]
@@ -87,11 +90,13 @@ class InMemoryReducer(StreamingReducer):
     def _exchange(self, keep: bool) -> None:
         self._active = False
         used = bytes([s.ready or s.dirty for s in self._all])
-        parts = self._meet(self._layout(used), keep)
+        layout = self._layout(used)
+        parts = self._meet(layout, keep)
         if parts is not None:
             for part in parts:
                 self._reduce_part(*part, keep=keep)
             sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]
+            sparse += layout.rows
             unused = []
         else:
             unused = self._reduce_all(keep)
@@ -124,9 +129,15 @@ class InMemoryReducer(StreamingReducer):
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            members = frozenset(id(s) for s, flag in zip(self._all, used, strict=True) if flag)
-            variant = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
+            positions = self._positions
+            rows = [s for s, flag in zip(self._all, used, strict=True) if flag and id(s) in positions and _has_rows(s)]
+            members = frozenset(id(s) for s, flag in zip(self._all, used, strict=True) if flag).difference(
+                map(id, rows)
+            )
+            told = used + bytes(id(s) in members for s in self._all) if rows else used
+            variant = int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
             layout = _Layout(self._filling_buckets, members, self.worker.num_replicas, variant)
+            layout.rows = [(s, no_rows(s.record.components[0].detach())) for s in rows]
             self._layouts[used] = layout
         return layout
 
@@ -174,11 +185,18 @@ class InMemoryReducer(StreamingReducer):
                 self._fill(filling, position, state)
                 if not (state.ready or state.dirty) or state.record.tensor is None:
                     filling.flags[position] = 0.0
+                    filling.note_rows(position, False)
             filling.pending = Done()
+            filling.flag_rows()
             self.worker.group.all_reduce(filling.buffer, f"gradients[{filling.bucket.index}]", self.method)
             if keep:
                 elsewhere += self._take(filling)
         return elsewhere
+
+
+def _has_rows(state: GradientState) -> bool:
+    grad = state.record.components[0].grad
+    return grad is not None and grad.is_sparse
 
 
 def _nothing() -> Flat:

@@ -13,7 +13,7 @@ from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
-from tfstyle_dist.gradients.buckets import Bucket
+from tfstyle_dist.gradients.buckets import ROWS, Bucket, only_rows
 from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 
@@ -25,6 +25,7 @@ class FillingBucket:
         self.bucket, self.states = bucket, states
         self.missing = len(states)
         self.late: set[int] = set()  # positions that are copied when the pass is over
+        self.rows: set[int] = set()  # positions of sparse gradients
         self.pending: Pending | None = None
 
     @cached_property
@@ -34,15 +35,27 @@ class FillingBucket:
 
     @cached_property
     def flags(self) -> torch.Tensor:
-        """For each parameter 1 where this worker has a gradient, else 0."""
+        """For each parameter what this worker has of it: see ``Bucket``."""
         return self.buffer[self.bucket.numel :]
+
+    def note_rows(self, position: int, sparse: bool) -> None:
+        """Notes whether the gradient that was copied is sparse; it may be the second one of a pass."""
+        if sparse:
+            self.rows.add(position)
+        elif self.rows:
+            self.rows.discard(position)
+
+    def flag_rows(self) -> None:
+        """Tells the others of them, before the buffer is sent."""
+        for position in self.rows:
+            self.flags[position] = ROWS
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
         """The positions of the gradients in the buffer."""
         return [
-            self.buffer[o : o + r.components[0].numel()].view(r.components[0].shape)
-            for o, r in zip(self.bucket.offsets, self.bucket.records, strict=True)
+            self.buffer[offset : offset + shape.numel()].view(shape)
+            for offset, (shape, _) in zip(self.bucket.offsets, self.bucket.kinds, strict=True)
         ]
 
 
@@ -98,6 +111,7 @@ class StreamingReducer(PassReducer):
             filling.missing = len(filling.states)
             filling.pending = None
             filling.late.clear()
+            filling.rows.clear()
             filling.flags.fill_(1.0)
             for state in filling.states:
                 state.ready = False
@@ -121,6 +135,7 @@ class StreamingReducer(PassReducer):
             filling.views[position].zero_()
         else:
             filling.views[position].copy_(part.to_dense() if part.is_sparse else part)
+        filling.note_rows(position, part is not None and part.is_sparse)
 
     def _send(self, filling: FillingBucket) -> None:
         group = self.worker.group
@@ -130,6 +145,7 @@ class StreamingReducer(PassReducer):
                 group.agree(self._signature, "gradients")
                 self._unagreed = False
             name = f"gradients[{filling.bucket.index}]"
+            filling.flag_rows()
             filling.pending = group.all_reduce_async(filling.buffer, name, agreed=True, method=self.method)
             if self.worker.clocks[0].on and filling.pending.moving():
                 self._looked = self._looked if self._travelling else perf_counter()
@@ -157,6 +173,7 @@ class StreamingReducer(PassReducer):
                         self._fill(filling, position, state)
                     if not state.ready and not state.dirty:
                         filling.flags[position] = 0.0
+                        filling.note_rows(position, False)
                 self._send(filling)
         self._next = len(self._filling_buckets)
         if self._on_device:
@@ -182,9 +199,12 @@ class StreamingReducer(PassReducer):
 
     def _take(self, filling: FillingBucket) -> list[GradientState]:
         """Puts the reduced gradients into ``.grad``; returns the states that only other workers used."""
-        used = None if all(s.ready for s in filling.states) else filling.flags.tolist()
+        used = None if not filling.rows and all(s.ready for s in filling.states) else filling.flags.tolist()
         elsewhere = []
         for position, state in enumerate(filling.states):
+            if used is not None and only_rows(used[position]):
+                self.reduce_sparse(state, filling.bucket.no_rows(position))
+                continue
             if state.record.tensor is None:
                 continue  # gone here; the other workers needed our part all the same
             if used is not None and not (state.ready or state.dirty):

@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
-from tfstyle_dist.gradients.buckets import HALF, Bucket, ReductionPlan, wants_sparse_gradient
+from tfstyle_dist.gradients.buckets import HALF, ROWS, Bucket, ReductionPlan, only_rows, wants_sparse_gradient
 from tfstyle_dist.gradients.counterparts import join, own_records
 from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
@@ -48,7 +48,6 @@ class ReplicaReducer(GradientReducer):
         self._watched_version = -1
         self._watched: list[Record] = []
         self._keeps_state = worker.group.size > 1
-        self._rows: dict[Record, torch.Tensor] = {}  # of the parameters with sparse gradients: one without rows
 
     # ---- a backward pass ----------------------------------------------------------------------------------------
 
@@ -259,14 +258,14 @@ class ReplicaReducer(GradientReducer):
                 group.all_reduce(buffer, f"gradients[{bucket.index}]", self.method)
                 used = buffer[bucket.numel :].tolist()
                 for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
-                    if used[position] == 0 or record.tensor is None:
-                        continue
-                    shape = record.components[0].shape
-                    total = buffer[offset : offset + record.components[0].numel()].view(shape)
-                    divisor = self.divisor(record)
-                    self._store(record, total if divisor is None else total / divisor)
+                    if only_rows(used[position]):
+                        self._sparse_over_workers(record, bucket.no_rows(position))
+                    elif used[position] != 0 and record.tensor is not None:
+                        like, divisor = record.components[0], self.divisor(record)
+                        total = buffer[offset : offset + like.numel()].view(like.shape)
+                        self._store(record, total if divisor is None else total / divisor)
             for record in plan.sparse:
-                self._sparse_over_workers(record)
+                self._sparse_over_workers(record, self._rows[record])
         return [None] * self.worker.num_local_replicas
 
     def _agreed_plan(self) -> ReductionPlan:
@@ -280,18 +279,19 @@ class ReplicaReducer(GradientReducer):
         for position, (record, offset) in enumerate(zip(bucket.records, bucket.offsets, strict=True)):
             if record.tensor is None:
                 continue
-            parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in self._parts(record)]
+            given = self._parts(record)
+            parts = [p.to_dense().to(bucket.dtype) if p.is_sparse else p.to(bucket.dtype) for p in given]
             if parts:
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
                 sum_parts(parts, self.method, self.own_sum, view)
             if any(s.ready or s.dirty for s in self.states[id(record)]):
-                buffer[bucket.numel + position] = 1.0
+                buffer[bucket.numel + position] = ROWS if given and all(p.is_sparse for p in given) else 1.0
         return buffer
 
-    def _sparse_over_workers(self, record: Record) -> None:
+    def _sparse_over_workers(self, record: Record, empty: torch.Tensor) -> None:
         gone = record.tensor is None
         parts = [] if gone else [p if p.is_sparse else p.to_sparse(1) for p in self._parts(record)]
-        local = sum_parts(parts, self.method, self.own_sum) if parts else self._rows[record]
+        local = sum_parts(parts, self.method, self.own_sum) if parts else empty
         total = sparse_sum_over_workers(self.worker, local, f"rows of {record.local_name!r}")
         divisor = self.divisor(record)
         if torch_internals.entries_of(total) > 0 and not gone:

@@ -13,6 +13,7 @@ from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.client.table_rows import bound_rows, lookup, row_numbers
 from tfstyle_dist.parameter_server.protocol.operations import Op
 from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.variables.alias import is_new_parameter, no_parameter
 from tfstyle_dist.variables.component import checked
 from tfstyle_dist.variables.replicated import Replicated, dispatch
 from tfstyle_dist.variables.rows import RowMethods
@@ -161,14 +162,8 @@ class ServerParameter(_OnServers, torch.nn.Parameter):  # type: ignore[misc]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """``torch.nn.Parameter(parameter)`` has a message of torch's own, about classes, if it is not refused here."""
-        if func is torch.Tensor.detach and sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
-            name = args[0]._tfstyle_record.describe()
-            raise TypeError(
-                f"torch.nn.Parameter was called with {name!r}, which lives on parameter servers already: a parameter "
-                "of the scope cannot become another one. Give it the values, torch.nn.Parameter(p.detach().clone()). "
-                "Where the call is not yours, as in torch.nn.utils.parametrizations.weight_norm, use what does not "
-                "make it, such as torch.nn.utils.weight_norm."
-            )
+        if func is torch.Tensor.detach and is_new_parameter(sys._getframe(1)):
+            raise no_parameter(repr(args[0]._tfstyle_record.describe()), args[0]._tfstyle_record)
         return super().__torch_function__(func, types, args, kwargs)
 
 

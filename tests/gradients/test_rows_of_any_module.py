@@ -1,0 +1,182 @@
+"""Sparse gradients of tables that are no ``nn.Embedding``: those of ``functional.embedding(sparse=True)`` stay rows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from two_replicas import assert_all_close, built, flat_gradients, flat_weights, gradients, plain, replica, weights
+
+import tfstyle_dist as td
+
+_RANKS = {"workers": 2, "timeout": 50, "deadline": 15}
+
+
+@pytest.fixture(
+    params=[
+        "in_process",
+        pytest.param("ranks", marks=pytest.mark.distributed(**_RANKS)),
+        pytest.param("streamed", marks=pytest.mark.distributed(**_RANKS, env={"TFSTYLE_SHARED_MEMORY": "0"})),
+        pytest.param("grouped", marks=pytest.mark.distributed(**_RANKS)),
+    ]
+)
+def strategy(request: pytest.FixtureRequest) -> Iterator[td.Strategy]:
+    """Two replicas in this process, or as ranks; or two workers of two replicas."""
+    torch.set_num_threads(1)
+    devices = ["cpu:0", "cpu:1"] if request.param in ("in_process", "grouped") else None
+    kind = td.MultiWorkerMirroredStrategy if request.param == "grouped" else td.MirroredStrategy
+    with kind(devices=devices) as made:
+        yield made
+
+
+class _Remainders(nn.Module):
+    """Rows of two small tables, whose product stands for a row of a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quotients, self.remainders = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4, 3))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        quotients = functional.embedding(numbers // 4, self.quotients, sparse=True)
+        return self.out(quotients * functional.embedding(numbers % 4, self.remainders, sparse=True))
+
+
+def _numbers(replicas: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 20, (4 * replicas,), generator=torch.Generator().manual_seed(step))
+
+
+def _loss(model: nn.Module, numbers: torch.Tensor, step: int) -> torch.Tensor:
+    return (model(numbers) * (numbers % 3 != step)[:, None]).square().mean()  # some rows get a gradient of zeros
+
+
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    tables = torch.optim.SparseAdam([model.quotients, model.remainders], lr=0.1)
+    return [tables, torch.optim.Adam(model.out.parameters())]
+
+
+def test_rows_are_updated_as_on_one_device(strategy: td.Strategy) -> None:
+    model, reference = built(strategy, _Remainders), plain(_Remainders)
+    mine, expected = _optimizers(model), _optimizers(reference)
+    replicas = strategy.num_replicas_in_sync
+
+    def step(k: int) -> None:
+        for optimizer in mine:
+            optimizer.zero_grad()
+        _loss(model, _numbers(replicas, k).chunk(replicas)[replica()], k).backward()
+        assert model.quotients.grad.is_sparse
+        assert model.remainders.grad.is_sparse
+        for optimizer in mine:
+            optimizer.step()
+
+    for k in range(4):
+        strategy.run(step, args=(k,))
+        for optimizer in expected:
+            optimizer.zero_grad()
+        _loss(reference, _numbers(replicas, k), k).backward()
+        for optimizer in expected:
+            optimizer.step()
+    assert_all_close(weights(strategy, model)[[0, -1]], flat_weights(reference))
+
+
+class _Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, which: int) -> torch.Tensor:
+        return functional.embedding(torch.tensor([1, 3, 3]), (self.a, self.b)[which], sparse=True).square().sum()
+
+
+def test_replicas_use_different_tables(strategy: td.Strategy) -> None:
+    model, reference = built(strategy, _Tables), plain(_Tables)
+    replicas = strategy.num_replicas_in_sync
+
+    def step(k: int) -> None:
+        model((replica() + k) % 2 if k else 0).backward()
+        assert model.a.grad.is_sparse
+        assert k == 0 or model.b.grad.is_sparse
+
+    for k in range(3):
+        strategy.run(step, args=(k,))
+        for r in range(replicas):
+            (reference((r + k) % 2 if k else 0) / replicas).backward()
+    assert_all_close(gradients(strategy, model)[[0, -1]], flat_gradients(reference))
+
+
+def test_a_table_that_one_replica_uses_as_a_whole(strategy: td.Strategy) -> None:
+    model, reference = built(strategy, _Tables), plain(_Tables)
+    replicas = strategy.num_replicas_in_sync
+
+    def loss(net: nn.Module, r: int) -> torch.Tensor:
+        return net.a.sum() if r == 0 else net(0)
+
+    def step() -> None:
+        loss(model, replica()).backward()
+        assert not model.a.grad.is_sparse
+
+    for _ in range(2):
+        strategy.run(step)
+    for r in [*range(replicas), *range(replicas)]:
+        (loss(reference, r) / replicas).backward()
+    assert_all_close(gradients(strategy, model)[[0, -1]], flat_gradients(reference))
+
+
+def test_only_new_rows_are_summed(strategy: td.Strategy) -> None:
+    model, reference = built(strategy, _Tables), plain(_Tables)
+    strategy.set_gradient_policy(scale="SUM")
+
+    def step() -> None:
+        for _ in range(2):
+            model(0).backward()
+        with strategy.accumulate():
+            model(1).backward()
+        model(1).backward()
+
+    strategy.run(step)
+    for which in (0, 0, 1, 1):
+        (reference(which) * strategy.num_replicas_in_sync).backward()
+    assert_all_close(gradients(strategy, model)[[0, -1]], flat_gradients(reference))
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_table_that_is_gone_on_one_worker(rank: int, devices: list[str], sparse: bool) -> None:
+    with td.MirroredStrategy(devices) as strategy:
+        used = [built(strategy, _Tables), built(strategy, lambda: nn.Linear(2, 1))]
+
+        def step(*models: nn.Module) -> None:
+            for model in models:
+                model.zero_grad()
+            loss = models[-1](torch.ones(1, 2).double()).sum()
+            for model in models[:-1]:
+                loss = loss + (model(0) if sparse else model.a.square().sum())
+            loss.backward()
+
+        strategy.run(step, args=tuple(used))
+        whole = used[0].a.grad.clone() if rank == 0 else None
+        if rank:
+            del used[0]
+            gc.collect()
+        strategy.run(step, args=tuple(used))
+        if whole is not None:
+            assert used[0].a.grad.is_sparse is sparse
+            torch.testing.assert_close(used[0].a.grad, whole / 2)
+        torch.testing.assert_close(used[-1].weight.grad, torch.ones(1, 2).double())
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.cpu_only("shares memory")
+def test_ranks_with_one_copy_say_that_it_becomes_dense(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_num_threads(1)
+    with caplog.at_level(logging.WARNING), td.experimental.CentralStorageStrategy() as strategy:
+        model = built(strategy, _Tables)
+        strategy.run(lambda: model(0).backward())
+        assert not model.a.grad.is_sparse
+    assert "The gradient of 'a' is sparse, and ranks that share one copy" in caplog.text
