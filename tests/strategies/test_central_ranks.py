@@ -147,6 +147,26 @@ def test_groups_that_grow_and_parameters_that_thaw(central: Any) -> None:
 
 
 @on_two_ranks
+def test_a_parameter_that_comes_back_into_the_groups_has_its_state(central: Any) -> None:
+    with central.scope():
+        model = build()
+    plain = build()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for start in (0, 4):
+        train(central, model, optimizers[0], range(start, start + 2))
+        train_plainly(plain, optimizers[1], range(start, start + 2))
+        left = [optimizer.param_groups[0]["params"].pop() for optimizer in optimizers]
+        train(central, model, optimizers[0], range(start + 2, start + 4))
+        train_plainly(plain, optimizers[1], range(start + 2, start + 4))
+        for optimizer, parameter in zip(optimizers, left, strict=True):
+            optimizer.param_groups[0]["params"].append(parameter)
+    train(central, model, optimizers[0], range(8, 11))
+    train_plainly(plain, optimizers[1], range(8, 11))
+    assert_same_weights(model, plain)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+@on_two_ranks
 def test_a_closure_sees_the_parameters(central: Any) -> None:
     def closure_of(model: nn.Module, optimizer: Any, part: slice, step: int) -> Callable[[], torch.Tensor]:
         def closure() -> torch.Tensor:

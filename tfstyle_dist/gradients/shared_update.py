@@ -175,7 +175,8 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = any(optimizer.state.get(p) for p in parameters)
         else:
             written += book.state.written()
-            loaded = book.state.is_stale(optimizer, book.shared)
+            # A parameter that comes into the groups may have state from before.
+            loaded = book.state.is_stale(optimizer, parameters if new and book.divided else book.shared)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
         said = self._group.numbers(
