@@ -177,7 +177,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 _OWN_OPTIMIZERS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-TOLD_BY_SCALERS = "grad_scale", "found_inf"  # what a GradScaler tells a fused optimizer for one step, as attributes
 _of_all = "optimizer._global_optimizer_pre_hooks", "optimizer._global_optimizer_post_hooks"
 hooks_of_all_steps = [_required(name, "see whose code steps", torch_optimizer) for name in _of_all]
 in_function_mode: Callable[[], int] = _required("torch._C._len_torch_function_stack", "see a default device")

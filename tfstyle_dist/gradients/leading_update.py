@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.untraced import untraced
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
+from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
 from tfstyle_dist.variables.copies import Copier, copied
@@ -111,7 +110,7 @@ class _Update(Frame):
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
         own = vars(optimizer)
-        self.told = {name: own.pop(name) for name in torch_internals.TOLD_BY_SCALERS if name in own}
+        self.told = {name: own.pop(name) for name in TOLD_BY_SCALERS if name in own}
         self.is_in_step = True
 
     @property

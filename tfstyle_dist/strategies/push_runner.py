@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
+from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
 from tfstyle_dist.gradients.update_shards import has_step_hooks, is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
@@ -123,7 +123,7 @@ def _check_step_hooks(optimizer: torch.optim.Optimizer, hooked: bool) -> None:
 
 def _told_by_a_scaler(optimizer: torch.optim.Optimizer, pairs: list[tuple[Any, torch.Tensor]]) -> bool:
     """Divides gradients in place as a fused step would; returns whether there is a step: they may be infinite."""
-    scale, infinite = (getattr(optimizer, name, None) for name in torch_internals.TOLD_BY_SCALERS)
+    scale, infinite = (getattr(optimizer, name, None) for name in TOLD_BY_SCALERS)
     if infinite is not None and infinite.item():
         return False
     if scale is not None:
