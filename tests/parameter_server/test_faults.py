@@ -302,6 +302,9 @@ def test_functions_that_misbehave(cluster: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot be sent to another process"):
         c.coordinator.schedule(lambda: lock)
+    refuses = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="cannot be sent to another process: Serialization of parametrized modules"):
+        c.coordinator.schedule(lambda: refuses)
     with c.strategy.scope():
         wide = td.Variable([1.0, 2.0])
     wrong = c.coordinator.schedule(lambda: wide.assign([1.0, 2.0, 3.0]))

@@ -14,6 +14,7 @@ import cloudpickle
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tfstyle_dist as td
 from tfstyle_dist.core import logging as our_logging
@@ -212,7 +213,7 @@ def test_what_cannot_be_sent_is_named(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("hook", ["gradient", "accumulated", "before the step", "after the step"])
+@pytest.mark.parametrize("hook", ["gradient", "accumulated", "before the step", "after the step", "before each step"])
 def test_hooks_of_the_coordinators_program_are_refused(cluster: Any, hook: str, when: str) -> None:
     """They would not be called on a worker; in a function they are."""
     c = cluster(workers=1, ps=1)
@@ -225,6 +226,7 @@ def test_hooks_of_the_coordinators_program_are_refused(cluster: Any, hook: str, 
         "accumulated": lambda: parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2)),
         "before the step": lambda: job.optimizer.register_step_pre_hook(lambda *_: None),
         "after the step": lambda: job.optimizer.register_step_post_hook(lambda *_: None),
+        "before each step": lambda: register_optimizer_step_pre_hook(lambda *_: None),
     }[hook]
     handle = register()
     with pytest.raises(

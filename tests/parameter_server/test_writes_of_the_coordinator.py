@@ -141,3 +141,31 @@ def test_what_shares_memory_with_a_parameter_follows_it_until_the_end(cluster: A
     c.strategy.close()
     assert state["weight"].tolist() == [[3.0, 3.0]]
     assert repr(state["weight"]) == repr(torch.full((1, 2), 3.0))
+
+
+def test_a_scaler_of_the_coordinators_program_tells_a_fused_optimizer_its_scale(cluster: Any) -> None:
+    """By attributes, of which the servers know nothing; it skips a step with infinite gradients in the same way."""
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = nn.Linear(2, 1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    plain = nn.Linear(2, 1, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for number in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 2, dtype=torch.float64)).pow(2).mean()).backward()
+        if number == 2:
+            model.weight.grad[0, 0] = float("inf")
+        if number == 3:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        theirs.zero_grad()
+        plain(torch.ones(2, 2, dtype=torch.float64)).pow(2).mean().backward()
+        if number != 2:
+            theirs.step()
+            torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+    torch.testing.assert_close(model.weight.detach().clone(), plain.weight.detach())
+    assert scaler.get_scale() == 8.0

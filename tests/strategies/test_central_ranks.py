@@ -10,6 +10,7 @@ import pytest
 import torch
 from central_ranks import assert_same_weights, build, loss_of, on_two_ranks, own_half, train, train_plainly
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tfstyle_dist as td
 from tfstyle_dist.core.errors import CollectiveMismatchError
@@ -146,6 +147,26 @@ def test_groups_that_grow_and_parameters_that_thaw(central: Any) -> None:
 
 
 @on_two_ranks
+def test_a_parameter_that_comes_back_into_the_groups_has_its_state(central: Any) -> None:
+    with central.scope():
+        model = build()
+    plain = build()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for start in (0, 4):
+        train(central, model, optimizers[0], range(start, start + 2))
+        train_plainly(plain, optimizers[1], range(start, start + 2))
+        left = [optimizer.param_groups[0]["params"].pop() for optimizer in optimizers]
+        train(central, model, optimizers[0], range(start + 2, start + 4))
+        train_plainly(plain, optimizers[1], range(start + 2, start + 4))
+        for optimizer, parameter in zip(optimizers, left, strict=True):
+            optimizer.param_groups[0]["params"].append(parameter)
+    train(central, model, optimizers[0], range(8, 11))
+    train_plainly(plain, optimizers[1], range(8, 11))
+    assert_same_weights(model, plain)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+@on_two_ranks
 def test_a_closure_sees_the_parameters(central: Any) -> None:
     def closure_of(model: nn.Module, optimizer: Any, part: slice, step: int) -> Callable[[], torch.Tensor]:
         def closure() -> torch.Tensor:
@@ -165,6 +186,47 @@ def test_a_closure_sees_the_parameters(central: Any) -> None:
         central.run(lambda n=number: optimizer.step(closure_of(model, optimizer, own_half(), n)))
         plain_optimizer.step(closure_of(plain, plain_optimizer, slice(0, 8), number))
     assert_same_weights(model, plain)
+
+
+HOOKS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "before": lambda optimizer: optimizer.register_step_pre_hook,
+    "before the steps of all": lambda _: register_optimizer_step_pre_hook,
+    "after": lambda optimizer: optimizer.register_step_post_hook,
+}
+
+
+@on_two_ranks
+@pytest.mark.parametrize("when", HOOKS)
+def test_hooks_around_a_step_see_whole_parameters_and_their_state(central: Any, when: str, rank: int) -> None:
+    """Also if they come later, and go again."""
+    with central.scope():
+        model = build()
+    plain = build()
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter]["seen"] = optimizer.state[parameter].get("seen", 0) + 1
+            with torch.no_grad():
+                parameter.grad.div_(parameter.grad.norm())
+                parameter.mul_((0.9 / parameter.norm()).clamp(max=1.0))
+
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01, eps=1e-3) for m in (model, plain)]
+    train(central, model, optimizers[0], range(2))
+    train_plainly(plain, optimizers[1], range(2))
+    handle = HOOKS[when](optimizers[0])(hook)
+    train(central, model, optimizers[0], range(2, 4))
+    handle.remove()
+    handle = HOOKS[when](optimizers[1])(hook)
+    train_plainly(plain, optimizers[1], range(2, 4))
+    handle.remove()
+    seen: list[int] = []
+    if rank == 0:  # a hook that looks may be one worker's
+        handle = optimizers[0].register_step_post_hook(lambda *_: seen.append(len(seen)))
+    train(central, model, optimizers[0], range(4, 6))
+    train_plainly(plain, optimizers[1], range(4, 6))
+    assert_same_weights(model, plain)
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+    assert len(seen) == (2 if rank == 0 else 0)
 
 
 @on_two_ranks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import on_devices
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,38 @@ def test_clipping_in_every_replica_counts_once() -> None:
         ours = trained(strategy, 3)
     with td.OneDeviceStrategy("cpu:0") as strategy:
         torch.testing.assert_close(ours, trained(strategy, 1))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_a_scaler_tells_the_one_fused_optimizer_its_scale_once(central: Any, kind: str, unscaled: bool) -> None:
+    """Each replica's scaler tells it by attributes, which it takes back after the step."""
+    with central.scope():
+        model = nn.Linear(2, 1)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True)
+    plain = copy.deepcopy(model)
+    theirs = getattr(torch.optim, kind)(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(on_devices.KIND, init_scale=16.0)
+
+    def step(infinite: bool) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 2, device=model.weight.device)).pow(2).mean()).backward()
+        if infinite:
+            model.weight.grad[0, 0] = float("inf")
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(4):
+        central.run(step, args=(number == 2,))
+        theirs.zero_grad()
+        plain(torch.ones(2, 2, device=plain.weight.device)).pow(2).mean().backward()
+        if number != 2:
+            theirs.step()
+    torch.testing.assert_close(model.weight.detach(), plain.weight.detach())
+    assert scaler.get_scale() == 8.0
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
 
 
 @pytest.mark.parametrize("fail", [0, 1])

@@ -178,7 +178,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 _OWN_OPTIMIZERS = frozenset(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
 hooks_of_step = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _of_all = "optimizer._global_optimizer_pre_hooks", "optimizer._global_optimizer_post_hooks"
-_hooks_of_all = [_required(name, "see whose code steps", torch_optimizer) for name in _of_all]
+hooks_of_all_steps = [_required(name, "see whose code steps", torch_optimizer) for name in _of_all]
 in_function_mode: Callable[[], int] = _required("torch._C._len_torch_function_stack", "see a default device")
 """How many function modes are in force: a default device is one, so without any it is the CPU."""
 _in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_stack", "see whose code steps")
@@ -186,7 +186,7 @@ _in_dispatch_mode: Callable[[], int] = _required("torch._C._len_torch_dispatch_s
 
 def steps_by_torch_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether torch alone, which draws no random numbers, runs between our hooks around a step without closure."""
-    plain = type(optimizer) in _OWN_OPTIMIZERS and [len(hooks) for hooks in _hooks_of_all] == [1, 1]
+    plain = type(optimizer) in _OWN_OPTIMIZERS and [len(hooks) for hooks in hooks_of_all_steps] == [1, 1]
     return plain and not (any(hooks_of_step(optimizer)) or in_function_mode() or _in_dispatch_mode())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.untraced import untraced
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
+from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
 from tfstyle_dist.variables.copies import Copier, copied
@@ -41,8 +41,8 @@ class LeadingUpdateRunner(UpdateRunner):
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         if strategy is None or replica is None or frame is None or frame.component is not None:
             return None
-        replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
         own = _Update(strategy, replica, optimizer, records)
+        replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
         self._open.append(own)
         own.begin()
 
@@ -66,6 +66,7 @@ class LeadingUpdateRunner(UpdateRunner):
             self._open.remove(frame)
             kind = f"end of {type(optimizer).__name__}.step"
             frame.replica.barrier(kind, None, lambda payloads: payloads, UPDATE)
+            vars(optimizer).update(frame.told)
 
     def restore(self, error: Exception | None = None) -> None:
         left, self._open = self._open, []
@@ -95,10 +96,11 @@ class _Update(Frame):
 
     Attributes:
         optimizer: whose step it is.
+        told: what this replica's gradient scaler has told the one optimizer for this step; it takes it back after it.
         is_in_step: not in a closure that the step has called.
     """
 
-    __slots__ = ("_attributes", "_records", "is_in_step", "optimizer")
+    __slots__ = ("_attributes", "_records", "is_in_step", "optimizer", "told")
     replica: Replica
 
     def __init__(
@@ -107,6 +109,8 @@ class _Update(Frame):
         super().__init__(strategy, replica, component=0)
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
+        own = vars(optimizer)
+        self.told = {name: own.pop(name) for name in TOLD_BY_SCALERS if name in own}
         self.is_in_step = True
 
     @property
@@ -121,13 +125,14 @@ class _Update(Frame):
         if self.leads:
             contents.switch(None)
             contents.take_back(r.tensor for r in self._records if r.kind == "parameter")
+            vars(self.optimizer).update(self.told)
         else:
             own = self.optimizer
             self._attributes = own.__dict__
             copy = Copier(lambda _: False, lambda tensor: copied(tensor, tensor.device))  # to be written in place
             groups = [{**{k: copy(v) for k, v in g.items() if k != "params"}, "params": []} for g in own.param_groups]
             kept = {k: copy(v) for k, v in own.__dict__.items() if k not in ("param_groups", "state")}
-            own.__dict__ = {**kept, "param_groups": groups, "state": defaultdict(dict)}
+            own.__dict__ = {**kept, "param_groups": groups, "state": defaultdict(dict), **self.told}
         push(self)
 
     @untraced
@@ -136,6 +141,8 @@ class _Update(Frame):
         pop(self)
         contents = self.strategy.parameter_store.contents
         if self.leads:
+            for name in self.told:
+                vars(self.optimizer).pop(name, None)
             contents.rows.spread()
             contents.switch(0)
         else:

@@ -19,6 +19,9 @@ from tfstyle_dist.gradients import local_gradients
 from tfstyle_dist.runtime.context import Replica, StrategyInForce, current_frame
 from tfstyle_dist.variables.record import Record
 
+TOLD_BY_SCALERS = "grad_scale", "found_inf"
+"""The attributes by which a ``GradScaler`` tells a fused optimizer about one step; it deletes them after it."""
+
 
 class UpdateRunner:
     """Checks the gradients before each step of a plain optimizer.

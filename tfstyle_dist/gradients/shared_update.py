@@ -1,8 +1,8 @@
 """Ranks of one host over central storage: each rank updates its part of the one copy, and of the optimizer's state.
 
 So it is for optimizers that are known to treat every element, or every parameter, for itself. With another one, which
-may take a norm over all parameters or draw random numbers, each rank makes the whole update in pages of its own, and
-then they put it into the one copy.
+may take a norm over all parameters or draw random numbers, or with hooks around its steps, each rank makes the whole
+update in pages of its own, and then they put it into the one copy.
 
 While ``optimizer.step()`` runs, the parameter groups hold this rank's parts instead of the parameters. Afterwards they
 hold the parameters again, and ``optimizer.state`` the whole state, which lies in shared memory: every rank can save it.
@@ -22,14 +22,14 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
-from tfstyle_dist.gradients.update_shards import Part, is_divided, is_elementwise, share_out
+from tfstyle_dist.gradients.update_shards import Part, has_step_hooks, is_divided, is_elementwise, share_out
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
 # What a worker has to say when all meet before an update.
-_WRITTEN, _MOVED, _LOADED, _NEW_GROUPS, _UPDATED = 1, 2, 4, 8, 16
+_WRITTEN, _MOVED, _LOADED, _NEW_GROUPS, _UPDATED, _HOOKED = 1, 2, 4, 8, 16, 32
 _SAY = {
     _WRITTEN: "wrote to its parameters or their state outside an optimizer",
     _MOVED: "gave its parameters other storage (module.to(), p.data = ...)",
@@ -81,6 +81,7 @@ class _Book:
     Attributes:
         key: of the parameters and where they are.
         divided: whether this rank makes a part of the update; else all of it.
+        hooked: whether a step of it had hooks of the program on any rank; a hook that is gone may come again.
         shared: the parameters in shared memory, whose state is there too.
         saved: the parameters of each group, while the parts are in their place.
         known: those that had state before, if some get theirs in the step and others after it.
@@ -88,6 +89,7 @@ class _Book:
 
     def __init__(self, key: tuple[int, ...], group: WorkerGroup) -> None:
         self.key, self.state, self.divided = key, SharedState(group), False
+        self.hooked = False
         self.held: list[list[_Held]] = []
         self.shared: list[torch.Tensor] = []
         self.saved: list[Any] | None = None
@@ -173,17 +175,24 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = any(optimizer.state.get(p) for p in parameters)
         else:
             written += book.state.written()
-            loaded = book.state.is_stale(optimizer, book.shared)
+            # A parameter that comes into the groups may have state from before.
+            loaded = book.state.is_stale(optimizer, parameters if new and book.divided else book.shared)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
-        self._check_alike(self._group.numbers(says, f"{name} of {len(parameters)} parameters"), name)
-        if says:
+        said = self._group.numbers(
+            says | _HOOKED * has_step_hooks(optimizer), f"{name} of {len(parameters)} parameters"
+        )
+        self._check_alike(said, name)
+        hooked = any(number & _HOOKED for number in said)
+        new = new or (hooked and book is not None and not book.hooked)
+        if says or new:
             if moved:
                 self._home.move_in(moved)
             if written:
                 self._home.publish(written)
             if book is None:
                 book = self._books[optimizer] = _Book(self._key(parameters), self._group)
+            book.hooked |= hooked
             if new or moved:
                 self._divide(book, optimizer)
             elif written:
@@ -215,6 +224,7 @@ class SharedUpdateRunner(UpdateRunner):
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
         elementwise, book.divided = is_elementwise(optimizer), is_divided(optimizer)
+        book.divided &= not book.hooked
         records = [find_record(p) if book.divided else None for p in parameters]
         shared = [r is not None and self._home.place_of(r) is not None for r in records]
         sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.copies import PLAIN_TENSORS
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.state_objects import optimized_by
@@ -66,6 +67,18 @@ def is_divided(optimizer: torch.optim.Optimizer) -> bool:
         type(p) is torch.nn.Parameter or type(p) in PLAIN_TENSORS or isinstance(p, Replicated)
         for p in optimized_by(optimizer)
     )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer, before: bool = False) -> bool:
+    """Whether code of the program runs within a step, where it may look at parameters, gradients or state.
+
+    Args:
+        optimizer: any that torch calls hooks for.
+        before: of the hooks that run before the step alone.
+    """
+    known = *torch_internals.hooks_of_step(optimizer), *torch_internals.hooks_of_all_steps
+    most = 0, 0, 1, 1  # the package has one before the steps of all optimizers, and one after them
+    return any(len(hooks) > own for hooks, own in list(zip(known, most, strict=True))[:: 2 if before else 1])
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +11,8 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
-from tfstyle_dist.gradients.update_shards import is_divided, is_elementwise
+from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
+from tfstyle_dist.gradients.update_shards import has_step_hooks, is_divided, is_elementwise
 from tfstyle_dist.parameter_server.client.remote_record import RemoteRecord
 from tfstyle_dist.parameter_server.server.optimizer_rules import name_of
 from tfstyle_dist.strategies.state_on_servers import ServerState
@@ -93,7 +93,7 @@ def check_hooks(optimizers: Iterable[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
-        _check_step_hooks(optimizer, *torch_internals.hooks_of_step(optimizer))
+        _check_step_hooks(optimizer, has_step_hooks(optimizer))
         check_hooks_of([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
 
@@ -110,14 +110,26 @@ def check_hooks_of(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _check_step_hooks(optimizer: torch.optim.Optimizer, *hooks: Mapping[Any, Any]) -> None:
-    if any(hooks):
+def _check_step_hooks(optimizer: torch.optim.Optimizer, hooked: bool) -> None:
+    if hooked:
         kind = name_of(optimizer)
         raise TypeError(
-            f"{kind} has a hook that was registered with register_step_pre_hook or register_step_post_hook. Under "
+            f"{kind} has a hook that was registered with register_step_pre_hook or register_step_post_hook, or with "
+            "torch.optim.optimizer.register_optimizer_step_pre_hook or ..._post_hook for all optimizers. Under "
             "parameter servers step() sends the gradients before such hooks are called, and the servers make the step "
             "without them. Do what the hook does in the function, before optimizer.step()."
         )
+
+
+def _told_by_a_scaler(optimizer: torch.optim.Optimizer, pairs: list[tuple[Any, torch.Tensor]]) -> bool:
+    """Divides gradients in place as a fused step would; returns whether there is a step: they may be infinite."""
+    scale, infinite = (getattr(optimizer, name, None) for name in TOLD_BY_SCALERS)
+    if infinite is not None and infinite.item():
+        return False
+    if scale is not None:
+        for _, gradient in pairs:
+            gradient.div_(scale.item())
+    return True
 
 
 def _with_closure_called(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -173,7 +185,7 @@ class PushRunner(UpdateRunner):
             return None
         if isinstance(optimizer, torch.optim.LBFGS):
             raise RuntimeError("torch.optim.LBFGS needs the loss again and again, which a parameter server has not.")
-        _check_step_hooks(optimizer, torch_internals.hooks_of_step(optimizer)[0])
+        _check_step_hooks(optimizer, has_step_hooks(optimizer, before=True))
         changed = _with_closure_called(optimizer, args, kwargs)
         pairs: list[tuple[Any, torch.Tensor]] = [
             (r, r.components[0].grad) for r in records if r.components[0].grad is not None
@@ -190,7 +202,7 @@ class PushRunner(UpdateRunner):
                 )
         if isinstance(optimizer.state, ServerState):
             optimizer.state.begin_step()
-        if pairs:
+        if pairs and _told_by_a_scaler(optimizer, pairs):
             strategy.push_gradients(optimizer, pairs)
         self._kept[id(optimizer)] = pairs
         for record, _ in pairs:
