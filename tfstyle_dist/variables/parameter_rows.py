@@ -58,13 +58,11 @@ class ParameterRows:
         self._devices, self._home, self._elsewhere = devices, home, elsewhere
         self.row = self.base = len(devices) if elsewhere else 0
         self.references: list[Callable[[], torch.Tensor | None]] = []
-        self._vessels: list[list[torch.Tensor]] = [[] for _ in range(len(devices) + elsewhere)]
-        self._marks: list[Any] = []
+        self._vessels, self._marks = [list[torch.Tensor]() for _ in range(len(devices) + elsewhere)], list[Any]()
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._read = ValuesRead()
         self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(), HomeRow()
-        self.inside: list[torch.Tensor] = []
-        self.twins = Twins(self._pairs)
+        self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------
 
