@@ -56,7 +56,8 @@ class Alias(torch.Tensor):
 
 def is_new_parameter(caller: FrameType) -> bool:
     """Whether ``torch.nn.Parameter`` has asked; what it then says itself is about classes, or of no leaf."""
-    return caller.f_code is torch.nn.Parameter.__new__.__code__
+    before = caller.f_back  # a default device is a mode, which is asked first
+    return any(f is not None and f.f_code is torch.nn.Parameter.__new__.__code__ for f in (caller, before))
 
 
 def no_parameter(given: str, record: Record) -> TypeError:
