@@ -56,8 +56,10 @@ class Alias(torch.Tensor):
 
 def is_new_parameter(caller: FrameType) -> bool:
     """Whether ``torch.nn.Parameter`` has asked; what it then says itself is about classes, or of no leaf."""
-    before = caller.f_back  # a default device is a mode, which is asked first
-    return any(f is not None and f.f_code is torch.nn.Parameter.__new__.__code__ for f in (caller, before))
+    asked: FrameType | None = caller
+    while asked is not None and asked.f_code.co_name == "__torch_function__":  # of a mode, as a default device is one
+        asked = asked.f_back
+    return asked is not None and asked.f_code is torch.nn.Parameter.__new__.__code__
 
 
 def no_parameter(given: str, record: Record) -> TypeError:
