@@ -115,6 +115,7 @@ def test_what_objects_keep_is_each_replicas_own_copy(strategy: tfd.Strategy, var
     assert holder.mean.tolist() == [[2.0, 2.0], [4.0, 4.0]]
 
 
+@pytest.mark.cpu_only("these suites wrap the call that torch.nn.Parameter makes")
 def test_the_memory_of_a_variable_becomes_no_parameter() -> None:
     strategy = tfd.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
