@@ -113,6 +113,11 @@ class ReductionPlan:
         return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
 
 
+def has_rows(gradient: torch.Tensor) -> bool:
+    """Whether it is sparse by its first dimension alone, as the rows of a table are."""
+    return gradient.is_sparse and gradient.sparse_dim() == 1
+
+
 def only_rows(flags: complex) -> bool:
     """Whether all workers that used a parameter have a sparse gradient of it.
 

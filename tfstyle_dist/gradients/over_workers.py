@@ -35,7 +35,7 @@ class _OverWorkers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, *[_over_workers(ctx.worker, ctx.op, g, "gradient of all_reduce") for g in grads])
+        return (None, None, *_OverWorkers.apply(ctx.worker, ctx.op, *grads))  # type: ignore[no-untyped-call]
 
 
 def _over_workers(worker: Worker, op: ReduceOp, value: torch.Tensor, name: str) -> torch.Tensor:

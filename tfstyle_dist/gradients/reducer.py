@@ -246,22 +246,23 @@ class GradientReducer(abc.ABC):
         state.ready = state.dirty = False
         state.before = None
 
-    def reduce_sparse(self, state: GradientState, empty: torch.Tensor) -> None:
+    def reduce_sparse(self, state: GradientState, empty: torch.Tensor, keep: bool = True) -> None:
         """Sums a sparse gradient over the workers, where each has one replica, into ``.grad``.
 
         Args:
             state: whose gradient; it may have none.
             empty: a sparse gradient without rows.
+            keep: ``False``: the pass was broken off, so nothing is given or taken; the others wait for this call.
         """
-        part = self.worker_part(state)
+        part = self.worker_part(state) if keep else None
         if part is None:
             part = empty
         elif not part.is_sparse:
             part = part.to_sparse(1)
         total = sparse_sum_over_workers(self.worker, part, f"rows of {state.record.local_name!r}")
         parameter = state.record.tensor
-        if parameter is None:
-            return  # gone here; the other workers needed our part all the same
+        if parameter is None or not keep:
+            return  # the other workers needed our part all the same
         divisor = self.divisor(state.record)
         total = total if divisor is None else total / divisor
         old = self.old_part(state)

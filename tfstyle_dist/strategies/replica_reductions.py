@@ -22,7 +22,7 @@ def all_reduce(context: ReplicaContext, op: ReduceOp, tensors: Sequence[torch.Te
     """The reduced tensors, differentiable where an input is."""
     if not tensors:
         return []
-    return list(_AllReduce.apply(context, op, *tensors))  # type: ignore[no-untyped-call]
+    return list(_AllReduce.apply(context, op, _VALUE, *tensors))  # type: ignore[no-untyped-call]
 
 
 def all_gather(context: ReplicaContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
@@ -36,13 +36,18 @@ def reduce_rows(context: ReplicaContext, op: ReduceOp, rows: IndexedSlices) -> I
     return IndexedSlices(over_replicas(op, values, context.num_replicas_in_sync), numbers, rows.dense_shape)
 
 
+_VALUE = "all_reduce"  # not the gradient of one
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, context: ReplicaContext, op: ReduceOp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, context: ReplicaContext, op: ReduceOp, what: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.context, ctx.op, ctx.counted = context, op, None
-        share = context.share
+        share = context.share if what == _VALUE else None
         if share is None or not share.some_empty or not may_be_nan(tensors):
-            return tuple(_meet_and_reduce(context, op, tensors, "all_reduce"))
+            return tuple(_meet_and_reduce(context, op, tensors, what))
         kept, ctx.counted = without_nothing(tensors, [share] * len(tensors))
         both = _meet_and_reduce(context, ReduceOp.SUM, [*kept, *ctx.counted], "all_reduce")
         totals, ctx.counts = both[: len(tensors)], both[len(tensors) :]
@@ -52,12 +57,19 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        # By the function itself, which create_graph=True differentiates once more.
         if ctx.counted is None:
-            return (None, None, *_meet_and_reduce(ctx.context, ctx.op, grads, "gradient of all_reduce"))
+            sums = _AllReduce.apply(ctx.context, ctx.op, "gradient of all_reduce", *grads)  # type: ignore[no-untyped-call]
+            return (None, None, None, *sums)
         if ctx.op is ReduceOp.MEAN:
             grads = tuple(grad / count for grad, count in zip(grads, ctx.counts, strict=True))
-        sums = _meet_and_reduce(ctx.context, ReduceOp.SUM, grads, "gradient of all_reduce")
-        return (None, None, *[torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)])
+        sums = _AllReduce.apply(ctx.context, ReduceOp.SUM, "gradient of all_reduce", *grads)  # type: ignore[no-untyped-call]
+        return (
+            None,
+            None,
+            None,
+            *[torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)],
+        )
 
 
 def _meet_and_reduce(
@@ -101,5 +113,5 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (total,) = _meet_and_reduce(ctx.context, ReduceOp.SUM, [grad], "gradient of all_gather")
+        (total,) = _AllReduce.apply(ctx.context, ReduceOp.SUM, "gradient of all_gather", grad)  # type: ignore[no-untyped-call]
         return None, None, total.narrow(ctx.axis, ctx.start, ctx.size).contiguous()

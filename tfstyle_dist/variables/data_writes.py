@@ -77,17 +77,22 @@ class DataWrites:
             self._rows.data_is_read(tensor, self._places.get(id(tensor), -1))
         elif id(tensor) in self._places:
             self._rows.data_is_read(tensor, None, is_set=data is None)
+            if data is not None and not tensor.requires_grad:  # its values alone do not tell a write of the same ones
+                self._hold(memory_of(data), data)
         else:
             self._look()
             if data is None and id(tensor) in self._numbers:  # its memory may be some that it had before
                 _count_write(tensor)
             if data is None or (where := memory_of(data)) not in self._memory:
                 return
-            if (before := self._held.get(where)) is not None and self._was_written(before):
-                self._written.add(where)
-            self._held[where] = data
+            self._hold(where, data)
         if data is not None:
             self._given[id(data)] = refer_to(data), torch_internals.version_of(data)
+
+    def _hold(self, where: int, data: torch.Tensor) -> None:
+        if (before := self._held.get(where)) is not None and self._was_written(before):
+            self._written.add(where)
+        self._held[where] = data
 
     def _was_written(self, data: torch.Tensor) -> bool:
         return self._given[id(data)][1] != torch_internals.version_of(data)

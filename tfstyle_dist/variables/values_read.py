@@ -64,4 +64,4 @@ def _are_equal(parameter: torch.Tensor | None, values: torch.Tensor) -> torch.Te
     """Not known yet on an accelerator: all comparisons are launched before the first is waited for."""
     if parameter is None or parameter.device != values.device or not are_alike(parameter, values):
         return False
-    return (parameter == values).all()
+    return ((parameter == values) | ((parameter != parameter) & (values != values))).all()

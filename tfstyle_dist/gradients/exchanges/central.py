@@ -59,6 +59,8 @@ class SharedReducer(PassReducer):
     def _abort(self) -> None:
         """The others may wait for the rest; what is in .grad is of the new pass already."""
         self._finish_sending(aborted=True)
+        for state, empty in self._sparse:
+            self.reduce_sparse(state, empty, keep=False)
 
     def _reset(self) -> None:
         # Hooks of the program come after ours, and look at gradients that are freed when they are sent.

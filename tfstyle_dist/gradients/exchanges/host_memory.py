@@ -16,13 +16,13 @@ from tfstyle_dist.comm.group import Done
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.bucket_views import BucketViews
-from tfstyle_dist.gradients.buckets import Bucket
+from tfstyle_dist.gradients.buckets import Bucket, has_rows
 from tfstyle_dist.gradients.exchanges.overlapped import FillingBucket, StreamingReducer
 from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.runtime.clocks import COMMUNICATION, COMPUTE, WAIT
 
 _MOST_LAYOUTS = 16
-
+_ROWS = 2  # of the kinds of what a copy has
 
 _ASKED_FIRST = 100  # passes after one in which the workers used different parameters
 _Part = tuple[list[GradientState], Bucket, BucketViews]
@@ -32,7 +32,7 @@ class _Layout:
     """What is reduced when all workers used the same parameters.
 
     Attributes:
-        variant: a number that stands for these parameters.
+        variant: a number that stands for these parameters, and for which of them have rows.
         parts: the buckets of which some are used.
         rows: those of their parameters whose gradients are sparse, in no part, and for each a gradient without rows.
     """
@@ -89,8 +89,7 @@ class InMemoryReducer(StreamingReducer):
 
     def _exchange(self, keep: bool) -> None:
         self._active = False
-        used = bytes([s.ready or s.dirty for s in self._all])
-        layout = self._layout(used)
+        layout = self._layout(bytes(map(_kind, self._all)))
         parts = self._meet(layout, keep)
         if parts is not None:
             for part in parts:
@@ -101,10 +100,9 @@ class InMemoryReducer(StreamingReducer):
         else:
             unused = self._reduce_all(keep)
             sparse = self._sparse
-        if keep:
-            for state, empty in sparse:
-                self.reduce_sparse(state, empty)
-            self.say_unused([s.record for s in unused])
+        for state, empty in sparse:
+            self.reduce_sparse(state, empty, keep)
+        self.say_unused([s.record for s in unused])
 
     def _meet(self, layout: _Layout, keep: bool) -> Sequence[_Part] | None:
         """What is left to reduce if all workers used the same parameters; ``None`` if they did not."""
@@ -129,13 +127,11 @@ class InMemoryReducer(StreamingReducer):
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            positions = self._positions
-            rows = [s for s, flag in zip(self._all, used, strict=True) if flag and id(s) in positions and _has_rows(s)]
-            members = frozenset(id(s) for s, flag in zip(self._all, used, strict=True) if flag).difference(
+            rows = [s for s, kind in zip(self._all, used, strict=True) if kind == _ROWS and id(s) in self._positions]
+            members = frozenset(id(s) for s, kind in zip(self._all, used, strict=True) if kind).difference(
                 map(id, rows)
             )
-            told = used + bytes(id(s) in members for s in self._all) if rows else used
-            variant = int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+            variant = int.from_bytes(hashlib.blake2b(used, digest_size=7).digest(), "big")
             layout = _Layout(self._filling_buckets, members, self.worker.num_replicas, variant)
             layout.rows = [(s, no_rows(s.record.components[0].detach())) for s in rows]
             self._layouts[used] = layout
@@ -189,14 +185,16 @@ class InMemoryReducer(StreamingReducer):
             filling.pending = Done()
             filling.flag_rows()
             self.worker.group.all_reduce(filling.buffer, f"gradients[{filling.bucket.index}]", self.method)
-            if keep:
-                elsewhere += self._take(filling)
+            elsewhere += self._take(filling, keep)
         return elsewhere
 
 
-def _has_rows(state: GradientState) -> bool:
+def _kind(state: GradientState) -> int:
+    """Whether a copy has something for the others, and whether that is rows."""
+    if not (state.ready or state.dirty):
+        return 0
     grad = state.record.components[0].grad
-    return grad is not None and grad.is_sparse
+    return _ROWS if grad is not None and has_rows(grad) else 1
 
 
 def _nothing() -> Flat:

@@ -13,7 +13,7 @@ from tfstyle_dist.core.devices import is_accelerator
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
-from tfstyle_dist.gradients.buckets import ROWS, Bucket, only_rows
+from tfstyle_dist.gradients.buckets import ROWS, Bucket, has_rows, only_rows
 from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 
@@ -135,7 +135,7 @@ class StreamingReducer(PassReducer):
             filling.views[position].zero_()
         else:
             filling.views[position].copy_(part.to_dense() if part.is_sparse else part)
-        filling.note_rows(position, part is not None and part.is_sparse)
+        filling.note_rows(position, part is not None and has_rows(part))
 
     def _send(self, filling: FillingBucket) -> None:
         group = self.worker.group
@@ -162,6 +162,10 @@ class StreamingReducer(PassReducer):
     def _abort(self) -> None:
         """The others wait for the rest."""
         self._finish_sending()
+        for filling in self._filling_buckets:
+            self._take(filling, keep=False)
+        for state, empty in self._sparse:
+            self.reduce_sparse(state, empty, keep=False)
 
     def _finish_sending(self) -> None:
         self._look()
@@ -197,15 +201,15 @@ class StreamingReducer(PassReducer):
                 self.reduce_sparse(state, empty)
         self.say_unused(unused)
 
-    def _take(self, filling: FillingBucket) -> list[GradientState]:
-        """Puts the reduced gradients into ``.grad``; returns the states that only other workers used."""
+    def _take(self, filling: FillingBucket, keep: bool = True) -> list[GradientState]:
+        """Puts the reduced gradients into ``.grad``, if they are kept; returns the states that only others used."""
         used = None if not filling.rows and all(s.ready for s in filling.states) else filling.flags.tolist()
         elsewhere = []
         for position, state in enumerate(filling.states):
             if used is not None and only_rows(used[position]):
-                self.reduce_sparse(state, filling.bucket.no_rows(position))
+                self.reduce_sparse(state, filling.bucket.no_rows(position), keep)
                 continue
-            if state.record.tensor is None:
+            if state.record.tensor is None or not keep:
                 continue  # gone here; the other workers needed our part all the same
             if used is not None and not (state.ready or state.dirty):
                 if used[position] == 0:

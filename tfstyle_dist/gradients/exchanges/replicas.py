@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_workers, sum_parts
-from tfstyle_dist.gradients.buckets import HALF, ROWS, Bucket, ReductionPlan, only_rows, wants_sparse_gradient
+from tfstyle_dist.gradients.buckets import HALF, ROWS, Bucket, ReductionPlan, has_rows, only_rows, wants_sparse_gradient
 from tfstyle_dist.gradients.counterparts import join, own_records
 from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
@@ -285,7 +285,7 @@ class ReplicaReducer(GradientReducer):
                 view = buffer[offset : offset + parts[0].numel()].view(parts[0].shape)
                 sum_parts(parts, self.method, self.own_sum, view)
             if any(s.ready or s.dirty for s in self.states[id(record)]):
-                buffer[bucket.numel + position] = ROWS if given and all(p.is_sparse for p in given) else 1.0
+                buffer[bucket.numel + position] = ROWS if given and all(map(has_rows, given)) else 1.0
         return buffer
 
     def _sparse_over_workers(self, record: Record, empty: torch.Tensor) -> None:
