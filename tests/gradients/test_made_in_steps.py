@@ -150,6 +150,65 @@ def test_accumulated_gradients_are_reduced_together(strategy: td.Strategy, proce
             torch.testing.assert_close(own, expected.grad)
 
 
+class Experts(nn.Module):
+    """Makes layers of one look in the first call, and uses some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(10, 1), nn.ModuleList()
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> Any:
+        for _ in range(2 - len(self.experts)):
+            layer = nn.Linear(10, 1).double()
+            nn.init.constant_(layer.weight, 0.1)
+            self.experts.append(layer)
+        return self.first(x).sum() + sum(self.experts[number](x).sum() for number in used)
+
+
+def _experts(strategy: td.Strategy, model: nn.Module, uses: list[tuple[int, ...]]) -> list[Any]:
+    """The gradients of both experts on each replica after a pass in which each uses others."""
+
+    def step() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        context = td.get_replica_context()
+        assert context is not None
+        number = context.replica_id_in_sync_group
+        model(torch.full((1, 10), number + 1.0, dtype=torch.float64), uses[number]).backward()
+        return [layer.weight.grad for layer in model.experts]  # type: ignore[union-attr,misc]
+
+    return list(strategy.experimental_local_results(strategy.run(step)))
+
+
+@pytest.mark.parametrize("uses", [[(0,), (1,)], [(1,), (0,)], [(0,), ()], [(), (0, 1)]])
+def test_layers_of_one_look_that_replicas_use_at_different_times(uses: list[tuple[int, ...]]) -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        model = built(strategy, Experts)
+        for _ in range(2):
+            for own in _experts(strategy, model, uses):
+                for number, grad in enumerate(own):
+                    total = sum(replica + 1.0 for replica in range(2) if number in uses[replica])
+                    assert grad is None if total == 0 else grad.flatten().tolist() == [total / 2] * 10
+
+
+def test_what_is_frozen_outside_stays_frozen_on_all_replicas() -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        model = built(strategy, Experts)
+        _experts(strategy, model, [(0, 1), (0, 1)])
+        model.experts[0].weight.requires_grad_(False)
+        for own in _experts(strategy, model, [(0, 1), (0, 1)]):
+            assert own[0] is None
+            assert own[1].flatten().tolist() == [1.5] * 10
+
+
+@pytest.mark.distributed(workers=2)
+def test_two_workers_of_two_replicas_use_a_layer_at_different_times() -> None:
+    with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        model = built(strategy, Experts)
+        for uses, mean in (([(), (), (0,), (0,)], 1.75), ([(0,)] * 4, 2.5)):
+            for own in _experts(strategy, model, uses):
+                assert own[0].flatten().tolist() == [mean] * 10
+
+
 def test_one_copy_for_all_replicas_is_refused() -> None:
     strategy = td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
     trainer = Trainer(built(strategy, BuiltByForward))

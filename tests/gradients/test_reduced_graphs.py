@@ -93,6 +93,32 @@ def test_backward_with_create_graph_outside_of_run(strategy: td.Strategy, proces
         net.zero_grad()
 
 
+class _Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((1,), 2.0))
+
+
+@both_process_models
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather"])
+def test_gradients_that_passed_a_collective_can_be_differentiated(
+    strategy: td.Strategy, process_model: str, call: str
+) -> None:
+    """Of y, the sum of w * x over two replicas, the gradient of 2 * y**2 by each w is 4 * y * x; its square is trained."""
+    model = built(strategy, _Weight)
+
+    def step() -> None:
+        context = td.get_replica_context()
+        assert context is not None
+        part = model.w * (context.replica_id_in_sync_group + 1.0)
+        y = context.all_reduce("SUM", part) if call == "all_reduce" else context.all_gather(part, axis=0).sum()
+        (gradient,) = torch.autograd.grad((y**2).sum(), model.w, create_graph=True)
+        (gradient**2).sum().backward()
+
+    strategy.run(step)
+    assert gradients(strategy, model).tolist() == [[1440.0], [1440.0]]
+
+
 @both_process_models
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_graph_of_another_model_concerns_no_other_rank(strategy: td.Strategy, process_model: str) -> None:

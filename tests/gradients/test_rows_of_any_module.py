@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +182,121 @@ def test_ranks_with_one_copy_say_that_it_becomes_dense(caplog: pytest.LogCapture
         strategy.run(lambda: model(0).backward())
         assert not model.a.grad.is_sparse
     assert "The gradient of 'a' is sparse, and ranks that share one copy" in caplog.text
+
+
+class _Sometimes(nn.Module):
+    """A table whose gradient has rows, or all elements where a penalty is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, penalty: bool) -> torch.Tensor:
+        total = functional.embedding(torch.tensor([replica()]), self.table, sparse=True).sum()
+        return total + self.table.square().sum() if penalty else total
+
+
+@pytest.mark.parametrize("order", [(True, False, True), (False, True, False)])
+def test_a_table_whose_gradient_is_of_another_kind_in_each_pass(strategy: td.Strategy, order: tuple[bool, ...]) -> None:
+    model = built(strategy, _Sometimes)
+    for penalty in order:
+
+        def step(penalty: bool = penalty) -> torch.Tensor:
+            model.zero_grad()
+            model(penalty).backward()
+            assert model.table.grad.is_sparse is not penalty
+            return model.table.grad.to_dense()
+
+        for own in strategy.experimental_local_results(strategy.run(step)):
+            count = strategy.num_replicas_in_sync
+            expected = torch.zeros(4, 2, dtype=own.dtype)
+            expected[:count] += 1 / count
+            torch.testing.assert_close(own, expected + 2 * penalty)
+
+
+def test_a_sparse_gradient_by_more_than_rows_is_summed_as_dense(strategy: td.Strategy) -> None:
+    model = built(strategy, _Sometimes)
+
+    def step(first_alone: bool) -> torch.Tensor | None:
+        model.zero_grad()
+        if replica() == 0 or not first_alone:
+            torch.gather(model.table, 1, torch.tensor([[replica() % 2]] * 4), sparse_grad=True).sum().backward()
+        else:
+            (model.table.sum() * 0.0).backward()
+        return None if model.table.grad is None else model.table.grad.to_dense()
+
+    count = strategy.num_replicas_in_sync
+    for own in strategy.experimental_local_results(strategy.run(lambda: step(False))):
+        torch.testing.assert_close(own, torch.full_like(own, 0.5))
+    for own in strategy.experimental_local_results(strategy.run(lambda: step(True))):
+        torch.testing.assert_close(own, torch.tensor([[1 / count, 0.0]] * 4, dtype=own.dtype))
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, now: bool) -> torch.Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.now:
+            raise ValueError("a bad batch")
+        return grads[0], None
+
+
+class _TableAndOut(nn.Module):
+    """The gradient of the last layer comes first; then the backward pass may raise, before that of the table."""
+
+    def __init__(self, is_module: bool) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1, bias=False)
+        self.is_module = is_module
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, numbers: torch.Tensor, breaks: bool) -> torch.Tensor:
+        weight = self.table.weight
+        rows = self.table(numbers) if self.is_module else functional.embedding(numbers, weight, sparse=True)
+        return self.out(_Raises.apply(rows, breaks)).sum()
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_pass_that_one_rank_breaks_off(is_module: bool) -> None:
+    _break_off(td.MirroredStrategy(), is_module)
+
+
+@pytest.mark.distributed(**_RANKS, env={"TFSTYLE_SHARED_MEMORY": "0"})
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_pass_that_one_rank_breaks_off_without_shared_memory(is_module: bool) -> None:
+    _break_off(td.MirroredStrategy(), is_module)
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.cpu_only("shares memory")
+def test_a_pass_that_one_rank_over_one_copy_breaks_off() -> None:
+    _break_off(td.experimental.CentralStorageStrategy(), True)
+
+
+def _break_off(strategy: td.Strategy, is_module: bool) -> None:
+    """The program goes on with the next batch, and so do the other ranks."""
+    with strategy:
+        model = built(strategy, partial(_TableAndOut, is_module))
+
+        def step(number: int) -> torch.Tensor | None:
+            model.zero_grad()
+            try:
+                model(torch.tensor([0, replica() + 1]), replica() == 1 and number == 1).backward()
+            except ValueError:
+                return None
+            return model.table.weight.grad.to_dense()[:3, 0]
+
+        for number in range(4):
+            found = strategy.run(step, args=(number,))
+            expected = [1.0, 0.5, 0.5] if number != 1 else [0.5, 0.5, 0.0]
+            assert found is None if number == 1 and replica_of(strategy) == 1 else found.tolist() == expected
+
+
+def replica_of(strategy: td.Strategy) -> int:
+    return int(strategy.run(replica))

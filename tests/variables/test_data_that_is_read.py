@@ -112,3 +112,23 @@ def test_what_is_written_reaches_all_replicas(write: str) -> None:
         _trained(strategy, model)
         WRITES[write](model)
         assert _means(strategy, model) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_write_of_the_first_replicas_own_value_reaches_the_others() -> None:
+    with td.MirroredStrategy(TWO) as strategy:
+        with strategy.scope():
+            model = Normed()
+        strategy.run(lambda: model.mean.fill_(td.get_replica_context().replica_id_in_sync_group))
+        model.mean.data.zero_()
+        assert _means(strategy, model) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_statistics_that_are_no_numbers_are_each_replicas_own() -> None:
+    with td.MirroredStrategy(TWO) as strategy:
+        with strategy.scope():
+            model = Normed()
+        values = (torch.tensor([torch.nan, 0.0]), torch.tensor([1.0, torch.nan]))
+        strategy.run(lambda: model.mean.copy_(values[td.get_replica_context().replica_id_in_sync_group]))
+        copy.deepcopy(model)
+        first, second = _means(strategy, model)
+        assert (first[1], second[0]) == (0.0, 1.0)

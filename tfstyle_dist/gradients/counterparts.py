@@ -2,7 +2,8 @@
 
 A layer that the first ``forward`` builds, or a parameter that a step puts in the place of another one, is another
 object on each replica, with a record of its own. Replicas make the same calls in the same order, so that what one made
-first is what another made first. On ranks nothing is to be done: each process has one object.
+first in a run is what another made first in it, whichever of them uses it. On ranks nothing is to be done: each process
+has one object.
 """
 
 from __future__ import annotations
@@ -17,42 +18,50 @@ _Touched = dict[int, Any]  # by the record's id: the record, its gradient, and m
 
 
 def join(reducer: GradientReducer, all_touched: Sequence[_Touched]) -> bool:
-    """Puts together, once, what each replica made and got a gradient for in the pass that all of them have ended.
+    """Puts together what each replica made as the same one, when they meet for the first time after that.
 
     Args:
         reducer: knows the states of all records; those of counterparts become one list.
-        all_touched: for each replica; what follows another record is under that one's id afterwards.
+        all_touched: for each replica what came in this pass; what follows another record is under that one's id then.
 
     Returns:
         Whether there was any.
 
     Raises:
-        RuntimeError: there was, under central storage.
+        RuntimeError: one was trained under central storage.
     """
-    made = [_made_by(replica, all_touched) for replica in range(len(all_touched))]
-    if not made[0] or any([_look(r) for r in records] != [_look(r) for r in made[0]] for records in made):
-        return False
+    groups = _groups(reducer, len(all_touched))
     if reducer.store.placement is Placement.CENTRAL:
+        _refuse(reducer, [g[0] for g in groups if any(id(r) in t for r, t in zip(g, all_touched, strict=True))])
+        return False
+    for group in groups:
+        states = [reducer.state(record, replica) for replica, record in enumerate(group)]
+        for record, touched in zip(group, all_touched, strict=True):
+            record.counterparts = group
+            reducer.states[id(record)] = states
+            if id(record) in touched:
+                touched[id(group[0])] = touched.pop(id(record))
+    return bool(groups)
+
+
+def _groups(reducer: GradientReducer, count: int) -> list[tuple[Record, ...]]:
+    """What is not joined yet, and all replicas have made; in the order in which it was made."""
+    made: dict[tuple[int, int], dict[int, Record]] = {}
+    for record in reducer.store.records("parameter"):
+        if record.made_as is not None and record.counterparts is None and id(record) in reducer.states:
+            made.setdefault(record.made_as, {})[record.maker or 0] = record
+    whole = [tuple(by_replica[r] for r in range(count)) for by_replica in made.values() if len(by_replica) == count]
+    return [group for group in whole if all(_look(record) == _look(group[0]) for record in group)]
+
+
+def _refuse(reducer: GradientReducer, trained: Sequence[Record]) -> None:
+    if trained:
         raise RuntimeError(
-            f"The step made the parameters {reducer.store.names_of(made[0])} once in each replica. Under central "
+            f"The step made the parameters {reducer.store.names_of(trained)} once in each replica. Under central "
             "storage there is one copy of the parameters for all replicas, and these would be several. Make them in "
             "strategy.scope(), or call the model once on a batch before the first strategy.run(...), or use "
             "MirroredStrategy, where each replica has its own."
         )
-    for group in zip(*made, strict=True):
-        states = [reducer.state(record, replica) for replica, record in enumerate(group)]
-        for replica, record in enumerate(group):
-            record.counterparts = group
-            reducer.states[id(record)] = states
-            all_touched[replica][id(group[0])] = all_touched[replica].pop(id(record))
-    return True
-
-
-def _made_by(replica: int, all_touched: Sequence[_Touched]) -> list[Record]:
-    """What a replica made in its turn, and no other one has used, in the order in which it was made."""
-    records: list[Record] = [new[0] for new in all_touched[replica].values()]
-    fresh = [r for r in records if r.maker == replica and r.counterparts is None]
-    return [r for r in fresh if sum(id(r) in touched for touched in all_touched) == 1]
 
 
 def _look(record: Record) -> tuple[Any, ...]:

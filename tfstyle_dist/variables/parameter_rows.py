@@ -240,9 +240,8 @@ class ParameterRows:
         written = all_of_it or moved or was_written(parameter, version, dirty, left)
         new_grad = all_of_it or now is not grad or (now is not None and was_written(now, grad_version, dirty))
         followers = [(row, self._place(own)) for row, ref in self._followers[place] if (own := ref()) is not None]
-        for row, where in [*((row, place) for row in range(len(self._vessels))), *followers]:
-            if row == self.row:
-                continue
+        everywhere = [*((row, place) for row in range(len(self._vessels))), *followers]
+        for row, where in filter(lambda at: at[0] != self.row, everywhere):
             vessel = self._vessels[row][where]
             if self._elsewhere or written:
                 self._write(vessel, parameter, row, moved, written)
@@ -250,7 +249,8 @@ class ParameterRows:
                 self.inside[where].data = parameter.detach()
             if new_grad:
                 vessel.grad = None if now is None else self._grad(row, now, vessel.device)
-            vessel.requires_grad_(parameter.requires_grad)
+            for leaf in (vessel, self.inside[where]):
+                leaf.requires_grad_(parameter.requires_grad)
             if all_of_it or hooks_now != hooks:
                 put_hooks(vessel, hooks_now)
             if all_of_it:

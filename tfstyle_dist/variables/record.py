@@ -47,6 +47,7 @@ class Record:
         changes: counts writes, so that copies elsewhere are known to be old.
         reference: gives the user's own tensor object, while it lives.
         maker: the local replica in whose turn it came into being; ``None`` in cross-replica context.
+        made_as: the number under which the others have made theirs in that run; ``None`` if there is no maker.
         counterparts: what each local replica made in its turn as the same parameter; ``None`` where all have one.
     """
 
@@ -58,6 +59,7 @@ class Record:
         "counterparts",
         "kind",
         "local_name",
+        "made_as",
         "maker",
         "module",
         "number",
@@ -86,6 +88,7 @@ class Record:
         self.module: weakref.ref[torch.nn.Module] | None = None
         self.local_name, self.number, self.changes = "", -1, 0
         self.maker = self.index()
+        self.made_as = None if self.maker is None or kind != "parameter" else store.made.number(store.runs, self.maker)
         self.counterparts: tuple[Record, ...] | None = None
 
     @property
@@ -201,6 +204,20 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record({self.kind} {self.describe()!r}, {len(self.components)} copies)"
+
+
+class MadeInTurns:
+    """Numbers the parameters that each replica makes in its turn: replicas make the same ones in the same order."""
+
+    def __init__(self) -> None:
+        self._run, self._counts = -1, dict[int, int]()
+
+    def number(self, run: int, replica: int) -> tuple[int, int]:
+        """The run, and the number of the replica's next parameter in it."""
+        if run != self._run:
+            self._run, self._counts = run, {}
+        self._counts[replica] = self._counts.get(replica, 0) + 1
+        return run, self._counts[replica]
 
 
 class Living(list[Record]):

@@ -19,7 +19,7 @@ from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
 from tfstyle_dist.variables.ordered import WeakOrderedSet
-from tfstyle_dist.variables.record import Living, Placement, Record
+from tfstyle_dist.variables.record import Living, MadeInTurns, Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
 
 live_stores: weakref.WeakSet[ParameterStore] = weakref.WeakSet()
@@ -64,7 +64,7 @@ class ParameterStore:
             self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
-        self.version = self.runs = 0
+        self.version, self.runs, self.made = 0, 0, MadeInTurns()
         self._all: list[weakref.ref[Record]] = []
         self._pending: list[Record] = []
         # With each the records of its buffers, which live as long: another tensor may take a buffer's place.

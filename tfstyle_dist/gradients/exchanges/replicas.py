@@ -19,7 +19,7 @@ from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
 from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables.record import Living, Record
+from tfstyle_dist.variables.record import Living, Placement, Record
 from tfstyle_dist.variables.store import ParameterStore
 
 _Before = tuple[Record, torch.Tensor | None, torch.Tensor | None, int]  # the leaf, its gradient, how often written to
@@ -37,7 +37,7 @@ class ReplicaReducer(GradientReducer):
 
     alive: ClassVar[weakref.WeakSet[ReplicaReducer]] = weakref.WeakSet()
     """All that there are, for what is called in threads that no replica runs."""
-    _made = False  # whether a replica has made a parameter in its turn
+    _made, _joined_version = False, -1  # whether a replica has made a parameter in its turn; when they were joined last
 
     def __init__(
         self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
@@ -128,8 +128,10 @@ class ReplicaReducer(GradientReducer):
             self._reduce_graphs(replica, graphs)
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
-        if self._made and join(self, all_touched):
-            self._watched_version = self._plan_version = -1
+        if self._made and self._joined_version != self.store.version:
+            self._joined_version = -1 if self.store.placement is Placement.CENTRAL else self.store.version
+            if join(self, all_touched):
+                self._watched_version = self._plan_version = -1
         first, *others = all_touched
         dirty: dict[int, Record] = {}
         if self.accumulated:
