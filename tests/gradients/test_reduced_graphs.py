@@ -104,7 +104,7 @@ class _Weight(nn.Module):
 def test_gradients_that_passed_a_collective_can_be_differentiated(
     strategy: td.Strategy, process_model: str, call: str
 ) -> None:
-    """Of y, the sum of w * x over two replicas, the gradient of 2 * y**2 by each w is 4 * y * x; its square is trained."""
+    """With y, the sum of w * x, each w has the gradient 4 * y * x of two losses y ** 2; its square is trained."""
     model = built(strategy, _Weight)
 
     def step() -> None:
