@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from tfstyle_dist.runtime.clocks import WAIT
-from tfstyle_dist.runtime.made import Made
 from tfstyle_dist.runtime.replica_run import Action, Content
 from tfstyle_dist.runtime.turns import TurnRun
 
@@ -70,8 +69,6 @@ class ElasticRun:
         held: the replicas of this worker.
         exchanger: brings the others' part.
     """
-
-    made: Made | None = None  # the first replica may be another worker's
 
     def __init__(self, run: TurnRun, held: Sequence[int], exchanger: Exchanger) -> None:
         self._run, self._held, self._exchanger = run, held, exchanger

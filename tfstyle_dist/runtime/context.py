@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.runtime.clocks import WAIT
-from tfstyle_dist.runtime.made import Made
 from tfstyle_dist.runtime.replica_run import Action
 from tfstyle_dist.values.shares import Share
 
@@ -59,10 +58,6 @@ class Replica(Protocol):
     @property
     def replica_id(self) -> int:
         """This replica's number among them."""
-
-    @property
-    def made(self) -> Made | None:
-        """What the first replica of this worker makes for all of them; ``None`` where all meet for it."""
 
     def barrier(self, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False) -> Any:
         """Waits for all local replicas; arguments as for ``ReplicaRun``."""

@@ -6,17 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tfstyle_dist.runtime.clocks import WAIT
-from tfstyle_dist.runtime.made import Made
 
 Action = Callable[[list[Any]], Sequence[Any]]
 
 
 class ReplicaRun(Protocol):
     """One call of ``strategy.run`` as its replicas see it."""
-
-    @property
-    def made(self) -> Made | None:
-        """What the first replica makes for all; ``None`` where all meet for it."""
 
     def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False
@@ -52,7 +47,6 @@ class InlineRun:
     """The run of one replica: it meets nobody."""
 
     __slots__ = ()
-    made: Made | None = None
 
     def barrier(
         self, replica: int, kind: str, payload: Any, action: Action, phase: int = WAIT, anywhere: bool = False

@@ -3,7 +3,8 @@
 Each replica has a thread for its stack. Whoever has the turn finds every object that the step uses holding that
 replica's content (``Content``). A turn ends only where a replica waits for the others, or where its function ends.
 
-All make the same calls in the same order. One that raises or makes another call ends the run for all in their next.
+All replicas must make the same calls in the same order. One that raises, or that makes another call, ends the run for
+all of them: the others raise in their next call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.runtime.clocks import STOPPED, WAIT, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.interrupts import Interrupts
-from tfstyle_dist.runtime.made import Made
 from tfstyle_dist.runtime.replica_run import Action, Content, NoContent
 from tfstyle_dist.runtime.turn import Turn, next_of
 from tfstyle_dist.runtime.turn_reports import Call, came_late, differ, different_calls, first_is_late, stacks_of
@@ -45,7 +45,6 @@ class TurnRun:
         lost: replicas whose threads are stuck in user code.
         threads: the thread of each replica that is inside its function.
         cores: moves the thread of each replica.
-        made: what replica 0 makes for all of them.
     """
 
     def __init__(
@@ -68,8 +67,9 @@ class TurnRun:
         self._calls: list[Call | None] = [None] * count  # those whose joint work is not done
         self._waiting: list[Call | None] = [None] * count
         self._started, self._done = [True] + [False] * (count - 1), [False] * count
+        self._turn = Turn()
         self._acting: Call | None = None
-        self._turn, self._interrupted, self._others_go_on, self.made = Turn(), False, False, Made(count)
+        self._interrupted, self._others_go_on = False, False
         self._updates, self._most_updates = [0] * count, 0  # steps of optimizers: by replica; of the one that raised
         self.error: BaseException | None = None
         self.lost: list[int] = []

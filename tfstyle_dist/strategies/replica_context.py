@@ -13,7 +13,6 @@ from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT, Phase
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
-from tfstyle_dist.runtime.made import Made
 from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
 from tfstyle_dist.strategies.arguments import check_arguments
@@ -95,11 +94,6 @@ class ReplicaContext:
         if reducer is not None and torch_internals.backward_pass_under_way() != -1:
             reducer.meets_in_backward = True
         return self._run.barrier(self.local_replica_id, kind, payload, action, phase, anywhere)
-
-    @property
-    def made(self) -> Made | None:
-        """What the first replica of this worker makes for all of them; see ``ReplicaRun``."""
-        return self._run.made
 
     def begin_update(self) -> None:
         """An optimizer of this replica begins a step; see ``ReplicaRun``."""

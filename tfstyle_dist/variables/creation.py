@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from tfstyle_dist.variables.variable import Variable
 
 
-_KIND = "variable creation"
-
-
 def create_jointly(
     strategy: StrategyInForce, spec: VariableSpec, build: Callable[[VariableSpec], Variable]
 ) -> Variable:
@@ -39,37 +36,27 @@ def create_jointly(
     if frame is None or frame.replica is None or frame.strategy is not strategy:
         return build(spec)
 
-    replica = frame.replica
-
     def make(specs: list[VariableSpec]) -> list[Variable]:
-        for number, other in enumerate(specs):
-            _check_name(specs[0].name, other.name, number)
+        _check_names([other.name for other in specs])
         return [build(specs[0])] * len(specs)
 
-    variable: Variable
-    if replica.made is None:
-        variable = replica.barrier(_KIND, spec, make)
-    else:
-        variable = replica.made.take(
-            replica.local_replica_id,
-            spec.name,
-            lambda: build(spec),
-            _check_name,
-            lambda joint: replica.barrier(_KIND, spec.name, joint),
-        )
+    variable: Variable = frame.replica.barrier("variable creation", spec, make)
     strategy.parameter_store.ensure_equal()
     return variable
 
 
-def _check_name(first: str | None, name: str | None, replica: int) -> None:
-    """Raises RuntimeError if a replica makes another variable than the first; a number at a name's end may differ."""
-    plain, wanted = (re.sub(r"_\d+(?=/|$)", "", given or "Variable") for given in (name, first))
-    if name != first and plain != wanted:
-        raise RuntimeError(
-            f"Tried to create variable {name!r} with mismatching name on replica {replica}, while "
-            f"replica 0 creates {first!r}: the replicas share each variable. Create the same variables in the "
-            "same order on all replicas, or before strategy.run."
-        )
+def _check_names(names: Sequence[str | None]) -> None:
+    """Raises RuntimeError if the replicas make different variables; a number at the end of a name may differ."""
+    if all(name == names[0] for name in names):
+        return
+    plain = [re.sub(r"_\d+(?=/|$)", "", name or "Variable") for name in names]
+    for replica, name in enumerate(plain):
+        if name != plain[0]:
+            raise RuntimeError(
+                f"Tried to create variable {names[replica]!r} with mismatching name on replica {replica}, while "
+                f"replica 0 creates {names[0]!r}: the replicas share each variable. Create the same variables in the "
+                "same order on all replicas, or before strategy.run."
+            )
 
 
 class VariableSpec:
