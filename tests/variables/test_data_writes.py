@@ -134,10 +134,20 @@ def test_what_a_step_writes_to_kept_data_is_no_write_of_the_program(
 def test_tensors_that_nobody_holds_are_let_go(strategy: tfd.MirroredStrategy, program: Program) -> None:
     given = [weakref.ref(torch.ones(3).data) for _ in range(200)]
     given += [weakref.ref(program.model.scale.data) for _ in range(200)]
-    few = 40  # memory that was content, and was let go, may be given out again
-    assert sum(reference() is not None for reference in given) < few
+    assert sum(reference() is not None for reference in given) <= 1
     strategy.run(program.step)
     assert given[-1]() is None
+
+
+def test_memory_that_was_content_and_is_no_longer(strategy: tfd.MirroredStrategy, program: Program) -> None:
+    weight = program.model[0].weight
+    memory = torch.zeros_like(weight, requires_grad=False)
+    weight.grad = memory.detach()
+    weight.grad.data.zero_()
+    weight.grad = None
+    given = weakref.ref(memory.data)
+    assert given() is None
+    strategy.run(program.step)
 
 
 def test_each_of_many_reads_may_be_a_write(strategy: tfd.MirroredStrategy, program: Program) -> None:

@@ -48,7 +48,7 @@ class DataWrites:
 
     def _forget(self) -> None:
         """The content may lie in other memory now."""
-        self._memory: set[int] = set()
+        self._memory: dict[int, weakref.ref[torch.Tensor]] = {}
         self._numbers: set[int] = set()
         self._seen = 0, 0
 
@@ -67,9 +67,16 @@ class DataWrites:
         seen, self._seen = self._seen, (len(self._objects()), len(self._rows.references))
         if seen != self._seen:
             for tensor in self._tensors(*seen):
-                self._memory.add(memory_of(tensor))
+                self._memory[memory_of(tensor)] = refer_to(tensor)
                 self._numbers.add(id(tensor))
-            self._memory.discard(0)
+            self._memory.pop(0, None)
+
+    def _is_content(self, where: int) -> bool:
+        """Whether a tensor of content lies in this memory now: one that was let go may be given out again."""
+        if where in self._memory and self._memory[where]() is None:
+            self._forget()
+            self._look()
+        return where in self._memory
 
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
         """See ``data_reads.Reader``."""
@@ -83,7 +90,7 @@ class DataWrites:
             self._look()
             if data is None and id(tensor) in self._numbers:  # its memory may be some that it had before
                 _count_write(tensor)
-            if data is None or (where := memory_of(data)) not in self._memory:
+            if data is None or not self._is_content(where := memory_of(data)):
                 return
             self._hold(where, data)
         if data is not None:
