@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.elastic.held_values import HeldValues
 from tfstyle_dist.elastic.membership import MembershipChanged
 from tfstyle_dist.elastic.whole_state import WholeState
@@ -165,3 +169,55 @@ def test_arrays_come_back_into_the_arrays_that_are_there() -> None:
         assert here.tolist() == [1.0, 2.0, 3.0]
         assert model.data.shape == (4, 5)
         assert with_other_size.tolist() == [0.0] * 3
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Any]]:
+    """Two elastic jobs of one worker each."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)))
+            for _ in range(2)
+        ]
+
+
+def _variables(strategy: Any, count: int) -> list[Any]:
+    with strategy.scope():
+        return [tfd.Variable([float(number)]) for number in range(count)]
+
+
+def _momentum(strategy: Any, variables: list[Any], steps: int) -> Any:
+    """An optimizer that has made steps; the job finds it in the closure."""
+    optimizer = tfd.train.MomentumOptimizer(1.0, 0.5)
+    for _ in range(steps):
+        strategy.run(lambda: optimizer.apply_gradients([(torch.ones(1), variable) for variable in variables]))
+    return optimizer
+
+
+def test_a_variable_that_is_gone_on_one_worker_alone_is_left_out(jobs: list[Any]) -> None:
+    """The garbage collector comes when it likes; a worker that came back ended with a KeyError."""
+    mine, others = (_variables(job, 3) for job in jobs)
+    gone = weakref.ref(mine.pop(1))
+    gc.collect()
+    assert gone() is None
+    ours, theirs = _momentum(jobs[0], mine, 1), _momentum(jobs[1], others, 2)
+    here, there = (WholeState(job.parameter_store) for job in jobs)
+    sent, tensors, _ = there.describe()
+    here.install(sent, tensors, complete=True)
+    for own, other in zip(mine, (others[0], others[2]), strict=True):
+        assert own.read_value().tolist() == other.read_value().tolist()
+        assert torch.equal(ours.get_slot(own, "momentum"), theirs.get_slot(other, "momentum"))
+
+
+@pytest.mark.parametrize("instead", [None, "a parameter"])
+def test_a_variable_that_a_worker_has_not_made_is_said(jobs: list[Any], instead: str | None) -> None:
+    made, modules = [_variables(job, count) for job, count in zip(jobs, (2, 3), strict=True)], []
+    for job in jobs if instead else []:
+        with job.scope():
+            modules.append(nn.Linear(1, 1))
+    here, there = (WholeState(job.parameter_store) for job in jobs)
+    sent, tensors, _ = there.describe()
+    with pytest.raises(CollectiveMismatchError, match=r"has not made 1 of the 3 Variables .*before tfd.experimental"):
+        here.install(sent, tensors, complete=False)
+    assert [variable.read_value().tolist() for variable in made[0]] == [[0.0], [1.0]]
+    assert len(modules) == (2 if instead else 0)

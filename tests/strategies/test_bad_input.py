@@ -34,6 +34,12 @@ from tfstyle_dist.values import PerReplica
         ),
         ("cpu:0", ValueError, r"must be a sequence of devices, got 'cpu:0'; write \['cpu:0'\]"),
         (torch.device("cpu"), ValueError, r"must be a sequence of devices.*write \['cpu'\]"),
+        # A sequence of texts itself: it was two devices, its own and the first one of its kind.
+        (
+            td.config.LogicalDevice("/device:CPU:1", "CPU"),
+            ValueError,
+            r"got LogicalDevice\(name='/device:CPU:1', device_type='CPU'\); write \['/device:CPU:1'\]",
+        ),
         ([], ValueError, "devices is empty: give at least one device, or leave devices=None"),
         ([3], (TypeError, ValueError), "3"),
     ],

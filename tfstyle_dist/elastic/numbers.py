@@ -45,6 +45,10 @@ class TensorNumbers:
         """The tensor that has a number."""
         return self._by_number[number]
 
+    def living(self, number: int) -> torch.Tensor | None:
+        """The same; ``None`` if it is gone on this worker."""
+        return self._by_number.get(number)
+
 
 def numbered(contents: ReplicaContents) -> Iterator[tuple[int, torch.Tensor]]:
     """The parameters with numbers that are the same on all workers, also where some are gone on some."""

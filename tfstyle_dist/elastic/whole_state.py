@@ -100,6 +100,7 @@ class WholeState:
                 "order, and give every function that strategy.run gets, and every object with state that none of them "
                 "names (a scheduler), to tfd.experimental.join(strategy, ...)."
             )
+        self._check_variables(sent)
         reader = ValueReader(self._contents, tensors, writes_arrays=True)
         with raw(), torch.no_grad():
             for parameter, (number, trains, grad) in zip(self._contents.parameters(), sent["parameters"], strict=True):
@@ -115,13 +116,25 @@ class WholeState:
                     _fill_common(shared_here[number], attributes, entries, reader, numbers)
             records = {record.number: record for record in self._variables()}
             for number, copies in sent["variables"]:
-                record = records[number]
+                if (record := records.get(number)) is None:
+                    continue  # it is gone: the garbage collector comes when it likes, on each worker
                 for replica, component in enumerate(record.components):
                     component.copy_(tensors[copies[replica if len(copies) > 1 else 0]])
                 record.changes += 1
             for (generator, own), states in zip(self._contents.generators.living(), sent["generators"], strict=False):
                 own[:] = [tensors[state].clone() for state in states]
                 generator.set_state(own[self._contents.first])
+
+    def _check_variables(self, sent: Sent) -> None:
+        """Raises CollectiveMismatchError for Variables that this worker has not made; some may be gone by now."""
+        others = {record.number for record in self._store.records() if record.kind != "variable"}
+        missing = [n for n, _ in sent["variables"] if n >= self._store.version or n in others]
+        if missing:
+            raise CollectiveMismatchError(
+                f"A worker that came back has not made {len(missing)} of the {len(sent['variables'])} Variables that "
+                "the workers it joins have. Make the same Variables in the same order on every worker, all of them "
+                "before tfd.experimental.join(strategy), not in the loop."
+            )
 
     def _common_objects(self) -> list[tuple[int, HeldInCommon]]:
         return [] if self._contents.common is None else self._contents.common.living()
@@ -143,7 +156,8 @@ def _fill_common(
 ) -> None:
     _fill(thing, attributes, reader)
     before = {id(tensor): kept for tensor, kept in thing.kept_by_tensor()}
-    now = [(numbers.tensor(number), kept) for number, kept in entries]
+    # Of a variable that is gone here nothing is kept.
+    now = [(tensor, kept) for number, kept in entries if (tensor := numbers.living(number)) is not None]
     thing.keep_by_tensor([(tensor, reader.value(kept, before.get(id(tensor), {}))) for tensor, kept in now])
 
 

@@ -88,8 +88,8 @@ def _apply_equal(
                 record = find_record(variable)
                 raise NotImplementedError(
                     f"apply_gradients(skip_gradients_aggregation=True) {where} was given different gradients "
-                    f"of {'a variable' if record is None else record.describe()!r} by the replicas, whose copies would "
-                    "drift apart: there is one copy for all of them. Make the gradients equal first "
+                    f"of {'a variable' if record is None else record.describe()!r} by the replicas, but the update is "
+                    "made once for all of them. Make the gradients equal first "
                     "(get_replica_context().all_reduce('SUM', gradients)), or leave skip_gradients_aggregation out."
                 )
         with entered(Frame(strategy)):
