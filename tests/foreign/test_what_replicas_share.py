@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from typing import Any
@@ -134,6 +135,30 @@ def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(strategy: Any, caplog
     assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1
     assert "'last'" not in caplog.text
     assert "'count'" not in caplog.text
+
+
+DECORATORS: dict[str, Any] = {
+    "without gradients": torch.no_grad(),
+    "autocast": torch.autocast("cpu", enabled=False),
+    "compiled": torch.compile(backend="eager"),
+    "partial": lambda function: functools.partial(torch.no_grad()(function)),
+}
+
+
+@pytest.mark.parametrize("decorator", DECORATORS)
+def test_a_decorated_step_that_hands_on_a_tensor_is_said(
+    strategy: Any, decorator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging._said.clear()
+    hidden = torch.zeros(1)
+
+    def step() -> None:
+        nonlocal hidden
+        hidden = hidden + 1
+
+    strategy.run(DECORATORS[decorator](step))
+    assert hidden.item() == 2
+    assert caplog.text.count("step reads the variable 'hidden' and then gives it another tensor") == 1
 
 
 _handed_on = torch.zeros(1)

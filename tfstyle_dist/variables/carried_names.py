@@ -17,6 +17,7 @@ import torch
 from tfstyle_dist.core.logging import warn_once
 
 _NO_VALUE = object()
+_MOST_WRAPPERS = 20
 _known: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -28,12 +29,7 @@ class CarriedNames:
     """
 
     def __init__(self, function: Any) -> None:
-        while not isinstance(function, types.FunctionType):
-            inner = getattr(function, "func" if isinstance(function, functools.partial) else "__func__", None)
-            if inner is None:
-                break
-            function = inner
-        self._function = function
+        self._function = function = _own_code(function)
         names = _names_of(function.__code__) if isinstance(function, types.FunctionType) else ()
         self._before = [(name, self._value(name)) for name in names]
 
@@ -60,6 +56,17 @@ class CarriedNames:
                 f"Return {name!r} from the step and give it to the next run as an argument, or keep it in an attribute "
                 "of a module, or of an object that holds one (docs/replicas.md).",
             )
+
+
+def _own_code(function: Any) -> Any:
+    """What the program has written: within methods, partial calls and decorators, such as ``torch.no_grad()``."""
+    for _ in range(_MOST_WRAPPERS):
+        name = "func" if isinstance(function, functools.partial) else "__wrapped__"
+        inner = getattr(function, name, None) or getattr(function, "__func__", None)
+        if inner is None:
+            break
+        function = inner
+    return function
 
 
 def _has_tensors(value: Any) -> bool:
