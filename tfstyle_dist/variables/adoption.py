@@ -13,6 +13,7 @@ from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Placement
 from tfstyle_dist.variables.store import ParameterStore, live_stores
+from tfstyle_dist.variables.wrapped_twice import wrapped_models
 
 
 def _store_in_force() -> ParameterStore | None:
@@ -144,6 +145,7 @@ registrations = Hooks(
     patches=[
         Patch(torch.nn.Parameter, "__deepcopy__", _copy_parameter),
         Patch(torch.nn.Module, "__setstate__", _set_state),
+        wrapped_models,
     ],
 )
 """Starts adopting; PyTorch's hooks are process-global, so they ask the calling thread's context."""
