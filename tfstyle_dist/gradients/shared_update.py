@@ -22,7 +22,14 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
-from tfstyle_dist.gradients.update_shards import Part, has_step_hooks, is_divided, is_elementwise, share_out
+from tfstyle_dist.gradients.update_shards import (
+    Part,
+    has_step_hooks,
+    is_divided,
+    is_elementwise,
+    said_by_all,
+    share_out,
+)
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
@@ -179,9 +186,7 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = book.state.is_stale(optimizer, parameters if new and book.divided else book.shared)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
-        said = self._group.numbers(
-            says | _HOOKED * has_step_hooks(optimizer), f"{name} of {len(parameters)} parameters"
-        )
+        said = said_by_all(self._group, name, records, says | _HOOKED * has_step_hooks(optimizer))
         self._check_alike(said, name)
         hooked = any(number & _HOOKED for number in said)
         new = new or (hooked and book is not None and not book.hooked)
