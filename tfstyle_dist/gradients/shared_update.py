@@ -27,6 +27,7 @@ from tfstyle_dist.gradients.update_shards import (
     has_step_hooks,
     is_divided,
     is_elementwise,
+    is_updated,
     said_by_all,
     share_out,
 )
@@ -224,7 +225,7 @@ class SharedUpdateRunner(UpdateRunner):
                 )
 
     def _key(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
-        return self._home.moves, *(id(p) * 2 + _is_updated(p) for p in parameters)
+        return self._home.moves, *(id(p) * 2 + is_updated(p) for p in parameters)
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
@@ -232,7 +233,7 @@ class SharedUpdateRunner(UpdateRunner):
         book.divided &= not book.hooked
         records = [find_record(p) if book.divided else None for p in parameters]
         shared = [r is not None and self._home.place_of(r) is not None for r in records]
-        sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
+        sizes = [p.numel() if s and is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [r is not None and wants_sparse_gradient(r) for r in records]
         parts: dict[int, list[Part]] = {}
         for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
@@ -296,8 +297,3 @@ def _order(optimizer: torch.optim.Optimizer, known: list[torch.Tensor]) -> None:
     state = dict(optimizer.state)
     optimizer.state.clear()
     optimizer.state.update({p: state[p] for p in (*known, *_parameters(optimizer), *state) if p in state})
-
-
-def _is_updated(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer may update a parameter; torch's update those that are frozen, if they have a gradient."""
-    return parameter.requires_grad or parameter.grad is not None

@@ -72,6 +72,11 @@ def is_divided(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_updated(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer may update a parameter; torch's update those that are frozen, if they have a gradient."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer, before: bool = False) -> bool:
     """Whether code of the program runs within a step, where it may look at parameters, gradients or state.
 
