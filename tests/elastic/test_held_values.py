@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core import logging
 from tfstyle_dist.elastic.held_values import HeldValues
 from tfstyle_dist.elastic.membership import MembershipChanged
 from tfstyle_dist.elastic.whole_state import WholeState
@@ -165,3 +166,17 @@ def test_arrays_come_back_into_the_arrays_that_are_there() -> None:
         assert here.tolist() == [1.0, 2.0, 3.0]
         assert model.data.shape == (4, 5)
         assert with_other_size.tolist() == [0.0] * 3
+
+
+def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    hidden = torch.zeros(1)
+
+    def step() -> None:
+        nonlocal hidden
+        hidden = hidden + 1
+
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        strategy.run(step)
+    assert hidden.item() == 2, "once for each replica of this worker"
+    assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1
