@@ -24,9 +24,9 @@ def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
         ValueError: no such device.
 
     Example:
-        >>> set_visible_devices([], "GPU")
-        >>> list_logical_devices()
-        [LogicalDevice(name='/device:CPU:0', device_type='CPU')]
+        >>> set_visible_devices(list_physical_devices("CPU"), "CPU")
+        >>> [device.name for device in get_visible_devices("CPU")]
+        ['/physical_device:CPU:0']
 
     Source: ``tf.config.set_visible_devices``.
     """
