@@ -74,6 +74,53 @@ def test_logical_gpus_are_slots_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(devices.find_local_devices()) == 2
 
 
+def test_gpus_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfstyle_dist.core import devices
+
+    monkeypatch.setattr(devices, "count_devices", lambda kind: 2 if kind == "cuda" else 0)
+    gpus = tf.config.list_physical_devices("GPU")
+    try:
+        tf.config.set_logical_device_configuration(gpus[1], [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.set_visible_devices(gpus[1], "GPU")
+        assert tf.config.get_visible_devices("GPU") == gpus[1:]
+        assert [device.name for device in tf.config.list_logical_devices("GPU")] == ["/device:GPU:1", "/device:GPU:1#1"]
+        assert [str(device) for device in devices.find_local_devices()] == ["cuda:1", "cuda:1#1"]
+        tf.config.set_visible_devices([], "GPU")
+        assert tf.config.list_logical_devices("GPU") == []
+        assert [str(device) for device in devices.find_local_devices()] == ["cpu:0"]
+        with pytest.raises(ValueError, match=r"Unrecognized device: .*CPU:0.* of the type 'GPU'. Give devices that"):
+            tf.config.set_visible_devices(tf.config.list_physical_devices("CPU"), "GPU")
+        assert tf.config.get_visible_devices() == tf.config.list_physical_devices("CPU")
+    finally:
+        tf.config.set_logical_device_configuration(gpus[1], None)
+        tf.config.set_visible_devices(tf.config.list_physical_devices())
+    assert len(devices.find_local_devices()) == 2
+
+
+def test_the_cpu_is_there_whatever_is_said(cpu: Any) -> None:
+    """The results are TensorFlow's."""
+    try:
+        tf.config.set_visible_devices([], "CPU")
+        assert tf.config.get_visible_devices() == tf.config.list_physical_devices("GPU")
+        assert [device.name for device in tf.config.list_logical_devices("CPU")] == ["/device:CPU:0"]
+        with pytest.raises(ValueError, match=r"Unrecognized device: 'cpu:0'; this process sees"):
+            tf.config.set_visible_devices("cpu:0")
+    finally:
+        tf.config.set_visible_devices(cpu, "CPU")
+
+
+def test_settings_that_torch_has_no_need_of_are_kept() -> None:
+    assert (tf.config.get_soft_device_placement(), tf.config.functions_run_eagerly()) == (True, False)
+    try:
+        tf.config.set_soft_device_placement(False)
+        tf.config.run_functions_eagerly(True)
+        assert (tf.config.get_soft_device_placement(), tf.config.functions_run_eagerly()) == (False, True)
+    finally:
+        tf.config.set_soft_device_placement(True)
+        tf.config.run_functions_eagerly(False)
+    assert issubclass(tf.errors.AbortedError, RuntimeError)
+
+
 def test_devices_that_cannot_be_divided_so(cpu: Any) -> None:
     with pytest.raises(ValueError, match=r"Unrecognized device: .*GPU:77.*sees \['/physical_device:CPU:0'"):
         tf.config.set_logical_device_configuration(tf.config.PhysicalDevice("/physical_device:GPU:77", "GPU"), None)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import tfstyle_dist as tfd
+from tfstyle_dist.core import logging
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.elastic.held_values import HeldValues
 from tfstyle_dist.elastic.membership import MembershipChanged
@@ -221,3 +222,17 @@ def test_a_variable_that_a_worker_has_not_made_is_said(jobs: list[Any], instead:
         here.install(sent, tensors, complete=False)
     assert [variable.read_value().tolist() for variable in made[0]] == [[0.0], [1.0]]
     assert len(modules) == (2 if instead else 0)
+
+
+def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    hidden = torch.zeros(1)
+
+    def step() -> None:
+        nonlocal hidden
+        hidden = hidden + 1
+
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        strategy.run(step)
+    assert hidden.item() == 2, "once for each replica of this worker"
+    assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1

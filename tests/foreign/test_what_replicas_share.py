@@ -161,6 +161,39 @@ def test_a_decorated_step_that_hands_on_a_tensor_is_said(
     assert caplog.text.count("step reads the variable 'hidden' and then gives it another tensor") == 1
 
 
+def test_a_tensor_that_functions_of_a_step_hand_on_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.clear()
+    hidden, cached, last = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
+    def advance() -> None:
+        nonlocal hidden
+        hidden = hidden + 1
+
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def inner() -> None:
+            function()
+
+        return inner
+
+    @logged
+    def step() -> None:
+        nonlocal cached
+
+        def closure() -> None:
+            nonlocal last
+            last = last + 1
+
+        cached = cached * 2
+        advance()
+        closure()
+
+    for _ in range(2):
+        strategy.run(step)
+    for name in ("hidden", "cached", "last"):
+        assert caplog.text.count(f"reads the variable {name!r} and then gives it another tensor") == 1
+
+
 _handed_on = torch.zeros(1)
 
 

@@ -290,3 +290,26 @@ def test_gradient_of_an_old_model_does_not_matter(strategy: td.Strategy, process
     model, reference = built(strategy, small, seed=1), plain(small, seed=1)
     _trains(strategy, model, reference)
     del kept
+
+
+@pytest.mark.parametrize("central", [False, True])
+@pytest.mark.parametrize("has_one", [False, True])
+def test_a_parametrization_that_a_step_registers_is_refused(central: bool, has_one: bool) -> None:
+    kind = td.experimental.CentralStorageStrategy if central else td.MirroredStrategy
+    with kind(["cpu:0", "cpu:1"]) as strategy:
+        model = built(strategy, lambda: nn.Linear(10, 1))
+        if has_one:
+            parametrizations.weight_norm(model)
+
+        def step() -> torch.Tensor:
+            nn.utils.parametrize.register_parametrization(model, "bias", nn.Tanh())
+            return mse(model, half())
+
+        what = "'bias'" if has_one else "a Linear"
+        with pytest.raises(RuntimeError, match=f"of {what} inside strategy.run: .*Call it before strategy.run"):
+            strategy.run(step)
+
+        def own() -> torch.Tensor:
+            return parametrizations.weight_norm(nn.Linear(10, 1).double())(half()[0]).sum()
+
+        strategy.run(own)  # of a module that a replica has for itself

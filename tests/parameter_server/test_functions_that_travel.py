@@ -28,3 +28,13 @@ def test_a_function_that_names_a_module_of_its_own_class(name: str) -> None:
     assert again is not program["step"]
     assert again(2) == 3
     assert pickling.loads(pickling.dumps(torch.backends)) is torch.backends
+
+
+class WithoutState:
+    def __reduce__(self) -> Any:
+        raise TypeError("This has no state.")
+
+
+def test_what_cannot_travel_is_said_in_whole_sentences() -> None:
+    with pytest.raises(TypeError, match=r"cannot be sent to another process: This has no state\. Make what it needs"):
+        pickling.dumps(WithoutState())

@@ -182,6 +182,47 @@ def test_schedulers_that_only_their_work_shows(kind: Any, place: str) -> None:
             central.run(step, args=(place,))
 
 
+def test_a_rate_that_a_step_multiplies_is_refused_in_words_of_its_own() -> None:
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step() -> None:
+            optimizer.param_groups[0]["lr"] *= 0.9
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"as .* group\['lr'\] \*= 0.9 does, is done once per replica"):
+            central.run(step)
+
+
+def test_a_group_that_each_replica_adds_is_added_once() -> None:
+    def trained(strategy: td.Strategy) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.5, momentum=0.9)
+
+        def step(adds: bool) -> None:
+            if adds:
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(3):
+            strategy.run(step, args=(number == 1,))
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            strategy.run(step, args=(True,))
+        return [p.detach().clone() for p in model.parameters()]
+
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central, td.OneDeviceStrategy("cpu:0") as one:
+        for ours, alone in zip(trained(central), trained(one), strict=True):
+            assert ours.equal(alone)
+
+
 def test_settings_that_a_step_may_change() -> None:
     """The same value given by every replica, by one replica alone, or in merge_call: the optimizer has it once."""
     with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:

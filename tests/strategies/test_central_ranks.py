@@ -280,6 +280,15 @@ def test_a_write_that_one_rank_makes_is_an_error_on_all(central: Any, rank: int)
 
 
 @on_two_ranks
+def test_optimizers_that_have_other_parameters_on_each_rank_are_refused(central: Any, rank: int) -> None:
+    with central.scope():
+        model = nn.Sequential(*[nn.Linear(20, 20, bias=False) for _ in range(2)]).double()
+    optimizer = torch.optim.Adam(model[rank].parameters(), lr=0.01)  # as ZeroRedundancyOptimizer makes it
+    with pytest.raises(CollectiveMismatchError, match=r"the same parameters in the same order\. A ZeroRedundancy"):
+        train(central, model, optimizer, range(1))
+
+
+@on_two_ranks
 def test_a_converted_module_is_shared_again(central: Any) -> None:
     with central.scope():
         model = build()

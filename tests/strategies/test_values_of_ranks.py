@@ -139,3 +139,13 @@ def test_one_rank_may_copy_a_variable(rank: int) -> None:
 
         strategy.run(step)
         assert kept is None or kept[0].item() == 1.0
+
+
+@pytest.mark.distributed(workers=2, timeout=60, deadline=20)
+def test_what_an_assignment_gives_a_rank_is_its_own_copy(rank: int) -> None:
+    with td.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            v = td.Variable(1.0)
+        written = strategy.run(lambda: v.assign_add(torch.tensor(10.0 * (rank + 1))))
+        assert float(strategy.reduce("MEAN", written, axis=None)) == 16.0
+        assert float(strategy.reduce("SUM", written, axis=None)) == 32.0

@@ -135,3 +135,34 @@ def test_a_gradient_comes_back_through_reduced_rows(three: tfd.Strategy) -> None
         return leaf.grad
 
     assert copies(three, three.run(step)) == [[[3.0, 3.0]], [[30.0, 30.0]], [[300.0, 300.0]]]
+
+
+def test_what_an_assignment_gives_each_replica_is_its_own_copy() -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            v = tfd.Variable(1.0)
+            rows = tfd.Variable([1.0, 2.0])
+
+        def step() -> tuple[Any, Any]:
+            number = replica() + 1
+            v.assign_add(torch.tensor(9.0 * number)).assign_add(torch.tensor(1.0 * number))
+            delta = IndexedSlices(torch.tensor([10.0 * number]), torch.tensor([1]))
+            return v.assign_add(torch.tensor(0.0)), rows.scatter_add(delta)
+
+        written, scattered = strategy.run(step)
+        assert copies(strategy, written) == [11.0, 21.0]
+        assert float(strategy.reduce("MEAN", written, axis=None)) == 16.0
+        assert float(strategy.reduce("SUM", written, axis=None)) == 32.0
+        assert strategy.reduce("MEAN", scattered, axis=None).tolist() == [1.0, 17.0]
+        assert float(strategy.reduce("MEAN", v, axis=None)) == 11.0, (
+            "the variable itself: the first copy, as in TensorFlow"
+        )
+
+
+def test_a_variable_of_one_replica_is_gathered_without_an_aggregation() -> None:
+    with tfd.MirroredStrategy(["cpu:0"]) as strategy:
+        with strategy.scope():
+            v = tfd.Variable([1.0, 2.0], synchronization=ON_READ)
+        strategy.run(lambda: v.assign_add(torch.tensor([1.0, 1.0])))
+        gathered = strategy.gather(v, axis=0)
+        assert gathered.tolist() == [2.0, 3.0]

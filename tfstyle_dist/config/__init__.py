@@ -11,6 +11,14 @@ from tfstyle_dist.config.devices import (
     list_physical_devices,
     set_logical_device_configuration,
 )
+from tfstyle_dist.config.settings import (
+    functions_run_eagerly,
+    get_soft_device_placement,
+    get_visible_devices,
+    run_functions_eagerly,
+    set_soft_device_placement,
+    set_visible_devices,
+)
 
 __all__ = [
     "LogicalDevice",
@@ -18,8 +26,14 @@ __all__ = [
     "PhysicalDevice",
     "experimental",
     "experimental_connect_to_cluster",
+    "functions_run_eagerly",
     "get_logical_device_configuration",
+    "get_soft_device_placement",
+    "get_visible_devices",
     "list_logical_devices",
     "list_physical_devices",
+    "run_functions_eagerly",
     "set_logical_device_configuration",
+    "set_soft_device_placement",
+    "set_visible_devices",
 ]

@@ -51,6 +51,7 @@ class LogicalDeviceConfiguration(NamedTuple):
 
 
 _configured: dict[PhysicalDevice, list[LogicalDeviceConfiguration]] = {}
+_hidden: set[PhysicalDevice] = set()
 
 
 def _kinds(device_type: str | None) -> Sequence[str]:
@@ -100,6 +101,8 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
     found = []
     for physical in list_physical_devices(device_type):
         kind, index = physical.device_type, int(physical.name.rpartition(":")[2])
+        if kind != "CPU" and physical in _hidden:
+            continue
         number = len(_configured.get(physical, [None]))
         if kind == "CPU":
             found += [LogicalDevice(f"/device:CPU:{place}", kind) for place in range(number)]
@@ -146,9 +149,30 @@ def set_logical_device_configuration(
         _configured.pop(device, None)
     else:
         _configured[device] = configurations
+    _tell_parts(device)
+
+
+def hide(device: PhysicalDevice, hidden: bool) -> None:
+    """Leaves a device out where no devices are named, or takes it in again.
+
+    Args:
+        device: one of ``list_physical_devices()``.
+        hidden: whether it is left out.
+    """
+    (_hidden.add if hidden else _hidden.discard)(device)
+    _tell_parts(device)
+
+
+def is_hidden(device: PhysicalDevice) -> bool:
+    """Whether ``hide`` leaves a device out."""
+    return device in _hidden
+
+
+def _tell_parts(device: PhysicalDevice) -> None:
+    """How many logical devices a GPU has for strategies that are made without devices."""
     if device.device_type == "GPU":
-        index = int(device.name.rpartition(":")[2])
-        devices.divide_gpu(index, 1 if configurations is None else len(configurations))
+        parts = 0 if device in _hidden else len(_configured.get(device, [None]))
+        devices.divide_gpu(int(device.name.rpartition(":")[2]), parts)
 
 
 def get_logical_device_configuration(device: PhysicalDevice) -> list[LogicalDeviceConfiguration] | None:

@@ -132,7 +132,7 @@ _divided: dict[int, int] = {}
 
 
 def divide_gpu(index: int, parts: int) -> None:
-    """Makes several logical devices of one GPU."""
+    """Makes several logical devices of one GPU; with 0 parts it is used only where it is named."""
     _divided[index] = parts
 
 

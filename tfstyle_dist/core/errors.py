@@ -29,6 +29,13 @@ class UnavailableError(RuntimeError):
     """A task that is needed cannot be reached (``tf.errors.UnavailableError``)."""
 
 
+class AbortedError(RuntimeError):
+    """A call was broken off (``tf.errors.AbortedError``); programs catch it beside ``UnavailableError``.
+
+    This package raises ``UnavailableError`` where TensorFlow raises either.
+    """
+
+
 class CancelledError(RuntimeError):
     """The operation was cancelled because another part failed (``tf.errors.CancelledError``)."""
 

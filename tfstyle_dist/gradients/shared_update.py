@@ -22,7 +22,15 @@ from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
-from tfstyle_dist.gradients.update_shards import Part, has_step_hooks, is_divided, is_elementwise, share_out
+from tfstyle_dist.gradients.update_shards import (
+    Part,
+    has_step_hooks,
+    is_divided,
+    is_elementwise,
+    is_updated,
+    said_by_all,
+    share_out,
+)
 from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
@@ -179,9 +187,7 @@ class SharedUpdateRunner(UpdateRunner):
             loaded = book.state.is_stale(optimizer, parameters if new and book.divided else book.shared)
         says = _WRITTEN * bool(written) | _MOVED * bool(moved) | _LOADED * loaded | _NEW_GROUPS * new
         name = f"{type(optimizer).__name__}.step"
-        said = self._group.numbers(
-            says | _HOOKED * has_step_hooks(optimizer), f"{name} of {len(parameters)} parameters"
-        )
+        said = said_by_all(self._group, name, records, says | _HOOKED * has_step_hooks(optimizer))
         self._check_alike(said, name)
         hooked = any(number & _HOOKED for number in said)
         new = new or (hooked and book is not None and not book.hooked)
@@ -219,7 +225,7 @@ class SharedUpdateRunner(UpdateRunner):
                 )
 
     def _key(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
-        return self._home.moves, *(id(p) * 2 + _is_updated(p) for p in parameters)
+        return self._home.moves, *(id(p) * 2 + is_updated(p) for p in parameters)
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters(optimizer)
@@ -227,7 +233,7 @@ class SharedUpdateRunner(UpdateRunner):
         book.divided &= not book.hooked
         records = [find_record(p) if book.divided else None for p in parameters]
         shared = [r is not None and self._home.place_of(r) is not None for r in records]
-        sizes = [p.numel() if s and _is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
+        sizes = [p.numel() if s and is_updated(p) else 0 for p, s in zip(parameters, shared, strict=True)]
         rows = [r is not None and wants_sparse_gradient(r) for r in records]
         parts: dict[int, list[Part]] = {}
         for part in share_out(sizes, [elementwise and not r for r in rows], self._group.rank, self._group.size):
@@ -291,8 +297,3 @@ def _order(optimizer: torch.optim.Optimizer, known: list[torch.Tensor]) -> None:
     state = dict(optimizer.state)
     optimizer.state.clear()
     optimizer.state.update({p: state[p] for p in (*known, *_parameters(optimizer), *state) if p in state})
-
-
-def _is_updated(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer may update a parameter; torch's update those that are frozen, if they have a gradient."""
-    return parameter.requires_grad or parameter.grad is not None

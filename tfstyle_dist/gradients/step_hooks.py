@@ -252,6 +252,21 @@ def _step_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **k
     return original(scheduler, *args, **kwargs)
 
 
+def _add_group(original: Callable[..., Any], optimizer: torch.optim.Optimizer, param_group: Any) -> Any:
+    """``add_param_group`` by each replica: with one optimizer for all, the first one's call adds it for the others."""
+    frame = current_frame()
+    if frame is not None and frame.replica is not None and frame.replica.local_replica_id > 0:
+        runner = frame.strategy.update_runner
+        if runner is not None and runner.shares_optimizers and isinstance(param_group, dict):
+            given = param_group.get("params", ())
+            given = [given] if isinstance(given, torch.Tensor) else list(given)
+            param_group = {**param_group, "params": given}  # it may have been an iterator
+            wanted = [id(p[1] if isinstance(p, tuple) else p) for p in given]
+            if any(wanted == list(map(id, group["params"])) for group in optimizer.param_groups):
+                return None
+    return original(optimizer, param_group)
+
+
 def _schedules() -> list[Patch]:
     """A patch for each of torch's classes that has a ``step`` of its own, such as ``ReduceLROnPlateau``."""
     known = torch.optim.lr_scheduler
@@ -262,6 +277,6 @@ def _schedules() -> list[Patch]:
 step_hooks = Hooks(
     lambda: register_optimizer_step_pre_hook(_before),
     lambda: register_optimizer_step_post_hook(_after),
-    patches=_schedules(),
+    patches=[*_schedules(), Patch(torch.optim.Optimizer, "add_param_group", _add_group)],
 )
 """Installed while a strategy lives whose optimizers are watched."""

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.variables.copies import PLAIN_TENSORS
+from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.replicated import Replicated
 from tfstyle_dist.variables.state_objects import optimized_by
 
@@ -69,6 +72,11 @@ def is_divided(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_updated(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer may update a parameter; torch's update those that are frozen, if they have a gradient."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer, before: bool = False) -> bool:
     """Whether code of the program runs within a step, where it may look at parameters, gradients or state.
 
@@ -79,6 +87,33 @@ def has_step_hooks(optimizer: torch.optim.Optimizer, before: bool = False) -> bo
     known = *torch_internals.hooks_of_step(optimizer), *torch_internals.hooks_of_all_steps
     most = 0, 0, 1, 1  # the package has one before the steps of all optimizers, and one after them
     return any(len(hooks) > own for hooks, own in list(zip(known, most, strict=True))[:: 2 if before else 1])
+
+
+def said_by_all(group: WorkerGroup, step: str, records: Sequence[Record], number: int) -> list[int]:
+    """Meets the others before an update, which all make of the same parameters; the number of each.
+
+    Args:
+        group: of the workers.
+        step: names the optimizer's step.
+        records: of its parameters.
+        number: what this worker has to say.
+
+    Raises:
+        CollectiveMismatchError: the workers update other parameters, or make other calls.
+    """
+    of_all = f"{step} of "
+    checksum = hash(tuple(record.number for record in records)) & 0xFFFFFF
+    try:
+        return group.numbers(number, f"{of_all}{len(records)} parameters, checksum {checksum:06x}")
+    except CollectiveMismatchError as error:
+        if not error.calls or not all(call.startswith(of_all) for call in error.calls):
+            raise
+        raise CollectiveMismatchError(
+            f"{error}\nUnder central storage the workers update one copy together, so that the optimizer of each must "
+            "have the same parameters in the same order. A ZeroRedundancyOptimizer gives each worker a part of them: "
+            "use the optimizer that it makes instead, whose state is divided among the workers already.",
+            error.calls,
+        ) from None
 
 
 def share_out(sizes: Sequence[int], divisible: Sequence[bool], rank: int, size: int) -> list[Part]:

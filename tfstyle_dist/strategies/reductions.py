@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core import nest
-from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.enums import ReduceOp, VariableSynchronization
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.cross_device_ops.collective import (
     gather_over_workers,
@@ -190,9 +190,7 @@ def reduce_value(strategy: Strategy, op: ReduceOp, value: Any, axis: int | Seque
 def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     """Reduces one value over the replicas; one replica's value comes back untouched."""
     if strategy.num_replicas_in_sync == 1:
-        if isinstance(value, DistributedVariable) and value.synchronization.name == "ON_READ":
-            return value.values[0].detach().clone()
-        return value.values[0] if isinstance(value, PerReplica) else value
+        return _of_one_replica(value)
     if isinstance(value, Variable):
         record = value._tfstyle_record
         if record.synchronization.name == "ON_READ" and record.store is strategy.parameter_store:
@@ -220,6 +218,12 @@ def reduce_leaf(strategy: Strategy, op: ReduceOp, value: Any) -> Any:
     )
 
 
+def _of_one_replica(value: Any) -> Any:
+    if isinstance(value, DistributedVariable) and value.synchronization is VariableSynchronization.ON_READ:
+        return value.values[0].detach().clone()  # a read of it by others would combine its copies
+    return value.values[0] if isinstance(value, PerReplica) else value
+
+
 def over_replicas(op: ReduceOp, total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """A sum over so many replicas as it is, or divided by their number."""
     return total / count if op is ReduceOp.MEAN else total
@@ -245,7 +249,7 @@ def gather_value(strategy: Strategy, value: Any, axis: int) -> Any:
     if has_rows(value):
         refuse_rows(value, "gather")
     if strategy.num_replicas_in_sync == 1:
-        return value.values[0] if isinstance(value, PerReplica) else value
+        return _of_one_replica(value)
     worker = strategy.worker
     if isinstance(value, PerReplica) or (isinstance(value, Variable) and not has_one_copy(strategy, value)):
         tensors = per_replica_tensors(value, worker.num_local_replicas, "gather")

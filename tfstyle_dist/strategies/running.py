@@ -18,7 +18,6 @@ from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.share_runs import of_share
 from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
-from tfstyle_dist.variables.carried_names import CarriedNames
 from tfstyle_dist.variables.drift import say_drift
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def _run_replicas(
         with region("run", strategy.monitor.running):
             return _run_alone(strategy, fn, arguments, keywords)
     store.prepare(fn, (*arguments, *keywords.values()))
-    count, carried = strategy.worker.num_local_replicas, CarriedNames(fn)
+    count = strategy.worker.num_local_replicas
     functions = [replica_function(strategy, replica, fn, arguments, keywords) for replica in range(count)]
     try:
         with strategy.update_runner.same_steps(count) if strategy.update_runner is not None else nullcontext():
@@ -123,7 +122,6 @@ def _run_replicas(
         store.contents.distrust()
         _report_failure(strategy, error)
         raise
-    carried.say_carried()
     say_drift(store.contents, store.runs, strategy.worker.replica_id)
     return result
 

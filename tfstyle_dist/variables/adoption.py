@@ -92,8 +92,26 @@ def _on_module(module: torch.nn.Module, name: str, child: torch.nn.Module | None
     store = _store_of(module)
     if store is None or child is None:
         return
+    if name == "parametrizations" or isinstance(child, torch.nn.utils.parametrize.ParametrizationList):
+        _refuse_another_class(store, module, name)
     store._modules.add(module)
     _adopt_all(store, child)  # copies that were made by copy.deepcopy came past torch's registration
+
+
+def _refuse_another_class(store: ParameterStore, module: torch.nn.Module, name: str) -> None:
+    """``register_parametrization`` changes the class of a module, which all replicas of this process have in common."""
+    frame, contents = current_frame(), store.contents
+    if frame is None or frame.replica is None or contents is None or contents.count == 1 or not contents.holds(module):
+        return
+    of_what = f"{name!r}"
+    if name == "parametrizations":  # the first one of this module
+        module.__class__ = type(module).__bases__[0]
+        of_what = f"a {type(module).__name__}"
+    raise RuntimeError(
+        f"register_parametrization (weight_norm, spectral_norm, orthogonal) of {of_what} inside strategy.run: it makes "
+        f"a class for the module, and the {contents.count} replicas of this process have the module, and with it the "
+        "class, in common. Call it before strategy.run, best in the scope, or start one process for each replica."
+    )
 
 
 def _adopt_when_materialized(module: torch.nn.Module) -> None:

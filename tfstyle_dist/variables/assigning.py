@@ -19,6 +19,7 @@ from tfstyle_dist.variables.component import (
     without_nan,
     write_all,
     write_component,
+    written,
 )
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replicated import Replicated
@@ -71,7 +72,7 @@ def assign(variable: Variable, op: str, value: Any) -> Any:
         if share is not None and share.examples == 0:
             value = without_nan(op, value, component)
         write_component(component, op, value)
-        return variable
+        return written(variable, component)
     assert frame.replica is not None
     _together(variable, op, value, frame.replica)
     return variable

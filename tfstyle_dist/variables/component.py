@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.enums import ReduceOp, VariableAggregation
+from tfstyle_dist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, true_device, widened
@@ -78,6 +78,21 @@ class VariableComponent(RowMethods, NumberMethods, torch.nn.Parameter):  # type:
     def _write(self, op: str, value: Any) -> VariableComponent:
         write_component(self, op, checked(value, self, self._tfstyle_name))
         return self
+
+
+def written(variable: Any, copy: torch.Tensor) -> Any:
+    """What a write to one copy gives back: that copy, where each replica may give its own another value.
+
+    The variable itself would stand for the first copy in ``Strategy.reduce``.
+
+    Args:
+        variable: was written to.
+        copy: the one that was.
+    """
+    record = variable._tfstyle_record
+    differs = record.aggregation is VariableAggregation.NONE and record.store.worker.num_replicas > 1
+    on_write = record.synchronization is VariableSynchronization.ON_WRITE
+    return copy if differs and on_write and record.updating() is None else variable
 
 
 def checked(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:

@@ -123,10 +123,10 @@ class ReplicaContents:
         self._buffers.lend(self._things)
         self._failed = False
 
-    def leave(self) -> None:
-        """See ``Content``."""
+    def leave(self, ran: bool = True) -> None:
+        """See ``Content``; ``ran``: behind a step."""
         self._buffers.take_back()
-        self._shared.say_written()
+        self._shared.say_written(ran)
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.forget()
@@ -146,7 +146,7 @@ class ReplicaContents:
         """What was written in cross-replica context reaches all replicas now."""
         if self.active is None:
             self.enter()
-            self.leave()
+            self.leave(ran=False)
 
     def take_back(self, parameters: Iterable[torch.Tensor | None]) -> None:
         """Central storage: cross-replica context, inside a run, sees what the first replica did to parameters."""
@@ -274,9 +274,9 @@ class ReplicaContents:
         content: ObjectContent = self._places[id(thing)]
         return content.dicts[replica]
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Says it, once, if a step writes to tensors that all replicas share."""
-        self._shared.watch(t for t in tensors if id(t) not in self._places)
+    def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Any] = ()) -> None:
+        """Says it, once, if a step writes to tensors that all replicas share, or carries some from step to step."""
+        self._shared.watch((t for t in tensors if id(t) not in self._places), carrying)
 
     # ---- life -------------------------------------------------------------------------------------------------
 

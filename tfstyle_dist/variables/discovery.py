@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.values import PerReplica
+from tfstyle_dist.variables.carried_names import Carrying, carried_in
 from tfstyle_dist.variables.copies import ATOMS
 from tfstyle_dist.variables.state_objects import parts_of
 
@@ -40,13 +41,17 @@ class Discovery:
 
     Attributes:
         tensors: what the function names and all replicas share, such as data; not what it is given.
+        carrying: the functions that give other values to variables that they have read, and these variables' names.
     """
 
     def __init__(self, take: Callable[[Any], bool]) -> None:
         self._take = take
         self.tensors: list[torch.Tensor] = []
+        self.carrying: list[Carrying] = []
         # Of the user's own functions what they name; of functions of libraries nothing.
-        self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[types.CodeType, tuple[tuple[str, ...], ...]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def look(self, function: Any, arguments: Iterable[Any]) -> None:
         """Takes what a function and its arguments name.
@@ -56,7 +61,7 @@ class Discovery:
             arguments: its arguments.
         """
         seen: set[int] = set()
-        self.tensors = []
+        self.tensors, self.carrying = [], []
         self._value(function, seen, (), 0)
         if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
             self._value(called, seen, (), 0)
@@ -121,13 +126,15 @@ class Discovery:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             self._value(inspect.unwrap(wrapped), seen, (), 0)
-        names, space = self._names_of(function.__code__), function.__globals__
+        (names, carried), space = self._names_of(function.__code__), function.__globals__
+        if carried:
+            self.carrying.append((function, carried))
         for name in names:
             value = space.get(name, _NO_VALUE)
             if value is not _NO_VALUE and type(value) is not type:
                 self._value(value, seen, names, 0)
 
-    def _names_of(self, code: types.CodeType) -> tuple[str, ...]:
+    def _names_of(self, code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         known = self._names.get(code)
         if known is None:
             library = _is_library(code.co_filename)
@@ -137,7 +144,7 @@ class Discovery:
                 inner = stack.pop()
                 names.update(dict.fromkeys(inner.co_names))
                 stack += [c for c in inner.co_consts if isinstance(c, types.CodeType)]
-            known = self._names[code] = tuple(names)
+            known = self._names[code] = tuple(names), () if library else carried_in(code)
         return known
 
 

@@ -18,7 +18,7 @@ class RowMethods:
     All take ``sparse_delta``, an ``IndexedSlices`` or a ``torch.sparse_coo_tensor`` that is sparse in its first
     dimension; ``use_locking`` and ``name`` are accepted for TF's signature. Those named ``scatter_nd_...`` take
     ``indices``, whose last dimension names a place, and ``updates`` of shape ``indices.shape[:-1]`` and what is left of
-    the variable's. They return the variable.
+    the variable's. They return the variable, with NONE in replica context the replica's copy.
 
     Raises:
         TypeError: another ``sparse_delta``.

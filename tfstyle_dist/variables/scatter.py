@@ -12,7 +12,7 @@ from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.collective import gather_over_workers, true_device
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.values.indexed_slices import as_slices
-from tfstyle_dist.variables.component import apart, divided, write_lock
+from tfstyle_dist.variables.component import apart, divided, write_lock, written
 from tfstyle_dist.variables.record import Placement, Record
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _rounds(numbers: torch.Tensor) -> Iterator[torch.Tensor]:
         yield (occurrence == number).nonzero().flatten()
 
 
-def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
+def scatter(variable: Variable, op: str, sparse_delta: Any) -> Any:
     """One scatter write of a variable, in the calling context."""
     record = variable._tfstyle_record
     record.store.ensure_equal()
@@ -198,6 +198,7 @@ def scatter(variable: Variable, op: str, sparse_delta: Any) -> Variable:
             _apply_to_all(record, op, rows)
         elif not central and record.aggregation is VariableAggregation.NONE:
             apply_rows(component, op, rows)
+            return written(variable, component)
         else:
             assert frame is not None
             assert frame.replica is not None

@@ -68,8 +68,9 @@ class SharedSettings:
         return (
             f"{type(optimizer).__name__}.param_groups[{group}][{name!r}] was changed by replica {first} and then by "
             f"replica {then} in one call of strategy.run. Under central storage there is one optimizer for all "
-            "replicas, so the step() of a scheduler inside strategy.run runs once per replica. Call it after "
-            "strategy.run(...), or in merge_call."
+            "replicas, so what each of them makes of the value that it finds, as the step() of a scheduler or "
+            f"group[{name!r}] *= 0.9 does, is done once per replica. Do it after strategy.run(...), or in merge_call; "
+            "a value that does not depend on the one before may be set in the step by all replicas."
         )
 
     def _now(self) -> dict[_Place, Any]:

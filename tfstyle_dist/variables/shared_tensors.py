@@ -8,6 +8,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.variables.carried_names import CarriedNames, Carrying
 
 
 class SharedTensors:
@@ -15,13 +16,22 @@ class SharedTensors:
 
     def __init__(self) -> None:
         self._watched: list[tuple[torch.Tensor, int]] = []
+        self._carried = CarriedNames(())
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remembers how often each tensor was written to so far."""
+    def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Carrying]) -> None:
+        """Remembers how often each tensor was written to so far, and which ones variables hold."""
+        self._carried = CarriedNames(carrying)
         self._watched = [(t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()]
 
-    def say_written(self) -> None:
-        """Says which of them were written to since, and forgets them."""
+    def say_written(self, ran: bool) -> None:
+        """Says which of them a step has written to, and which variables hold others; forgets them.
+
+        Args:
+            ran: whether a step was made; else they are still waited for.
+        """
+        if not ran:
+            return
+        self._carried.say_carried()
         for tensor, version in self._watched:
             if torch_internals.version_of(tensor) != version:
                 warn_once(
@@ -31,4 +41,4 @@ class SharedTensors:
                     "it, so each of them wrote to the same values. If each should have its own, as processes would, "
                     "call strategy.experimental_adopt(tensor), or make it a buffer of a module (docs/replicas.md).",
                 )
-        self._watched = []
+        self._watched, self._carried = [], CarriedNames(())

@@ -128,7 +128,7 @@ class ParameterStore:
                 contents.take(module)
         self._discovery.look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
-            contents.watch(self._discovery.tensors)
+            contents.watch(self._discovery.tensors, self._discovery.carrying)
         contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:

@@ -189,7 +189,8 @@ class Variable(RowMethods, NumberMethods, Replicated, torch.nn.Parameter):  # ty
             read_value: accepted for TF's signature; the result is always readable.
 
         Returns:
-            The variable; for a cross-replica write of an ON_READ variable the aggregated value.
+            The variable; the replica's copy of it in replica context for ON_WRITE with NONE, where the copies may
+            differ; for a cross-replica write of an ON_READ variable the aggregated value.
 
         Raises:
             ValueError: wrong shape or dtype; or a bare Python number under SUM with several replicas.

@@ -109,8 +109,8 @@ def dumps(value: Any, reference: Callable[[Any], Any] | None = None) -> list[Any
         _pickler()(file, buffers, reference).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:  # also a __getstate__ that refuses
         raise TypeError(
-            f"{describe(value)} cannot be sent to another process: {error}. Make what it needs inside the function, "
-            "in coordinator.create_per_worker_resource, or in a module that every task can import."
+            f"{describe(value)} cannot be sent to another process: {str(error).rstrip('.')}. Make what it needs "
+            "inside the function, in coordinator.create_per_worker_resource, or in a module that every task can import."
         ) from error
     return [file.getbuffer(), *(b.raw() for b in buffers)]
 
