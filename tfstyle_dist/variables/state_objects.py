@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import threading
@@ -94,7 +95,7 @@ def is_plain(thing: Any) -> bool:
         return False
     if not _has_content(thing):
         return False
-    if _is_skipped(kind.__module__ or ""):
+    if kind is not argparse.Namespace and _is_skipped(kind.__module__ or ""):
         return False
     try:
         object.__setattr__(thing, "__dict__", thing.__dict__)
