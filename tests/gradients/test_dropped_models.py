@@ -91,3 +91,28 @@ def test_the_garbage_collector_may_run_while_the_workers_talk(rank: int, kind: A
                 del model, optimizer
     finally:
         gc.enable()
+
+
+@pytest.mark.distributed(workers=2, timeout=60)
+def test_a_model_whose_backward_raised_may_be_dropped(rank: int) -> None:
+    """The gradients of a pass that was broken off are those of parameters that are gone."""
+
+    def broken(value: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a gradient that fails")
+
+    def fail() -> None:
+        with strategy.scope():
+            first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+        hidden = first(torch.ones(2, 3))
+        hidden.register_hook(broken)
+        with pytest.raises(ValueError, match="a gradient that fails"):
+            strategy.run(lambda: second(hidden).sum().backward())
+
+    with td.MirroredStrategy(["cpu:0"]) as strategy:
+        fail()
+        gc.collect()
+        with strategy.scope():
+            model = torch.nn.Linear(3, 2)
+        optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+        strategy.run(step, args=(model, optimizer, torch.full((2, 3), rank + 1.0)))
+        torch.testing.assert_close(model.weight.detach(), before - 0.3)

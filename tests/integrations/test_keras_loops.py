@@ -166,3 +166,37 @@ def test_an_assignment_that_one_replica_makes_names_the_line() -> None:
     with pytest.raises(CollectiveMismatchError, match=r"'rate' at .*test_keras_loops\.py:\d+"):
         strategy.run(step)
     assert float(variable) == 1.0
+
+
+class Penalized(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+class ReadAgain(keras.Model):
+    """Reads what its layers added once more when the gradients are there, as the example of a VQ-VAE does."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        features, target = data
+        self.zero_grad()
+        loss = keras.ops.mean((self(features, training=True) - target) ** 2) + sum(self.losses)
+        loss.backward()
+        weights = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        return {"loss": loss, "added": sum(self.losses)}
+
+
+@TWO
+def test_what_layers_add_to_the_loss_may_be_read_after_backward(strategy: tfd.Strategy) -> None:
+    found = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(3)
+        with scope:
+            inputs = keras.Input((6,))
+            model = ReadAgain(inputs, keras.layers.Dense(1)(Penalized()(inputs)))
+            model.compile(keras.optimizers.SGD(0.05))
+        history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        found.append([*history["loss"], *history["added"], *weights_of(model)])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)

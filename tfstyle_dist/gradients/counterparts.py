@@ -34,6 +34,7 @@ def join(reducer: GradientReducer, all_touched: Sequence[_Touched]) -> bool:
     if reducer.store.placement is Placement.CENTRAL:
         _refuse(reducer, [g[0] for g in groups if any(id(r) in t for r, t in zip(g, all_touched, strict=True))])
         return False
+    groups = [group for group in groups if all(_look(record) == _look(group[0]) for record in group)]
     for group in groups:
         states = [reducer.state(record, replica) for replica, record in enumerate(group)]
         for record, touched in zip(group, all_touched, strict=True):
@@ -50,8 +51,7 @@ def _groups(reducer: GradientReducer, count: int) -> list[tuple[Record, ...]]:
     for record in reducer.store.records("parameter"):
         if record.made_as is not None and record.counterparts is None and id(record) in reducer.states:
             made.setdefault(record.made_as, {})[record.maker or 0] = record
-    whole = [tuple(by_replica[r] for r in range(count)) for by_replica in made.values() if len(by_replica) == count]
-    return [group for group in whole if all(_look(record) == _look(group[0]) for record in group)]
+    return [tuple(by_replica[r] for r in range(count)) for by_replica in made.values() if len(by_replica) == count]
 
 
 def _refuse(reducer: GradientReducer, trained: Sequence[Record]) -> None:

@@ -94,7 +94,7 @@ class InMemoryReducer(StreamingReducer):
         if parts is not None:
             for part in parts:
                 self._reduce_part(*part, keep=keep)
-            sparse = [(s, empty) for s, empty in self._sparse if s.ready or s.dirty]
+            sparse = [(s, empty) for s, empty in self._sparse if _kind(s)]
             sparse += layout.rows
             unused = []
         else:
@@ -191,7 +191,7 @@ class InMemoryReducer(StreamingReducer):
 
 def _kind(state: GradientState) -> int:
     """Whether a copy has something for the others, and whether that is rows."""
-    if not (state.ready or state.dirty):
+    if not (state.ready or state.dirty) or state.record.tensor is None:  # one that is gone has nothing
         return 0
     grad = state.record.components[0].grad
     return _ROWS if grad is not None and has_rows(grad) else 1
