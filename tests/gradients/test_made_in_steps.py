@@ -217,19 +217,19 @@ def test_one_copy_for_all_replicas_is_refused() -> None:
 
 
 class Grown(nn.Module):
-    """Each step gives it one point more."""
+    """Each step gives it more points, on each replica another number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.points = nn.Parameter(torch.ones(4))
 
     def step(self) -> None:
-        self.points = nn.Parameter(torch.cat([self.points.detach(), torch.ones(1)]))
+        more = 1 + td.get_replica_context().replica_id_in_sync_group
+        self.points = nn.Parameter(torch.cat([self.points.detach(), torch.ones(more)]))
         (self.points * half()[0].sum()).sum().backward()
 
 
 def test_one_copy_of_parameters_of_another_size_is_refused() -> None:
-    """What the first replica has grown, the second one would grow once more."""
     strategy = td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
     model = built(strategy, Grown)
     with pytest.raises(RuntimeError, match=r"made the parameters points once in each replica.*scope"):
