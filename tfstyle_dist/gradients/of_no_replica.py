@@ -1,4 +1,4 @@
-"""A backward pass in a thread that the step function started: no replica would reduce its gradients."""
+"""Backward passes of no replica, whose gradients nobody reduces: outside of ``run``, or in a step's own thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 
 
@@ -23,8 +24,7 @@ def check_thread(roots: Any) -> None:
         contents = reducer.store.contents
         if contents is None or contents.active is None:
             continue
-        own = {id(record.tensor) for record in reducer.store.records() if record.tensor is not None}
-        if _reaches(roots, own):
+        if _reaches(roots, _parameters(reducer)):
             raise RuntimeError(
                 f"backward() was called in the thread {threading.current_thread().name!r} while strategy.run is under "
                 "way in another one. The replicas of one process wait for each other at the end of backward(), in the "
@@ -32,6 +32,29 @@ def check_thread(roots: Any) -> None:
                 "you like, and call backward() in the step function itself, or start one process for each replica "
                 "(torchrun)."
             )
+
+
+def say_left_alone(roots: Any) -> None:
+    """Warns, once, of a pass outside of ``run`` that leaves each of several workers with gradients of its own.
+
+    Args:
+        roots: the tensors that are differentiated, in cross-replica context.
+    """
+    for reducer in list(ReplicaReducer.alive):
+        workers, replicas = reducer.worker.group.size, reducer.worker.num_local_replicas
+        if workers > 1 and replicas > 1 and _reaches(roots, _parameters(reducer)):
+            warn_once(
+                "a backward pass outside of run",
+                "backward() was called outside of strategy.run(...), on a model of a strategy with "
+                f"{workers} workers of {replicas} replicas each. Nothing is summed between the workers there, so an "
+                "update with these gradients leaves each worker with weights of its own. Call the step by "
+                "strategy.run(step, args=...), or start one process for each replica, which sums in a loop of your own "
+                "too (docs/migrating.md).",
+            )
+
+
+def _parameters(reducer: ReplicaReducer) -> set[int]:
+    return {id(record.tensor) for record in reducer.store.records() if record.tensor is not None}
 
 
 def _reaches(roots: Any, leaves: set[int]) -> bool:
