@@ -81,7 +81,6 @@ _DIFFER = {
     OF_THE_SERVER: {
         "optimizers": """
             pytorch_optimizer.Gravity pytorch_optimizer.Kron pytorch_optimizer.APOLLO-low-rank
-            pytorch_optimizer.SPlus
         """,
         "steps": """
             written-optimizer_that_draws_random_numbers
