@@ -112,6 +112,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     """What the examples speak of: a strategy of two replicas, a model, an optimizer, data, a step."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(devices, "_configured", {})
+    monkeypatch.setattr(devices, "_hidden", set())
     torch.manual_seed(0)
     for letter in "ab":
         (tmp_path / f"{letter}.txt").write_text("1.0\n2.0\n", encoding="utf-8")

@@ -98,7 +98,7 @@ def test_gpus_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_is_there_whatever_is_said(cpu: Any) -> None:
-    """The results are TensorFlow's."""
+    """In TensorFlow the logical ones raise NotFoundError then."""
     try:
         tf.config.set_visible_devices([], "CPU")
         assert tf.config.get_visible_devices() == tf.config.list_physical_devices("GPU")

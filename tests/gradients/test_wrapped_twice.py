@@ -78,3 +78,17 @@ def test_what_no_strategy_sums_is_left_to_it(rank: int, caplog: pytest.LogCaptur
         assert DistributedDataParallel(model, gradient_as_bucket_view=True).module is model
         assert strategy.num_replicas_in_sync == 2
     assert not caplog.messages
+
+
+@two_ranks
+@pytest.mark.parametrize("what", ["the model", "the wrapper"])
+def test_a_model_in_a_wrapper_is_not_adopted(rank: int, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    with td.MultiWorkerMirroredStrategy() as strategy, caplog.at_level(logging.WARNING):
+        model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        views, plain = DistributedDataParallel(model, gradient_as_bucket_view=True), DistributedDataParallel(other)
+        with pytest.raises(ValueError, match=r"a Linear of MultiWorkerMirroredStrategy.*Leave DistributedDataParallel"):
+            strategy.experimental_adopt(model if what == "the model" else views)
+        assert not caplog.messages
+        strategy.experimental_adopt(other if what == "the model" else plain)
+    (said,) = caplog.messages
+    assert "averaged twice" in said

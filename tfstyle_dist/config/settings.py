@@ -13,8 +13,8 @@ _said = {"soft placement": True, "eager functions": False}
 def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
     """Says which devices this process uses; it can be called at any time, and counts for strategies that come later.
 
-    ``list_logical_devices`` leaves out the others, and so does a strategy that is made without ``devices``. The CPU is
-    always there.
+    ``list_logical_devices`` leaves out the others, and of GPUs also a strategy that is made without ``devices``. The
+    CPU is always there.
 
     Args:
         devices: one of ``list_physical_devices()``, or a list of them; an empty one: none.

@@ -107,9 +107,10 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
         ValueError: one device instead of a sequence, none given, a device twice, CPU and GPU mixed, or a device that is
             absent.
     """
-    one = getattr(names, "name", names)  # of a LogicalDevice, which is a sequence of texts itself
+    one = getattr(names, "name", names) if isinstance(names, tuple) else names  # LogicalDevice: a pair of texts
     if isinstance(one, str | torch.device | ReplicaDevice | int):
-        raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{str(one)!r}].")
+        name = str(one).replace("/physical_device:", "/device:")
+        raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{name!r}].")
     devices = tuple(parse(n) for n in names)
     if not devices:
         raise ValueError("devices is empty: give at least one device, or leave devices=None to take what is found.")

@@ -135,13 +135,20 @@ def own_devices(adopted: AdoptedGroup | None = None) -> tuple[ReplicaDevice, ...
     launch = launch_env.launch()
     if launch is None and adopted is not None and adopted.size > 1:
         current = device_names.accelerator(found[0].type).current_device()
-        return tuple(device for device in found if device.index == current)[:1]
+        own = tuple(device for device in found if device.index == current)[:1]
+        if not own:
+            raise ValueError(
+                f"The current device of this process, {found[0].type}:{current}, is none of those that "
+                f"set_visible_devices has left, {[str(device) for device in found]}. Call torch.cuda.set_device(...) "
+                "for one of them before the strategy is made, or name the device with devices=."
+            )
+        return own
     if launch is None or launch.world_size == 1 or len(found) == 1:
         return found
     if launch.local_world_size > len(found):
         raise ValueError(
             f"LOCAL_WORLD_SIZE={launch.local_world_size}, but each process of this host sees {len(found)} devices of "
-            f"kind {found[0].type!r}. Start at most one process for each device, or hide them (for GPUs "
-            "CUDA_VISIBLE_DEVICES=) to train on the CPU."
+            f"kind {found[0].type!r} (without those that set_visible_devices left out). Start at most one process "
+            "for each device, or hide them (for GPUs CUDA_VISIBLE_DEVICES=) to train on the CPU."
         )
     return (found[launch.local_rank],)

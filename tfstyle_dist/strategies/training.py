@@ -18,6 +18,7 @@ from tfstyle_dist.variables.adoption import adopt_module, adopt_tensor
 from tfstyle_dist.variables.first_values import send_sparse, sendable
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.record import raw
+from tfstyle_dist.variables.wrapped_twice import check_adopted
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies.base import Strategy
@@ -41,7 +42,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
     Raises:
         TypeError: an object without attributes of its own, such as a list or a number; for parameter servers a
             trained tensor that is no ``nn.Parameter``.
-        ValueError: the module has uninitialised (lazy) parameters.
+        ValueError: the module has uninitialised (lazy) parameters, or is in a ``DistributedDataParallel`` whose
+            buckets its gradients are views of.
         RuntimeError: a parameter belongs to another strategy.
 
     Example:
@@ -61,6 +63,7 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
             )
         strategy.parameter_store.adopt_object(module)
     elif strategy.adopts_modules:
+        check_adopted(strategy.parameter_store, module)
         adopt_module(strategy.parameter_store, module)
         strategy.parameter_store.ensure_equal()
     return module

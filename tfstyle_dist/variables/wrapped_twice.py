@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,22 +18,46 @@ _INSTEAD = (
 )
 
 
+_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Those that were made while a strategy lived."""
+
+
 def _owner_of(module: torch.nn.Module) -> ParameterStore | None:
     """The store of a strategy that reduces the gradients of the module's parameters."""
-    reducing = [store for store in list(live_stores) if (s := store.strategy) and not s.closed and s.gradient_reducer]
+    reducing = [store for store in list(live_stores) if _reduces(store)]
     return next((store for store in reducing if any(store.owns(p) for p in module.parameters())), None)
 
 
+def _reduces(store: ParameterStore) -> bool:
+    strategy = store.strategy
+    return strategy is not None and not strategy.closed and strategy.gradient_reducer is not None
+
+
 def _wrap(original: Any, wrapper: DistributedDataParallel, *args: Any, **options: Any) -> None:
-    """The constructor; which parameters are the strategy's is known when it has registered the model.
+    """The constructor; which parameters are the strategy's is known when it has registered the model."""
+    original(wrapper, *args, **options)
+    _wrappers.add(wrapper)
+    store = _owner_of(wrapper.module)
+    if store is not None:
+        _check(wrapper, store)
+
+
+def check_adopted(store: ParameterStore, module: torch.nn.Module) -> None:
+    """Looks for wrappers around a module, or in it, that a strategy is about to take over.
 
     Raises:
-        ValueError: the gradients would be views of its buckets, where the two sums do not add up.
+        ValueError: the gradients are views of a wrapper's buckets.
     """
-    original(wrapper, *args, **options)
-    store = _owner_of(wrapper.module)
-    if store is None:
+    if not _reduces(store):
         return
+    own = {id(parameter) for parameter in module.parameters()}
+    within = {m for m in module.modules() if isinstance(m, DistributedDataParallel)}
+    for wrapper in within | {w for w in _wrappers if any(id(p) in own for p in w.module.parameters())}:
+        _check(wrapper, store)
+
+
+def _check(wrapper: DistributedDataParallel, store: ParameterStore) -> None:
+    """Raises where gradients are views of the wrapper's buckets, in which the two sums do not add up; else warns."""
     given = (
         f"DistributedDataParallel was given a {type(wrapper.module).__name__} of {type(store.strategy).__name__}, "
         "which sums its gradients itself"
