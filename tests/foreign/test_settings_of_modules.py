@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -64,3 +64,22 @@ def test_settings_that_a_module_has_are_each_replicas_own(strategy: Any, process
     model.seen["calls"] = 30
     assert set(map(str, values(strategy, lambda: model(x)))) == {str([[2.0 * 63]])}
     assert {type(v) for v in strategy.experimental_local_results(strategy.run(lambda: model.settings))} == {kind}
+
+
+class _Counts(defaultdict[str, int]):
+    """A container of a class of its own with a method and a default."""
+
+    def bump(self, name: str) -> int:
+        self[name] += 1
+        return self[name]
+
+
+@FORMS
+def test_a_defaultdict_of_a_class_of_its_own_stays_one(strategy: Any, process_model: str) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        model.counts = _Counts(int)
+    for number in (1, 2):
+        assert set(values(strategy, lambda: torch.tensor(model.counts.bump("calls")))) == {number}
+    assert type(model.counts) is _Counts
+    assert model.counts == {"calls": 2}

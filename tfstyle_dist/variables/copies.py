@@ -42,7 +42,9 @@ def is_container(value: Any) -> bool:
     kind = type(value)
     if kind in CONTAINERS:
         return True
-    if not issubclass(kind, dict) or any(getattr(kind, name) is not getattr(dict, name) for name in _READ):
+    if not issubclass(kind, dict) or _written_in_c(kind) not in (dict, collections.defaultdict):
+        return False
+    if any(getattr(kind, name) is not getattr(dict, name) for name in _READ):
         return False
     attributes = getattr(value, "__dict__", None)
     return attributes is value or (attributes is not None and set(attributes) <= _OF_TYPING)
@@ -103,17 +105,10 @@ class Copier:
             return value
         if type(value) not in PLAIN_TENSORS or value.requires_grad:
             return value  # of a graph that was made outside of the replicas, or of a class of its own
-        own: torch.Tensor = self._note(value, self._copy(value))
-        return own
+        return self._note(value, self._copy(value))  # type: ignore[no-any-return]
 
     def _container(self, value: Any) -> Any:
-        if isinstance(value, collections.defaultdict):
-            own: Any = collections.defaultdict(value.default_factory)
-        elif isinstance(value, collections.deque):
-            own = collections.deque(maxlen=value.maxlen)
-        else:
-            own = _empty_like(value)
-        self._note(value, own)
+        own = self._note(value, _empty_like(value))
         if isinstance(value, dict):
             put = own.__setitem__ if type(own) in CONTAINERS else functools.partial(dict.__setitem__, own)
             for key, entry in list(type(value).items(value)):
@@ -139,12 +134,19 @@ class Copier:
 def _empty_like(value: Any) -> Any:
     """An empty container of the same class, whose attributes are its entries if those of the other are."""
     kind = type(value)
-    if kind in CONTAINERS:
-        return kind()
-    own = dict.__new__(kind)
-    if value.__dict__ is value:
+    if kind is collections.deque:
+        return collections.deque(maxlen=value.maxlen)
+    own: Any = kind() if kind in CONTAINERS else _written_in_c(kind).__new__(kind)
+    if getattr(value, "__dict__", None) is value:
         object.__setattr__(own, "__dict__", own)
+    if isinstance(value, collections.defaultdict):
+        own.default_factory = value.default_factory
     return own
+
+
+def _written_in_c(kind: type) -> Any:
+    """The class that a class written in Python comes from."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & 1 << 9)  # the flag of a heap type
 
 
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -279,8 +281,7 @@ class Mark:
 
 def marked(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """A mark of a container or tensor; of anything else the value itself, which is only compared by identity."""
-    kind = type(value)
-    if kind in PLAIN_TENSORS or (is_container(value) and id(value) not in outer):
+    if type(value) in PLAIN_TENSORS or (is_container(value) and id(value) not in outer):
         return Mark(value, outer)
     return value
 
