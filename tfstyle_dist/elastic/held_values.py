@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tfstyle_dist.variables.copies import ATOMS, MOST_ENTRIES, is_container
+from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
 from tfstyle_dist.variables.state_objects import is_state
 
 
@@ -58,7 +58,7 @@ class HeldValues:
             if type(value) in (torch.Tensor, torch.nn.Buffer):
                 self._seen.add(id(value))
                 (self._of_graphs if value.requires_grad else self.tensors).append(value)
-        elif is_container(value):
+        elif kind in CONTAINERS:
             self._look_into(value)
         elif isinstance(value, tuple):
             for part in value:

@@ -11,7 +11,7 @@ import torch
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.values import ValueWriter, is_sent_as_tensor
-from tfstyle_dist.variables.copies import Mark, is_container, tensor_state
+from tfstyle_dist.variables.copies import CONTAINERS, Mark, tensor_state
 
 _TENSOR = repr(["t", 0])  # how a tensor by itself is described
 
@@ -39,7 +39,7 @@ class Image:
         self._described, self._tensors = repr(described), [tensor.clone() for tensor in tensors]
         self.left_out = marks(left_out)
         self._arrays = [(array, _elements(array)) for array in writer.arrays]
-        can_be_marked = is_container(value) and (type(value) is not set or not value)
+        can_be_marked = type(value) in CONTAINERS and (type(value) is not set or not value)
         if can_be_marked and {type(v) for v in _parts(value)} <= VALUES:
             self._mark = Mark(value)
 
@@ -98,7 +98,7 @@ def marks(values: Iterable[Any]) -> list[Any]:
     return [
         (
             id(value),
-            tensor_state(value) if isinstance(value, torch.Tensor) else len(value) if is_container(value) else 0,
+            tensor_state(value) if isinstance(value, torch.Tensor) else len(value) if type(value) in CONTAINERS else 0,
         )
         for value in values
     ]

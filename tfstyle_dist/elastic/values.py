@@ -20,7 +20,7 @@ from tfstyle_dist.elastic.leaves import VALUES
 from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
-from tfstyle_dist.variables.copies import MOST_ENTRIES, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -83,10 +83,10 @@ class ValueWriter:
             return ["n", self.put(torch.from_numpy(np.array(value))), isinstance(value, np.ndarray)]
         if isinstance(value, random.Random):
             return ["r", value.getstate()]
-        if depth > _MOST_DEPTH or not (is_container(value) or _is_plain_tuple(value)) or len(value) > MOST_ENTRIES:
+        if depth > _MOST_DEPTH or not (kind in CONTAINERS or _is_plain_tuple(value)) or len(value) > MOST_ENTRIES:
             return self._leave_out(value)
         if isinstance(value, dict):
-            entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in type(value).items(value)]
+            entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]
             return ["d", entries, _NAMES.get(kind, "")]
         parts = [self.value(part, depth + 1) for part in (sorted(value, key=repr) if kind is set else value)]
         if kind is deque:
@@ -188,7 +188,7 @@ class ValueReader:
         if kind == "e":
             made = {self.value(part, None) for part in parts}
             return own if own == made else made
-        before = list(own) if isinstance(own, list | tuple) or is_container(own) else []
+        before = list(own) if isinstance(own, list | tuple) or type(own) in CONTAINERS else []
         before += [MISSING] * (len(parts) - len(before))
         now = [v for part, b in zip(parts, before, strict=False) if (v := self.value(part, b)) is not MISSING]
         if kind == "u":

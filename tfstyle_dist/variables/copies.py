@@ -27,27 +27,8 @@ ATOMS = frozenset({
     torch.memory_format,
 })  # fmt: skip
 CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
-_OF_TYPING = {"__orig_class__"}  # as in Counter[str]()
-_READ = ("__len__", "__iter__", "__getitem__", "keys", "values", "items")
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 _OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
-
-
-def is_container(value: Any) -> bool:
-    """Whether what a value holds is content: that of a list, a dict or the like, or of a dict of a class of its own.
-
-    The latter counts if it is read as a dict is, and if its attributes are its entries or if it has none, as with
-    settings that are read as ``settings.name`` and with ``collections.Counter``. With other attributes it is an object.
-    """
-    kind = type(value)
-    if kind in CONTAINERS:
-        return True
-    if not issubclass(kind, dict) or _written_in_c(kind) not in (dict, collections.defaultdict):
-        return False
-    if any(getattr(kind, name) is not getattr(dict, name) for name in _READ):
-        return False
-    attributes = getattr(value, "__dict__", None)
-    return attributes is value or (attributes is not None and set(attributes) <= _OF_TYPING)
 
 
 class Copier:
@@ -79,7 +60,7 @@ class Copier:
             return known[1]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if is_container(value):
+        if kind in CONTAINERS:
             return value if len(value) > MOST_ENTRIES else self._container(value)
         if isinstance(value, tuple):
             parts = [self(v) for v in value]
@@ -105,16 +86,20 @@ class Copier:
             return value
         if type(value) not in PLAIN_TENSORS or value.requires_grad:
             return value  # of a graph that was made outside of the replicas, or of a class of its own
-        return self._note(value, self._copy(value))  # type: ignore[no-any-return]
+        own: torch.Tensor = self._note(value, self._copy(value))
+        return own
 
     def _container(self, value: Any) -> Any:
-        own = self._note(value, _empty_like(value))
+        if isinstance(value, collections.defaultdict):
+            own: Any = collections.defaultdict(value.default_factory)
+        else:
+            own = collections.deque(maxlen=value.maxlen) if isinstance(value, collections.deque) else type(value)()
+        self._note(value, own)
         if isinstance(value, dict):
-            put = own.__setitem__ if type(own) in CONTAINERS else functools.partial(dict.__setitem__, own)
-            for key, entry in list(type(value).items(value)):
+            for key, entry in list(value.items()):
                 self(key)
                 known = self._known.get(id(key)) if isinstance(key, torch.nn.Parameter) else None
-                put(key if known is None else known[1], self(entry))
+                own[key if known is None else known[1]] = self(entry)
         elif isinstance(value, set):
             own.update(value)
         else:
@@ -129,24 +114,6 @@ class Copier:
         if hooks is not None:
             own.hooks_dict_ref = weakref.ref(self(hooks))
         return self._note(value, own)  # type: ignore[no-any-return]
-
-
-def _empty_like(value: Any) -> Any:
-    """An empty container of the same class, whose attributes are its entries if those of the other are."""
-    kind = type(value)
-    if kind is collections.deque:
-        return collections.deque(maxlen=value.maxlen)
-    own: Any = kind() if kind in CONTAINERS else _written_in_c(kind).__new__(kind)
-    if getattr(value, "__dict__", None) is value:
-        object.__setattr__(own, "__dict__", own)
-    if isinstance(value, collections.defaultdict):
-        own.default_factory = value.default_factory
-    return own
-
-
-def _written_in_c(kind: type) -> Any:
-    """The class that a class written in Python comes from."""
-    return next(base for base in kind.__mro__ if not base.__flags__ & 1 << 9)  # the flag of a heap type
 
 
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -199,7 +166,7 @@ class Mark:
             outer = (*outer, id(value))
             if isinstance(value, dict):
                 self._keys = list(value)
-                self._marks = [marked(v, outer) for v in type(value).values(value)]
+                self._marks = [marked(v, outer) for v in value.values()]
                 self._watch_statistics(value)
             elif kind is not set:
                 self._marks = [marked(v, outer) for v in value]
@@ -253,7 +220,7 @@ class Mark:
             return True
         if len(value) != self._state or (self._keys is not None and not all(map(is_, value, self._keys))):
             return False
-        entries = zip(value if self._keys is None else type(value).values(value), self._marks, strict=False)
+        entries = zip(value if self._keys is None else value.values(), self._marks, strict=False)
         return all(
             (entry is mark.value and mark.has_same_entries()) if type(mark) is Mark else entry is mark
             for entry, mark in entries
@@ -275,13 +242,14 @@ class Mark:
         if self._keys is not None:
             if not all(map(is_, value, self._keys)):
                 return False
-            value = type(value).values(value)
+            value = value.values()
         return all(map(is_ if self._flat else unchanged, value, self._marks))
 
 
 def marked(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """A mark of a container or tensor; of anything else the value itself, which is only compared by identity."""
-    if type(value) in PLAIN_TENSORS or (is_container(value) and id(value) not in outer):
+    kind = type(value)
+    if kind in PLAIN_TENSORS or (kind in CONTAINERS and id(value) not in outer):
         return Mark(value, outer)
     return value
 

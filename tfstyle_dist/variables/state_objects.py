@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import functools
 import threading
@@ -95,7 +94,7 @@ def is_plain(thing: Any) -> bool:
         return False
     if not _has_content(thing):
         return False
-    if kind is not argparse.Namespace and _is_skipped(kind.__module__ or ""):
+    if _is_skipped(kind.__module__ or ""):
         return False
     try:
         object.__setattr__(thing, "__dict__", thing.__dict__)
