@@ -114,6 +114,9 @@ def test_settings_that_torch_has_no_need_of_are_kept() -> None:
     try:
         tf.config.set_soft_device_placement(False)
         tf.config.run_functions_eagerly(True)
+        for setter in (tf.config.set_soft_device_placement, tf.config.run_functions_eagerly):
+            with pytest.raises(TypeError, match="takes True or False, got 'False'"):
+                setter("False")  # type: ignore[arg-type]
         assert (tf.config.get_soft_device_placement(), tf.config.functions_run_eagerly()) == (False, True)
     finally:
         tf.config.set_soft_device_placement(True)

@@ -96,7 +96,7 @@ def test_random_programs() -> None:
     ("layout", "names"), [("two devices", ("parity", "loops", "metrics", "train_steps")), ("one device", ("parity",))]
 )
 def test_keras(layout: str, names: tuple[str, ...]) -> None:
-    """``fit``, metrics, regularizers, loops and steps of one's own; 800 steps would show nothing more."""
+    """``fit``, metrics, regularizers, loops and steps of one's own, without the one of 800 steps."""
     files = [f"tests/integrations/test_keras_{name}.py" for name in names]
     chosen = "(mirrored_2] or test_keras_loops) and not whose_result_is_its_state"
     run_pytest(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +111,15 @@ def test_too_few_devices_are_refused_by_every_rank(rank: int, monkeypatch: pytes
     launched(monkeypatch, 2, rank, 4)
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE=4, but each process of this host sees 2 devices"):
         own_devices()
+
+
+def test_a_current_device_that_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of a group that is there already take their current devices; ``set_visible_devices`` has left another."""
+    monkeypatch.setattr(devices, "find_local_devices", lambda: (ReplicaDevice("cuda", 1),))
+    current = SimpleNamespace(current_device=lambda: 0)
+    monkeypatch.setattr(devices, "accelerator", lambda kind: current)
+    group: Any = SimpleNamespace(size=2)
+    with pytest.raises(ValueError, match=r"cuda:0, is none of those that set_visible_devices has left, \['cuda:1'\]"):
+        own_devices(group)
+    current.current_device = lambda: 1
+    assert own_devices(group) == (ReplicaDevice("cuda", 1),)

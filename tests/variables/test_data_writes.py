@@ -139,12 +139,16 @@ def test_tensors_that_nobody_holds_are_let_go(strategy: tfd.MirroredStrategy, pr
     assert given[-1]() is None
 
 
-def test_memory_that_was_content_and_is_no_longer(strategy: tfd.MirroredStrategy, program: Program) -> None:
+@pytest.mark.parametrize("now", ["gone", "elsewhere"])
+def test_memory_that_was_content_and_is_no_longer(strategy: tfd.MirroredStrategy, program: Program, now: str) -> None:
     weight = program.model[0].weight
     memory = torch.zeros_like(weight, requires_grad=False)
     weight.grad = memory.detach()
     weight.grad.data.zero_()
-    weight.grad = None
+    if now == "gone":
+        weight.grad = None
+    else:
+        weight.grad.data = torch.ones_like(memory)
     given = weakref.ref(memory.data)
     assert given() is None
     strategy.run(program.step)

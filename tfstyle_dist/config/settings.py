@@ -61,9 +61,12 @@ def set_soft_device_placement(enabled: bool) -> None:
     Args:
         enabled: what ``get_soft_device_placement`` gives from now on.
 
+    Raises:
+        TypeError: no ``bool`` and no whole number.
+
     Source: ``tf.config.set_soft_device_placement``.
     """
-    _said["soft placement"] = bool(enabled)
+    _said["soft placement"] = _truth(enabled, "set_soft_device_placement")
 
 
 def get_soft_device_placement() -> bool:
@@ -80,9 +83,12 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
     Args:
         run_eagerly: what ``functions_run_eagerly`` gives from now on.
 
+    Raises:
+        TypeError: no ``bool`` and no whole number.
+
     Source: ``tf.config.run_functions_eagerly``.
     """
-    _said["eager functions"] = bool(run_eagerly)
+    _said["eager functions"] = _truth(run_eagerly, "run_functions_eagerly")
 
 
 def functions_run_eagerly() -> bool:
@@ -91,3 +97,9 @@ def functions_run_eagerly() -> bool:
     Source: ``tf.config.functions_run_eagerly``.
     """
     return _said["eager functions"]
+
+
+def _truth(value: Any, name: str) -> bool:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} takes True or False, got {value!r}.")
+    return bool(value)

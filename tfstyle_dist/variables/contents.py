@@ -124,9 +124,10 @@ class ReplicaContents:
         self._failed = False
 
     def leave(self, ran: bool = True) -> None:
-        """See ``Content``; ``ran``: behind a step."""
+        """See ``Content``; ``ran``: a step was made, else what it shares is still waited for."""
         self._buffers.take_back()
-        self._shared.say_written(ran)
+        if ran:
+            self._shared.say_written()
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
             self._marks.forget()
@@ -271,8 +272,7 @@ class ReplicaContents:
         if replica == self.shown or not self.take(thing):
             return thing.__dict__  # type: ignore[no-any-return]
         self.finish_taking()
-        content: ObjectContent = self._places[id(thing)]
-        return content.dicts[replica]
+        return self._places[id(thing)].dicts[replica]  # type: ignore[no-any-return]
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Any] = ()) -> None:
         """Says it, once, if a step writes to tensors that all replicas share, or carries some from step to step."""

@@ -73,7 +73,9 @@ class DataWrites:
 
     def _is_content(self, where: int) -> bool:
         """Whether a tensor of content lies in this memory now: one that was let go may be given out again."""
-        if where in self._memory and self._memory[where]() is None:
+        if where not in self._memory:
+            return False
+        if (tensor := self._memory[where]()) is None or memory_of(tensor) != where:
             self._forget()
             self._look()
         return where in self._memory

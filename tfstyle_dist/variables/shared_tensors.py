@@ -23,14 +23,8 @@ class SharedTensors:
         self._carried = CarriedNames(carrying)
         self._watched = [(t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()]
 
-    def say_written(self, ran: bool) -> None:
-        """Says which of them a step has written to, and which variables hold others; forgets them.
-
-        Args:
-            ran: whether a step was made; else they are still waited for.
-        """
-        if not ran:
-            return
+    def say_written(self) -> None:
+        """Says which of them a step has written to, and which variables hold others; forgets them."""
         self._carried.say_carried()
         for tensor, version in self._watched:
             if torch_internals.version_of(tensor) != version:
