@@ -72,7 +72,7 @@ class ReplicaContents:
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = False
-        self._settings = SharedSettings()  # of optimizers under central storage
+        self._settings = SharedSettings()  # that replicas share
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
@@ -111,7 +111,7 @@ class ReplicaContents:
         self.finish_taking()
         if begins:
             self.random.begin()
-            self._settings.begin()
+            self._settings.begin(self._things)
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:

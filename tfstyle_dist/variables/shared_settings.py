@@ -1,7 +1,9 @@
-"""Central storage: notices when several replicas change the settings of the one optimizer that they share.
+"""Notices when several replicas change settings that they share.
 
-A learning rate scheduler of whatever library, called in the step function, would advance it once for each replica. A
-step function that gives a setting a value of its own changes it once, by the first replica: the others find it so.
+Central storage has one optimizer for all: a learning rate scheduler of whatever library, called in the step function,
+would advance it once for each replica, which is refused. In every strategy modules may have settings of the program,
+in which a step may count: a warning says so. A step function that gives a setting a value of its own changes it once,
+by the first replica: the others find it so.
 """
 
 from __future__ import annotations
@@ -12,19 +14,24 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.variables.module_settings import ModuleSettings, Place
 
-_Place = tuple[int, int, str]  # which optimizer, group and setting
+Place = tuple[
+    int, int | str, str
+]  # which optimizer, group and setting; or which settings, how they are called, which one
 _GONE = object()
 
 
 class SharedSettings:
-    """The parameter groups of some optimizers, without the parameters."""
+    """The parameter groups of some optimizers, without the parameters, and the settings of modules."""
 
     def __init__(self) -> None:
+        self._of_modules = ModuleSettings()
         self._optimizers: dict[int, weakref.ref[Any]] = {}
-        self._known: dict[_Place, Any] = {}
+        self._known: dict[Place, Any] = {}
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
-        self._changed: dict[tuple[_Place, int], int] = {}  # by which replica, between which calls
+        self._changed: dict[tuple[Place, int], int] = {}  # by which replica, between which calls
 
     def add(self, optimizer: Any) -> None:
         """Looks at an optimizer from now on."""
@@ -33,14 +40,19 @@ class SharedSettings:
             self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
             self._known |= _settings(number, optimizer)
 
-    def begin(self) -> None:
-        """A run begins: nobody has changed anything in it."""
+    def begin(self, things: list[tuple[Any, Any]]) -> None:
+        """A run begins: nobody has changed anything in it.
+
+        Args:
+            things: the objects whose attributes are content, each with its content.
+        """
+        self._of_modules.begin(things)
         self._calls.clear()
         self._changed.clear()
 
     def note(self) -> None:
         """What is set now is not what the replica whose turn begins has done."""
-        if self._optimizers:
+        if self._optimizers or self._of_modules:
             self._known = self._now()
 
     def compare(self, replica: int) -> None:
@@ -50,19 +62,25 @@ class SharedSettings:
             replica: local number.
 
         Raises:
-            RuntimeError: it has changed a setting that another replica has changed between the same two calls.
+            RuntimeError: it has changed a setting of an optimizer that another replica has changed between the same
+                two calls.
         """
-        if not self._optimizers:
+        if not (self._optimizers or self._of_modules):
             return
         call = self._calls[replica] = self._calls.get(replica, 0) + 1
         before, self._known = self._known, self._now()
         for place in self._known.keys() | before.keys():
-            if self._known.get(place, _GONE) != before.get(place, _GONE):
-                first = self._changed.setdefault((place, call), replica)
-                if first != replica:
-                    raise RuntimeError(self._said(place, first, replica))
+            was, now = before.get(place, _GONE), self._known.get(place, _GONE)
+            of_module = isinstance(place[1], str)
+            if was == now or (of_module and (was is _GONE or now is _GONE)):  # a replica may make settings of its own
+                continue
+            first = self._changed.setdefault((place, call), replica)
+            if first != replica and of_module:
+                _say_counted(place[1], place[2], first, replica)
+            elif first != replica:
+                raise RuntimeError(self._said(place, first, replica))
 
-    def _said(self, place: _Place, first: int, then: int) -> str:
+    def _said(self, place: Place, first: int, then: int) -> str:
         number, group, name = place
         optimizer = self._optimizers[number]()
         return (
@@ -73,8 +91,8 @@ class SharedSettings:
             "a value that does not depend on the one before may be set in the step by all replicas."
         )
 
-    def _now(self) -> dict[_Place, Any]:
-        found: dict[_Place, Any] = {}
+    def _now(self) -> dict[Place, Any]:
+        found: dict[Place, Any] = dict(self._of_modules.now())
         for number, reference in list(self._optimizers.items()):
             optimizer = reference()
             if optimizer is not None:
@@ -86,7 +104,7 @@ class SharedSettings:
         self._known = {place: value for place, value in self._known.items() if place[0] != number}
 
 
-def _settings(number: int, optimizer: Any) -> dict[_Place, Any]:
+def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
     return {
         (number, place, name): _mark(value)
@@ -94,6 +112,17 @@ def _settings(number: int, optimizer: Any) -> dict[_Place, Any]:
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
+
+
+def _say_counted(settings: int | str, name: str, first: int, then: int) -> None:
+    warn_once(
+        f"setting {settings} {name}",
+        f"The setting {name!r} in {settings} was changed by replica {first} and then by replica {then} in one call of "
+        "strategy.run. The replicas of one process share the settings of a program, so what a step makes of the value "
+        "that it finds, as in *= 0.99 or += 1, is done once for each replica, and what it writes there is found by the "
+        "others. Keep such a number in an attribute of the module itself, of which each replica has its own, or change "
+        "it after strategy.run(...). See docs/replicas.md.",
+    )
 
 
 def _mark(value: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Settings of the program in which a step of a module counts, shared by the replicas of a process."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfstyle_dist as td
+from tfstyle_dist.core import logging as said
+
+SAID = "was changed by replica 0 and then by replica 1"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet(caplog: pytest.LogCaptureFixture) -> None:
+    said._said.clear()
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose entries are read as attributes, as many programs have one."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class Model(torch.nn.Module):
+    """Keeps its settings as most programs do, and does something with them in ``forward``."""
+
+    def __init__(self, settings: Any, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.settings, self.change = settings, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.settings)
+        return self.layer(x).sum()  # type: ignore[no-any-return]
+
+
+def trained(strategy: td.Strategy, settings: Any, change: Callable[[Any], None], runs: int = 3) -> None:
+    with strategy, strategy.scope():
+        model = Model(settings, change)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).backward()
+            optimizer.step()
+
+        for _ in range(runs):
+            strategy.run(step)
+
+
+def two_replicas() -> td.Strategy:
+    return td.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def anneal(settings: Any) -> None:
+    settings.tau *= 0.5
+
+
+def count(settings: Any) -> None:
+    settings["calls"] += 1
+
+
+def anneal_within(settings: Any) -> None:
+    settings.loss.tau *= 0.5
+
+
+COUNTING = [
+    (lambda: argparse.Namespace(tau=1.0), anneal, "'tau' in Model.settings "),
+    (lambda: types.SimpleNamespace(tau=1.0), anneal, "'tau' in Model.settings "),
+    (lambda: Attributes(tau=1.0), anneal, "'tau' in Model.settings "),
+    (lambda: collections.Counter(calls=1), count, "'calls' in Model.settings "),
+    (lambda: argparse.Namespace(loss=Attributes(tau=1.0)), anneal_within, r"'tau' in Model.settings\.loss "),
+]
+
+
+@pytest.mark.parametrize("strategy", [two_replicas, lambda: td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])])
+@pytest.mark.parametrize(("settings", "change", "which"), COUNTING)
+def test_a_step_that_counts_in_settings_is_said_once(
+    strategy: Callable[[], td.Strategy],
+    settings: Callable[[], Any],
+    change: Callable[[Any], None],
+    which: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(strategy(), settings(), change)
+    messages = [record.message for record in caplog.records if SAID in record.message]
+    assert len(messages) == 1
+    assert re.search(which, messages[0])
+
+
+def test_settings_that_are_found_later_or_change_later(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def anneal_in_the_end(settings: Any) -> None:
+        calls.append(0)
+        if len(calls) > 8:
+            settings.tau *= 0.5
+
+    trained(two_replicas(), argparse.Namespace(tau=1.0), anneal_in_the_end, runs=5)
+    assert SAID in caplog.text
+
+
+def set_once(settings: Any) -> None:
+    settings.tau = 0.5
+    settings.seen = True
+
+
+def leave_alone(settings: Any) -> None:
+    del settings
+
+
+def keep_for_each(settings: Any) -> None:
+    settings.losses = [*getattr(settings, "losses", ()), 1.0]
+
+
+@pytest.mark.parametrize("change", [set_once, leave_alone, keep_for_each])
+def test_nothing_is_said_where_no_number_advances(change: Callable[[Any], None], caplog: Any) -> None:
+    trained(two_replicas(), argparse.Namespace(tau=1.0), change)
+    assert SAID not in caplog.text
+
+
+def test_settings_that_each_replica_makes_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    class OfItsOwn(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            context = td.get_replica_context()
+            assert context is not None
+            self.settings = argparse.Namespace(number=context.replica_id_in_sync_group)
+            return super().forward(x)
+
+    with two_replicas() as strategy:
+        with strategy.scope():
+            model = OfItsOwn(argparse.Namespace(number=7), leave_alone)
+        for _ in range(3):
+            strategy.run(lambda: model(torch.ones(1, 2)).backward())
+    assert SAID not in caplog.text
