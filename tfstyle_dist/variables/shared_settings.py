@@ -17,9 +17,6 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.module_settings import ModuleSettings, Place
 
-Place = tuple[
-    int, int | str, str
-]  # which optimizer, group and setting; or which settings, how they are called, which one
 _GONE = object()
 
 
