@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from typing import Any
 
@@ -199,4 +200,51 @@ def test_what_layers_add_to_the_loss_may_be_read_after_backward(strategy: tfd.St
             model.compile(keras.optimizers.SGD(0.05))
         history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
         found.append([*history["loss"], *history["added"], *weights_of(model)])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+
+
+class Counting(keras.Model):
+    """Keeps what it counts in lists, dicts and sets, which Keras replaces by ones of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(1)
+        self.steps, self.stats, self.seen, self.both = [0], {"rate": 1.0}, {0}, [self.layer, {"scale": 1.0}]
+        self.order = collections.OrderedDict(first=0)
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        features, target = data
+        self.steps[0] += 1
+        self.stats["rate"] *= 0.5
+        self.both[1]["scale"] *= 0.9
+        self.seen.add(len(self.seen))
+        self.order["first"] += 1
+        self.zero_grad()
+        loss = keras.ops.mean((self(features) - target) ** 2)
+        scale = (self.stats["rate"] + self.both[1]["scale"]) / (self.steps[0] + len(self.seen) + self.order["first"])
+        (loss * scale).backward()
+        weights = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([w.value.grad for w in weights], weights)
+        return {"loss": loss}
+
+
+@TWO
+def test_what_a_model_keeps_in_its_lists_is_each_replicas_own(strategy: tfd.Strategy) -> None:
+    found = []
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = Counting()
+            model.compile(keras.optimizers.SGD(0.5))
+        for _ in range(3):
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+            model.stats["rate"] = 1.0  # between steps, for all replicas
+            model.steps.append(7)
+        counted = [*model.steps, model.stats["rate"], len(model.seen), model.order["first"], model.both[1]["scale"]]
+        found.append([*counted, *weights_of(model)])
+        assert model.layers == [model.layer]
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)

@@ -27,8 +27,24 @@ ATOMS = frozenset({
     torch.memory_format,
 })  # fmt: skip
 CONTAINERS = frozenset({list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque})
+_copied: set[type] = set(CONTAINERS)  # and a library's own: see count_as_containers
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Buffer})
 _OWN_GENERATORS = ("numpy.random._generator", "numpy.random.mtrand")
+
+
+def count_as_containers(*kinds: type) -> None:
+    """Lets each replica have its own of a library's lists, dicts and sets, as of Python's.
+
+    Args:
+        kinds: subclasses of list, dict or set that may be made without arguments, read as these are, and filled with
+            the entries of another one; attributes beside the entries are the same in the copies.
+    """
+    _copied.update(kinds)
+
+
+def is_container(value: Any) -> bool:
+    """Whether a replica has its own copy of this list, dict, set or the like."""
+    return type(value) in _copied
 
 
 class Copier:
@@ -60,7 +76,7 @@ class Copier:
             return known[1]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if kind in CONTAINERS:
+        if kind in _copied:
             return value if len(value) > MOST_ENTRIES else self._container(value)
         if isinstance(value, tuple):
             parts = [self(v) for v in value]
@@ -104,6 +120,8 @@ class Copier:
             own.update(value)
         else:
             own.extend(self(entry) for entry in list(value))
+        if type(value) not in CONTAINERS:
+            own.__dict__.update(value.__dict__)
         return own
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
@@ -157,7 +175,6 @@ class Mark:
         self._keys: list[Any] | None = None
         self._flat = True
         self._marks: list[Mark | Any] = []
-        kind = type(value)
         if isinstance(value, torch.Tensor):
             self._state: Any = tensor_state(value)
             return
@@ -168,7 +185,7 @@ class Mark:
                 self._keys = list(value)
                 self._marks = [marked(v, outer) for v in value.values()]
                 self._watch_statistics(value)
-            elif kind is not set:
+            elif not isinstance(value, set):
                 self._marks = [marked(v, outer) for v in value]
             self._flat = not any(type(mark) is Mark for mark in self._marks)
 
@@ -249,7 +266,7 @@ class Mark:
 def marked(value: Any, outer: tuple[int, ...] = ()) -> Any:
     """A mark of a container or tensor; of anything else the value itself, which is only compared by identity."""
     kind = type(value)
-    if kind in PLAIN_TENSORS or (kind in CONTAINERS and id(value) not in outer):
+    if kind in PLAIN_TENSORS or (kind in _copied and id(value) not in outer):
         return Mark(value, outer)
     return value
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, PLAIN_TENSORS
+from tfstyle_dist.variables.copies import ATOMS, PLAIN_TENSORS, is_container
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, has_parts, is_trained, stays
 
@@ -110,7 +110,7 @@ def _pairs(one: Any, own: Any, counts: Callable[[Any], bool], outer: tuple[int, 
     kind = type(one)
     if one is own or kind is not type(own) or kind in _NOTHING:
         return
-    if kind in CONTAINERS or isinstance(one, tuple):
+    if is_container(one) or isinstance(one, tuple):
         if len(one) <= MOST_LOOKED_AT and id(one) not in outer:
             for first, its in _entries(one, own):
                 yield from _pairs(first, its, counts, (*outer, id(one)))

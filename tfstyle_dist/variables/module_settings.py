@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from tfstyle_dist.variables.copies import CONTAINERS
+from tfstyle_dist.variables.copies import is_container
 
 _MOST = 1000
 """Of entries; more are data."""
@@ -63,7 +63,7 @@ class ModuleSettings:
 
 def _are_settings(value: Any) -> bool:
     kind = type(value)
-    return issubclass(kind, _SPACES) or (issubclass(kind, dict) and kind not in CONTAINERS)
+    return issubclass(kind, _SPACES) or (issubclass(kind, dict) and not is_container(value))
 
 
 def _numbers(settings: Any, called: str, depth: int) -> Iterator[tuple[Place, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.variables.copies import CONTAINERS, PLAIN_TENSORS, Mark
+from tfstyle_dist.variables.copies import PLAIN_TENSORS, Mark, is_container
 
 
 class ObjectContent:
@@ -60,9 +60,9 @@ class ObjectContent:
         self.fresh = [name for name, v in now.items() if v is not old.get(name) or id(v) in written]
         if others:
             self._keys, self._values = list(now), list(now.values())
-            self._boxes = [v for v in self._values if type(v) in CONTAINERS]
+            self._boxes = [v for v in self._values if is_container(v)]
         self._sizes = list(map(len, self._boxes))
-        self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (type(v) in CONTAINERS and v)]
+        self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
 
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""

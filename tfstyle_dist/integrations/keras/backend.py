@@ -36,8 +36,10 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split  # noqa: E402
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter  # noqa: E402
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter  # noqa: E402
+from keras.src.utils import tracking  # noqa: E402
 
 __all__ = [
+    "TRACKED",
     "ArrayDataAdapter",
     "DataAdapter",
     "TorchDataLoaderAdapter",
@@ -50,6 +52,13 @@ __all__ = [
     "seeds_of",
     "train_validation_split",
 ]
+
+TRACKED = [
+    kind
+    for kind in vars(tracking).values()
+    if isinstance(kind, type) and issubclass(kind, list | dict | set) and kind.__module__ == tracking.__name__
+]
+"""What the lists, dicts and sets are that are attributes of a layer."""
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 A step's gradients, and its loss, are averaged over the replicas by their examples. That is right for a mean over the
 examples. A sum, a mean over what a mask leaves and one over weights are multiplied by what makes it right for them.
-
-What a layer adds by ``add_loss`` is each replica's own: a step may read ``model.losses`` after ``backward()`` too.
 """
 
 from __future__ import annotations
@@ -25,18 +23,6 @@ def install() -> None:
     """Lets the losses that ``compute_loss`` of Keras adds up know what all replicas have."""
     wrap(keras.Model, "compute_loss", _compute_loss)
     wrap(loss_module, "reduce_weighted_values", _reduce)
-    wrap(keras.Layer, "add_loss", _add_loss)
-
-
-def _add_loss(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps them in plain containers: replicas share those of a class of its own, such as Keras' tracked ones."""
-    frame = current_frame()
-    if frame is not None and frame.replica is not None:
-        for name, plain in (("_losses", list), ("_loss_ids", set)):
-            held = vars(layer).get(name)
-            if held is not None and type(held) is not plain:
-                vars(layer)[name] = plain(held)
-    return original(layer, *args, **kwargs)
 
 
 def _compute_loss(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

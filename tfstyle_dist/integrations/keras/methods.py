@@ -18,7 +18,7 @@ from tfstyle_dist.integrations.keras import (
     server_state,
     travel,
 )
-from tfstyle_dist.integrations.keras.backend import keras, train_validation_split
+from tfstyle_dist.integrations.keras.backend import TRACKED, keras, train_validation_split
 from tfstyle_dist.integrations.keras.callbacks import ALONE, SharedCallbacks
 from tfstyle_dist.integrations.keras.inputs import batches_for_keras, input_of
 from tfstyle_dist.integrations.keras.refusals import refuse_divided, refuse_stateful, refuse_training_in_run
@@ -30,6 +30,7 @@ from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.default import default_strategy
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 from tfstyle_dist.variables import find_record
+from tfstyle_dist.variables.copies import count_as_containers
 
 Method = Callable[..., Any]
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -38,6 +39,7 @@ _strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionar
 
 def install() -> None:
     """Wraps the methods of ``keras.Model`` once, in the classes that define them."""
+    count_as_containers(*TRACKED)
     optimizers.install()
     server_state.install()
     built_in_run.install()
