@@ -20,7 +20,7 @@ from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.local_gradients import note_local
-from tfstyle_dist.gradients.of_no_replica import check_thread, say_left_alone
+from tfstyle_dist.gradients.of_no_replica import check_thread, say_keras_knows_nothing, say_left_alone
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.store import live_stores
 
@@ -47,6 +47,7 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if replica is None:
         if kwargs.get("accumulate_grad", True):
             say_left_alone(args[0])
+            say_keras_knows_nothing()
         keeps = args[_CREATE_GRAPH] and kwargs.get("accumulate_grad", True)
         return _keeping_graphs_outside(original, *args, **kwargs) if keeps else original(*args, **kwargs)
     if not kwargs.get("accumulate_grad", True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
+from tfstyle_dist.variables.store import live_stores
+
+_KERAS = "tfstyle_dist.integrations.keras"
 
 
 def check_thread(roots: Any) -> None:
@@ -51,6 +55,31 @@ def say_left_alone(roots: Any) -> None:
                 "strategy.run(step, args=...), or start one process for each replica, which sums in a loop of your own "
                 "too (docs/migrating.md).",
             )
+
+
+def say_keras_knows_nothing() -> None:
+    """Warns, once, of ``fit`` of a Keras model in a program that does not import what lets Keras know strategies.
+
+    A model that its first batch builds belongs to no strategy then, so it is not asked for.
+    """
+    if "keras" not in sys.modules or _KERAS in sys.modules or not _is_called_by("keras.src.backend.torch.trainer"):
+        return
+    strategies = [s for store in list(live_stores) if (s := store.strategy) is not None]
+    for strategy in strategies:
+        if strategy.num_replicas_in_sync > 1:
+            warn_once(
+                "keras without its integration",
+                "fit() of a Keras model trains as if there were one device: each process computes the whole batch. If "
+                f"the model was made in the scope of {strategy!r}, write 'import {_KERAS}' before that; from there on "
+                "fit, evaluate and predict divide each batch between the replicas (docs/keras.md).",
+            )
+
+
+def _is_called_by(module: str) -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _parameters(reducer: ReplicaReducer) -> set[int]:
