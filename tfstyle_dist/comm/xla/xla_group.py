@@ -43,7 +43,6 @@ class XlaGroup(WorkerGroup):
         self._in_step = False
         self._debug = env.debug_collectives()
         self._error: Exception | None = None
-        self._members: list[str] = []
 
     @contextlib.contextmanager
     def step(self, same: bool = True) -> Iterator[None]:
