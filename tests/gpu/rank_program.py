@@ -211,7 +211,6 @@ def library(_: str) -> None:
     group = TorchGroup(dist.group.WORLD, timedelta(seconds=30), None, backend, dist.destroy_process_group)
     made = {
         "all_reduce": lambda x: group.all_reduce(x, "sum") or x,
-        "reduce_scatter": lambda x: group.reduce_scatter(x, "scatter"),
         "all_gather": lambda x: group.all_gather(x, "gather")[0],
         "broadcast": lambda x: group.broadcast(x, 0, "broadcast") or x,
     }

@@ -46,17 +46,8 @@ class ThreadGroup(WorkerGroup):
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         return self._exchange(buffer)
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.stack(self._exchange(buffer)).sum(0).view(self.size, -1)[self.rank]
-
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         buffer.copy_(self._exchange(buffer)[source])
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        raise NotImplementedError
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        raise NotImplementedError
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         return self._exchange(value)

@@ -149,9 +149,6 @@ def a_group_does_all_operations(strategy: tfd.TPUStrategy, rank: int) -> None:
         buffer = torch.arange(2.0 * count).to(device) + rank
         group.all_reduce(buffer, "sum")
         parity.assert_same(buffer.cpu(), torch.arange(2.0 * count) * count + sum(range(count)))
-        part = group.reduce_scatter(torch.arange(2.0 * count).to(device) * (rank + 1), "scatter")
-        scale = sum(range(1, count + 1))
-        parity.assert_same(part.cpu(), torch.arange(2.0 * count)[2 * rank : 2 * rank + 2] * scale)
         rows = group.all_gather(torch.tensor([rank, 7]).to(device), "gather")
         assert [row.tolist() for row in rows] == [[r, 7] for r in range(count)]
         # What the other workers hold may be anything, not a number included.

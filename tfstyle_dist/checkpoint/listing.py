@@ -39,7 +39,7 @@ class CheckpointState:
     last_preserved_timestamp: float | None = None
 
 
-def write_state(directory: str, state: CheckpointState, latest_filename: str | None = None) -> None:
+def write_state(directory: str, state: CheckpointState) -> None:
     """Writes the file ``checkpoint``, in TensorFlow's text format, with paths relative to the folder."""
 
     def short(path: str) -> str:
@@ -50,7 +50,7 @@ def write_state(directory: str, state: CheckpointState, latest_filename: str | N
     lines += [f"all_model_checkpoint_timestamps: {stamp!r}" for stamp in state.all_model_checkpoint_timestamps]
     if state.last_preserved_timestamp is not None:
         lines.append(f"last_preserved_timestamp: {state.last_preserved_timestamp!r}")
-    files.write_atomically(Path(directory, latest_filename or STATE_FILE), "\n".join(lines) + "\n", shared=True)
+    files.write_atomically(Path(directory, STATE_FILE), "\n".join(lines) + "\n", shared=True)
 
 
 def make_latest(place: str, path: str, time: float) -> None:

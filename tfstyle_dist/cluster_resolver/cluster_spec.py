@@ -64,9 +64,9 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """A mapping from job to its addresses: a list, or a mapping by index where indices are left out."""
-        return {job: self._plain(job, tasks) for job, tasks in self._tasks.items()}
+        return {job: self._plain(tasks) for job, tasks in self._tasks.items()}
 
-    def _plain(self, job: str, tasks: dict[int, str]) -> list[str] | dict[int, str]:
+    def _plain(self, tasks: dict[int, str]) -> list[str] | dict[int, str]:
         if tasks and tasks.keys() == set(range(len(tasks))):
             return [tasks[index] for index in range(len(tasks))]
         return {index: tasks[index] for index in sorted(tasks)}

@@ -81,15 +81,6 @@ class DataAxis(WorkerGroup):
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
         return self.data.all_gather(buffer, name)
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        return self.data.reduce_scatter(buffer, name)
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        self.data.send(buffer, to, name)
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        self.data.recv(buffer, source, name)
-
     def agree(self, signature: str, name: str) -> None:
         self.data.agree(signature, name)
 

@@ -160,24 +160,12 @@ class WorkerGroup(abc.ABC):
         return [int(n) for n in self.all_gather(torch.tensor([number], device="cpu"), name)]
 
     @abc.abstractmethod
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """This worker's 1/W slice of the sum; ``buffer.numel()`` must be divisible by W."""
-
-    @abc.abstractmethod
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Replaces ``buffer`` by that of worker ``source``."""
 
     def broadcast_part(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """``broadcast`` of this worker's part of something that is divided over workers."""
         self.broadcast(buffer, source, name)
-
-    @abc.abstractmethod
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """Sends ``buffer`` to worker ``to``."""
-
-    @abc.abstractmethod
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """Fills ``buffer`` from worker ``source``."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Any, name: str) -> list[Any]:

@@ -24,20 +24,8 @@ class SingleGroup(WorkerGroup):
         """A list of the one buffer, copied."""
         return [buffer.clone()]
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """A copy of the buffer."""
-        return buffer.clone()
-
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Nothing to do."""
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """There is nobody to send to."""
-        raise ValueError(f"send '{name}' to worker {to}: this group has one worker only.")
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """There is nobody to receive from."""
-        raise ValueError(f"recv '{name}' from worker {source}: this group has one worker only.")
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """A list of the one value."""

@@ -108,21 +108,6 @@ class TorchGroup(WorkerGroup):
     def explain(self, numel: int, dtype: torch.dtype, method: int = AggregationMethod.DEFAULT) -> str:
         return self._sums.explain(numel, dtype, self._transport.accelerator or "cpu", method)
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """See ``WorkerGroup``. Gloo has none: the sum is taken whole and sliced."""
-        part = buffer.numel() // self.size
-        if part * self.size != buffer.numel():
-            raise ValueError(
-                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers; pad "
-                "the buffer to a multiple."
-            )
-        if buffer.device.type == self._transport.accelerator:
-            self._comparison.before(name, buffer)
-            return self._transport.reduce_scatter(buffer, name)
-        total = buffer.clone()
-        self.all_reduce(total, name)
-        return total[self.rank * part : (self.rank + 1) * part].clone()
-
     # ---- other operations -------------------------------------------------------------------------------------
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -137,15 +122,6 @@ class TorchGroup(WorkerGroup):
         host = buffer if self._transport.carries(buffer) else buffer.cpu()
         self._comparison.before(name, host)
         self._transport.broadcast(host, source, name)
-        if host is not buffer:
-            buffer.copy_(host)
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        self._transport.send(buffer if self._transport.carries(buffer) else buffer.cpu(), to, name)
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        host = buffer if self._transport.carries(buffer) else torch.empty_like(buffer, device="cpu")
-        self._transport.recv(host, source, name)
         if host is not buffer:
             buffer.copy_(host)
 

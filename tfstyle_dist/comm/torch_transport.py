@@ -17,7 +17,6 @@ from tfstyle_dist.core import element_types, torch_internals
 from tfstyle_dist.core.raw_bytes import bytes_of
 from tfstyle_dist.core.tracing import region
 
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
 _UNLIMITED = timedelta(days=365)
 _WATCHDOG_GRACE = timedelta(seconds=30)
 
@@ -177,13 +176,6 @@ class TorchTransport:
         pending.wait()
         return out
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        """This worker's slice of the library's own sum, of a buffer on its accelerator; Gloo has none."""
-        out = torch.empty(buffer.numel() // self.size, dtype=buffer.dtype, device=buffer.device)
-        begin = lambda: _reduce_scatter(out, buffer, group=self.process_group, async_op=True)  # noqa: E731
-        self._start(name, buffer, begin).wait()
-        return out
-
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         """Replaces ``buffer`` by that of worker ``source``."""
         moved = _movable(buffer)
@@ -191,16 +183,6 @@ class TorchTransport:
         self._start(name, buffer, begin).wait()
 
     # ---- between two workers ----------------------------------------------------------------------------------
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """Sends ``buffer`` to worker ``to``."""
-        moved = _movable(buffer)
-        self._start(name, buffer, lambda: dist.isend(moved, group=self.process_group, group_dst=to)).wait()
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        """Fills ``buffer`` from worker ``source``."""
-        moved = _movable(buffer)
-        self._start(name, buffer, lambda: dist.irecv(moved, group=self.process_group, group_src=source)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> None:
         """Sends to and receives from single workers; see ``socket_sums.Transport``."""

@@ -61,7 +61,7 @@ def find_cluster() -> tuple[ClusterResolver | None, list[Finding]]:
 def reachability(resolver: ClusterResolver) -> Iterator[Finding]:
     """The rendezvous and the other tasks."""
     if isinstance(resolver, TorchrunClusterResolver):
-        yield from _torchrun(resolver)
+        yield from _torchrun()
         return
     spec = resolver.cluster_spec()
     own = (resolver.task_type, resolver.task_id)
@@ -91,7 +91,7 @@ def _peer(name: str, host: str, port: int) -> Finding:
     )
 
 
-def _torchrun(resolver: TorchrunClusterResolver) -> Iterator[Finding]:
+def _torchrun() -> Iterator[Finding]:
     launch, address = launch_env.launch(), launch_env.master_address()
     if launch_env.rendezvous_file() is not None:
         yield ok("peers", f"the workers meet in the file {launch_env.rendezvous_file()}")

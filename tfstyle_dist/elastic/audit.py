@@ -12,7 +12,6 @@ from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.errors import DataLossError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.membership import Membership, MembershipChanged
 from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.packets import Packet
@@ -42,11 +41,10 @@ class Audit:
         self._membership, self._store, self._contents, self._every = membership, store, store.contents, every
         self.found: list[tuple[int, int, str]] = []
 
-    def check(self, view: View, held: Sequence[int], runs: int) -> None:
+    def check(self, held: Sequence[int], runs: int) -> None:
         """Compares, if it is time; nothing of the step was computed yet.
 
         Args:
-            view: the membership of the step.
             held: the replicas of this worker.
             runs: calls of ``run`` before this one, on all workers alike.
 

@@ -164,7 +164,7 @@ class ElasticJob:
             while True:
                 view = self._begin(call)
                 try:
-                    self.audit.check(view, self.held, self._store.runs - 1)
+                    self.audit.check(self.held, self._store.runs - 1)
                     results = attempt()
                 except MembershipChanged:
                     self._abort()

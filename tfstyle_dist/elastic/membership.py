@@ -35,7 +35,6 @@ class Membership(Attendance):
         super().__init__(me, addresses, options, timeout)
 
     def join(self, limit: timedelta | None) -> tuple[View, list[Packet]]:
-        """See ``Attendance``."""
         view, parts = super().join(limit)
         self._view, self._sequence = view, 0
         return view, parts

@@ -60,7 +60,6 @@ class StepStreams(RandomStreams):
         """See ``RandomStreams``; a step begins with ``begin_step``."""
 
     def switch(self, replica: int) -> None:
-        """See ``RandomStreams``."""
         if self._running:
             super().switch(replica)
 

@@ -223,7 +223,7 @@ class SharedState:
             else:
                 self._own.setdefault(part, {})[name] = value.clone()
 
-    def pass_on_values(self, optimizer: torch.optim.Optimizer) -> None:
+    def pass_on_values(self) -> None:
         """Tells all workers the state that is no tensor, where there is some; collective then."""
         if not self._loose:
             return

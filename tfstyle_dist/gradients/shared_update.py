@@ -140,7 +140,7 @@ class SharedUpdateRunner(UpdateRunner):
                 book.state.share(optimizer, _parameters(optimizer), fresh)
                 if book.known is not None:
                     _order(optimizer, book.known)
-            book.state.pass_on_values(optimizer)
+            book.state.pass_on_values()
         else:
             written = self._home.written()
             self._check_alike(self._group.numbers(_UPDATED * bool(written), f"end of {name}"), name)

@@ -124,12 +124,7 @@ def _log(n: int, num_tensors: int, nbytes: int, first: Tensor, order: str, backe
 
 
 def _sum_sparse(contributions: Sequence[Tensor], divisor: int | float | None = None) -> Tensor:
-    """The coalesced sum of sparse COO tensors of one shape and dtype.
-
-    Args:
-        contributions: at least one, with equally many sparse dimensions.
-        divisor: what to divide the sum by.
-    """
+    """The coalesced sum of sparse COO tensors of one shape and dtype, with equally many sparse dimensions."""
     first = contributions[0]
     # The entries of a tensor that is not coalesced have no public access, and coalescing each first would
     # sort everything twice.

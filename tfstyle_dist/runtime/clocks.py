@@ -91,13 +91,8 @@ class Clock:
         self._times[counted] -= seconds
         self._times[right] += seconds
 
-    @property
-    def last(self) -> float:
-        """When something was last counted."""
-        return self._since
-
     def seconds(self) -> Sequence[float]:
-        """The seconds of each phase up to ``last``."""
+        """The seconds of each phase, up to when something was last counted."""
         return tuple(self._times)
 
     def since(self, before: Sequence[float]) -> Sequence[float]:

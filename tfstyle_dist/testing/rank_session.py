@@ -74,7 +74,7 @@ class RankSession:
     def ranks(self) -> Ranks:
         """The handle with which the running test reaches its ranks' processes."""
         assert self.assignment is not None, "only a running test has ranks"
-        return Ranks(self.assignment.pids_path, self.assignment.rank, self._send)
+        return Ranks(self.assignment.pids_path, self._send)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Drops the plugins that would write the parent's cache."""

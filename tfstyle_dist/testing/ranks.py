@@ -16,7 +16,6 @@ class Ranks:
 
     Args:
         pids_path: A JSON file with their process ids in the order of the ranks.
-        rank: The caller's own rank.
         send: Sends a message to the parent process.
 
     Example:
@@ -26,9 +25,8 @@ class Ranks:
         ...         ranks.kill(2)
     """
 
-    def __init__(self, pids_path: str, rank: int, send: Callable[[object], None]) -> None:
+    def __init__(self, pids_path: str, send: Callable[[object], None]) -> None:
         self._pids_path = Path(pids_path)
-        self._rank = rank
         self._send = send
 
     @property

@@ -73,7 +73,6 @@ class Optimizer(TFOptimizer):
         raise AssertionError("A torch optimizer updates all variables at once, not one by one; call apply_gradients.")
 
     def parts(self) -> Iterable[Any]:
-        """See ``HeldInCommon``."""
         return (self.torch_optimizer,)
 
     def state_dict(self) -> dict[str, Any]:

@@ -159,15 +159,12 @@ class UpdateRule(HeldInCommon, abc.ABC):
     # ---- as a whole, for an elastic job -------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any]:
-        """See ``HeldInCommon``."""
         return {name: value for name, value in self.__dict__.items() if name not in _BY_TENSOR}
 
     def kept_by_tensor(self) -> Sequence[tuple[torch.Tensor, dict[str, Any]]]:
-        """See ``HeldInCommon``."""
         return list(self._slots.values())
 
     def keep_by_tensor(self, entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """See ``HeldInCommon``."""
         self._slots.clear()
         self._slots.update({id(variable): (variable, slots) for variable, slots in entries})
 

@@ -112,14 +112,6 @@ class XlaAdapter:
             return tensor.unsqueeze(0)
         return self._xm.all_gather(tensor.unsqueeze(0), dim=0, pin_layout=False)  # type: ignore[no-any-return]
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This replica's slice of the sum of flat tensors."""
-        if self.world_size == 1:
-            return tensor.clone()
-        return self._xm.reduce_scatter(  # type: ignore[no-any-return]
-            self._xm.REDUCE_SUM, tensor, 1.0, 0, self.world_size, pin_layout=False
-        )
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Replaces ``tensor`` by that of replica ``source``."""
         # A number that depends on the replica would be a constant of the graph, and the graphs would differ: uploaded.

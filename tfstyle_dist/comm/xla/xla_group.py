@@ -43,7 +43,6 @@ class XlaGroup(WorkerGroup):
         self._in_step = False
         self._debug = env.debug_collectives()
         self._error: Exception | None = None
-        self._members: list[str] = []
 
     @contextlib.contextmanager
     def step(self, same: bool = True) -> Iterator[None]:
@@ -88,31 +87,11 @@ class XlaGroup(WorkerGroup):
         self._run(name)
         return list(stacked.unbind(0))
 
-    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        self._begin(name)
-        if buffer.numel() % self.size:
-            raise ValueError(
-                f"reduce_scatter '{name}': {buffer.numel()} elements do not divide over {self.size} workers; pad "
-                "the buffer to a multiple."
-            )
-        part = self.adapter.reduce_scatter(buffer.to(self.adapter.device))
-        if buffer.device != part.device:
-            return self._fetch(part, name)
-        self._run(name)
-        return part
-
     def broadcast(self, buffer: torch.Tensor, source: int, name: str) -> None:
         self._begin(name)
         remote = buffer.to(self.adapter.device, copy=True)
         self.adapter.broadcast(remote, source)
         self._give_back(buffer, remote, name)
-
-    def send(self, buffer: torch.Tensor, to: int, name: str) -> None:
-        """XLA programs have no messages between two devices."""
-        raise UnavailableError(f"send '{name}': XLA devices have no point-to-point messages; use all_gather.")
-
-    def recv(self, buffer: torch.Tensor, source: int, name: str) -> None:
-        raise UnavailableError(f"recv '{name}': XLA devices have no point-to-point messages; use all_gather.")
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """See ``WorkerGroup``: sizes first, then JSON padded to a power of two, so that few graphs are compiled."""

@@ -11,7 +11,6 @@ from typing import Protocol, cast
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.enums import AggregationMethod
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.store import ParameterStore
@@ -32,10 +31,8 @@ class GraphReducer(GradientReducer):
     All replicas run one program, so a parameter has a gradient on all of them or on none.
     """
 
-    def __init__(
-        self, worker: Worker, store: ParameterStore, bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
-    ) -> None:
-        super().__init__(worker, store, bytes_per_pack, method)
+    def __init__(self, worker: Worker, store: ParameterStore) -> None:
+        super().__init__(worker, store)
         # The copies with a new gradient, for each backward pass under way (by autograd's number).
         self._touched: dict[int, dict[int, GradientState]] = {}
 

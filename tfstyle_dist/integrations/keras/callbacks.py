@@ -62,7 +62,6 @@ class SharedCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._steps, self._group, self._chief = steps, strategy.worker.group, strategy.is_chief
         given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
         given = keras.tree.flatten(given) if given else []
-        self._inner = False
         own = given if self._chief else [c for c in given if getattr(c, "on_every_worker", False)]
         super().__init__(
             own,

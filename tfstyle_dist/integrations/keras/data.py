@@ -131,12 +131,7 @@ class _Pass:
 
 
 class _KerasOrder(EpochOrder):
-    """The order in which Keras reads arrays on one device; worker 0 draws it for all.
-
-    Args:
-        loader: Keras' DataLoader over the arrays.
-        worker: this worker and its group.
-    """
+    """The order in which Keras reads arrays on one device; worker 0 draws it for all."""
 
     def __init__(self, loader: Any, worker: Worker) -> None:
         self._worker = worker

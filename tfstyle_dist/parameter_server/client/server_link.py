@@ -21,7 +21,6 @@ from tfstyle_dist.parameter_server.protocol.header import (
     Header,
     Kind,
     pack_json,
-    pack_message,
     unpack_error,
 )
 from tfstyle_dist.parameter_server.protocol.operations import (
@@ -103,12 +102,6 @@ class ServerLink(Connection):
             body = pack_json({**meta, "sizes": sizes})
             self._drain()
             return self._exchange(Header(Kind.CALL, 0, meta_bytes=len(body)), body, frames)
-
-    def alive(self) -> None:
-        """Tells the server that this process lives."""
-        with self._lock:
-            if self._peer is not None and self._lost is None:
-                self.socket.send(pack_message(Header(Kind.ALIVE, 0), b""))
 
     def post(self, work: Work, operations: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
         """Sends writes whose answers ``finish`` waits for; small ones wait a little and go together.

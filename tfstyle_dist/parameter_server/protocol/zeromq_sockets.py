@@ -194,13 +194,7 @@ def new_context() -> Context:
 
 
 def _end(context: Any, sockets: list[Any], authenticators: list[Any]) -> None:
-    """Closes a context.
-
-    Args:
-        context: ZeroMQ's.
-        sockets: of it; those that live are closed with it.
-        authenticators: threads that use it.
-    """
+    """Closes a context, after the threads and the sockets that use it."""
     for authenticator in authenticators:
         authenticator.stop()
     context.destroy(linger=0)
