@@ -112,16 +112,15 @@ class Counterparts:
 
 
 def _begin_alike(module: torch.nn.Module, own: dict[str, Any]) -> None:
-    """Buffers that a replica has made in a step, and not written to since, get the first one's values, as between
-    workers.
-    """
+    """Gives a replica the first one's values of buffers that it made in a step and has not written to since."""
     for name, buffer in torch_internals.buffers_of(module).items():
         its = own[torch_internals.BUFFERS].get(name)
         record = find_record(its)
-        if buffer is not None and record is not None and record.begun is not None and are_alike(its, buffer):
-            if not has_counted(record):
-                with torch.no_grad():
-                    its.copy_(buffer)
+        if buffer is None or record is None or record.begun is None or has_counted(record):
+            continue
+        if are_alike(its, buffer):
+            with torch.no_grad():
+                its.copy_(buffer)
 
 
 def _pairs(one: Any, own: Any, counts: Callable[[Any], bool], outer: tuple[int, ...] = ()) -> Iterator[_Pair]:

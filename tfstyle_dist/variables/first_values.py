@@ -91,8 +91,9 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def has_counted(record: Record) -> bool:
-    """Whether it is a buffer that a replica made in its turn, and has written to since, such as statistics of a layer
-    that the first ``forward`` builds: these stay its own, and do not begin again with the first replica's.
+    """Whether it is a buffer that a replica made in its turn and has written to since, such as a new layer's statistics.
+
+    Those stay its own, and do not begin again with the first replica's.
     """
     if record.begun is None or (tensor := record.tensor) is None:
         return False
