@@ -91,7 +91,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def has_counted(record: Record) -> bool:
-    """Whether it is a buffer that a replica made in its turn and has written to since, such as a new layer's statistics.
+    """Whether it is a buffer that a replica made in its turn and has written to since, such as statistics.
 
     Those stay its own, and do not begin again with the first replica's.
     """
