@@ -83,9 +83,9 @@ class DataWrites:
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
         """See ``data_reads.Reader``."""
         if self._active() is not None:
-            self._rows.data_is_read(tensor, self._places.get(id(tensor), -1))
+            self._rows.data_is_read_in_turn(self._places.get(id(tensor), -1), data)
         elif id(tensor) in self._places:
-            self._rows.data_is_read(tensor, None, is_set=data is None)
+            self._rows.data_is_read(tensor, is_set=data is None)
             if data is not None and not tensor.requires_grad:  # its values alone do not tell a write of the same ones
                 self._hold(memory_of(data), data)
         else:
