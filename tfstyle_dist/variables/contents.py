@@ -76,7 +76,7 @@ class ReplicaContents:
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
-        self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects)
+        self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
