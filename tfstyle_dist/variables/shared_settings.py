@@ -15,10 +15,15 @@ from tfstyle_dist.core import torch_internals
 
 _Place = tuple[int, int, str]  # which optimizer, group and setting
 _GONE = object()
+_PARAMETERS = "params"
+_ONE_OPTIMIZER = (
+    "Under central storage there is one optimizer for all replicas: the others find its parameters, and its state, as "
+    "they are then. Do it after strategy.run(...), or use MirroredStrategy, where each replica has its own."
+)
 
 
 class SharedSettings:
-    """The parameter groups of some optimizers, without the parameters."""
+    """The parameter groups of some optimizers."""
 
     def __init__(self) -> None:
         self._optimizers: dict[int, weakref.ref[Any]] = {}
@@ -62,9 +67,24 @@ class SharedSettings:
                 if first != replica:
                     raise RuntimeError(self._said(place, first, replica))
 
+    def explain(self, error: BaseException) -> None:
+        """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""
+        for (number, group, name), call in self._changed:
+            optimizer, replica = self._optimizers[number](), self._changed[(number, group, name), call]
+            if name == _PARAMETERS and optimizer is not None and _ONE_OPTIMIZER not in str(error):
+                error.add_note(
+                    f"[tfstyle_dist] in this call of strategy.run replica {replica} gave {type(optimizer).__name__}."
+                    f"param_groups[{group}] other parameters. {_ONE_OPTIMIZER}"
+                )
+
     def _said(self, place: _Place, first: int, then: int) -> str:
         number, group, name = place
         optimizer = self._optimizers[number]()
+        if name == _PARAMETERS:
+            return (
+                f"The parameters of {type(optimizer).__name__}.param_groups[{group}] were exchanged by replica {first} "
+                f"and then by replica {then} in one call of strategy.run. {_ONE_OPTIMIZER}"
+            )
         return (
             f"{type(optimizer).__name__}.param_groups[{group}][{name!r}] was changed by replica {first} and then by "
             f"replica {then} in one call of strategy.run. Under central storage there is one optimizer for all "
@@ -89,10 +109,10 @@ class SharedSettings:
 def _settings(number: int, optimizer: Any) -> dict[_Place, Any]:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
     return {
-        (number, place, name): _mark(value)
+        (number, place, name): tuple(map(id, value)) if name == _PARAMETERS else _mark(value)
         for place, group in enumerate(groups)
         for name, value in group.items()
-        if name not in ("params", "param_names")
+        if name != "param_names"
     }
 
 
