@@ -46,7 +46,7 @@ def test_what_scripts_ask_a_loader_for(two: td.Strategy, name: str, words: str) 
     with pytest.raises(AttributeError, match=f"'DistributedDataset' object has no attribute '{name}': it is.*{words}"):
         getattr(batches, name)
     assert not hasattr(batches, name)
-    with pytest.raises(AttributeError, match="^'DistributedDataset' object has no attribute 'sampled'$"):
+    with pytest.raises(AttributeError, match=r"^'DistributedDataset' object has no attribute 'sampled'$"):
         _ = batches.sampled
 
 

@@ -49,9 +49,9 @@ def of_one_replica(value: Any) -> Any:
 
     Of a variable it is what that holds now, as TensorFlow gives a tensor, which a later ``assign`` does not change.
     """
-    if not any(isinstance(leaf, Replicated) for leaf in nest.leaves(value)):
+    if not any(isinstance(leaf, Variable) for leaf in nest.leaves(value)):
         return value
-    return nest.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Replicated) else leaf, value)
+    return nest.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Variable) else leaf, value)
 
 
 def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> list[Any] | None:
