@@ -102,17 +102,19 @@ def test_after_an_error_no_replica_has_drifted(strategy: Any, when: str, failing
 
 def test_a_tensor_that_no_object_holds_is_shared_and_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
     logging._said.clear()
-    total = torch.zeros(1)
+    total, through = torch.zeros(1), torch.zeros(2)
     kept = strategy.experimental_adopt(torch.zeros(1))
 
     def step() -> None:
         total.add_(1)
+        through.data.copy_(through.data + 1)
         kept.add_(1 + replica())
 
     for _ in range(3):
         strategy.run(step)
     assert total.item() == 6
     assert caplog.text.count("wrote to a tensor of shape (1,) that it names") == 1
+    assert caplog.text.count("wrote to a tensor of shape (2,) that it names") == 1
     assert values(strategy, lambda: kept) == [[3.0], [6.0]]
 
 

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from two_replicas import assert_all_close, both_process_models, built, examples, flat_weights, half, mse, plain, weights
+from two_replicas import (
+    assert_all_close,
+    both_process_models,
+    built,
+    examples,
+    flat_weights,
+    half,
+    mse,
+    on_all,
+    plain,
+    replica,
+    weights,
+)
 
 import tfstyle_dist as td
 
@@ -132,6 +144,58 @@ def test_replicas_go_on_with_the_first_ones_values(
     for other in others:
         torch.testing.assert_close(other, one, rtol=0.0, atol=0.0)
     assert "has other values of the parameter" not in caplog.text
+
+
+class Statistics(nn.Module):
+    """Makes a layer that counts in its buffers, and one whose buffer is drawn once on each replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm, self.drawn = nn.Parameter(torch.ones(10)), None, None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.norm is None:
+            norm, drawn = nn.BatchNorm1d(10).double(), nn.Module()
+            norm.register_buffer("largest", torch.zeros(10).double())
+            drawn.register_buffer("projection", torch.full((10,), 1.0 + replica()).double())
+            self.norm, self.drawn = norm, drawn
+        self.norm.largest.copy_(torch.maximum(self.norm.largest, x.amax(0)))
+        return self.norm(x * self.scale) * self.drawn.projection
+
+
+@both_process_models
+def test_what_a_layer_has_counted_stays_each_replicas_own(strategy: td.Strategy, process_model: str) -> None:
+    """Workers were given the first one's when the second run began; what nobody has written to, all replicas get."""
+    model: Any = built(strategy, Statistics)
+
+    def buffers() -> torch.Tensor:
+        norm, projection = model.norm, model.drawn.projection
+        return torch.cat([norm.running_mean, norm.running_var, norm.largest, projection])
+
+    for step in range(3):
+        strategy.run(lambda step=step: mse(lambda x: model(x).sum(1, keepdim=True), half(step)).backward())
+    for number, own in enumerate(on_all(strategy, buffers)):
+        norm, shares = nn.BatchNorm1d(10).double(), [examples(step)[0].chunk(2)[number] for step in range(3)]
+        for share in shares:
+            norm(share)
+        largest = torch.cat([torch.zeros(1, 10), *shares]).amax(0)
+        expected = torch.cat([norm.running_mean, norm.running_var, largest, torch.ones(10)])
+        torch.testing.assert_close(own, expected.double())
+
+
+@pytest.mark.distributed(workers=2)
+def test_two_workers_of_two_replicas_keep_what_a_layer_has_counted() -> None:
+    with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        model: Any = built(strategy, Statistics)
+        for step in range(3):
+            strategy.run(lambda step=step: model(examples(step)[0].chunk(4)[replica()]).sum().backward())
+        norms = [nn.BatchNorm1d(10).double() for _ in range(4)]
+        for step in range(3):
+            for norm, share in zip(norms, examples(step)[0].chunk(4), strict=True):
+                norm(share)
+        expected = torch.stack([norm.running_mean for norm in norms])  # type: ignore[misc]
+        torch.testing.assert_close(on_all(strategy, lambda: model.norm.running_mean), expected)
+        assert on_all(strategy, lambda: model.drawn.projection).tolist() == [[1.0] * 10] * 4
 
 
 @both_process_models

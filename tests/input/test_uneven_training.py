@@ -118,3 +118,34 @@ def test_an_empty_share_weighs_nothing() -> None:
         strategy.run(lambda: [norm(torch.empty(0, 2, 3, 3, device=here())), None][1])
         strategy.sync_buffers()
         assert torch.equal(norm.running_mean, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed(workers=2)
+def test_a_rank_whose_loader_has_ended(rank: int) -> None:
+    """Its mean loss is NaN, and its gradient that of the other rank, as in a loop over the other's examples alone."""
+    with td.MirroredStrategy() as strategy:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+            nn.init.ones_(model.weight)
+        alone = nn.Linear(3, 1)
+        data = torch.arange(12.0).view(4, 3)
+
+        def loader(context: td.distribute.InputContext) -> DataLoader[Any]:
+            return DataLoader(TensorDataset(data[: 4 - 2 * context.input_pipeline_id]), batch_size=2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        for number, batch in enumerate(strategy.distribute_datasets_from_function(loader)):
+            loss = strategy.run(step, args=batch)
+            alone.load_state_dict(model.state_dict())
+            alone.zero_grad()
+            expected = alone(data[2 * number : 2 * number + 2]).square().mean()
+            expected.backward()
+            torch.testing.assert_close(model.weight.grad, alone.weight.grad)
+            torch.testing.assert_close(strategy.reduce("MEAN", loss, axis=None), expected.detach())
+            assert bool(loss.isnan()) is (number == 1 and rank == 1)
+        assert number == 1

@@ -30,6 +30,36 @@ def two() -> Iterator[td.Strategy]:
         yield strategy
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sampler", "Leave the line out.*an epoch in a new order if the dataset is shuffled"),
+        ("batch_sampler", "Leave the line out"),
+        ("set_epoch", "Leave the line out.*without a DistributedSampler"),
+        ("dataset", r"Keep the DataLoader that you gave.*len\(loader.dataset\) counts the examples of all replicas"),
+        ("batch_size", "Keep the DataLoader that you gave.*that of all replicas together"),
+        ("num_workers", "Keep the DataLoader that you gave"),
+    ],
+)
+def test_what_scripts_ask_a_loader_for(two: td.Strategy, name: str, words: str) -> None:
+    batches = two.experimental_distribute_dataset(DataLoader(FOUR, batch_size=2))
+    with pytest.raises(AttributeError, match=f"'DistributedDataset' object has no attribute '{name}': it is.*{words}"):
+        getattr(batches, name)
+    assert not hasattr(batches, name)
+    with pytest.raises(AttributeError, match=r"^'DistributedDataset' object has no attribute 'sampled'$"):
+        _ = batches.sampled
+
+
+def test_what_a_property_raises_is_not_hidden(two: td.Strategy) -> None:
+    class Broken(Stream):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise AttributeError("the reader has no file")
+
+    batches = two.experimental_distribute_dataset(Broken(AutoShardPolicy.OFF))
+    with pytest.raises(AttributeError, match="the reader has no file"):
+        _ = batches.element_spec
+
+
 @pytest.mark.parametrize("policy", ["DATA", 2, None])
 def test_a_policy_is_an_auto_shard_policy(two: td.Strategy, policy: Any) -> None:
     with pytest.raises(TypeError, match=f"must be an AutoShardPolicy, got {policy!r}.*write e.g. AutoShardPolicy.OFF"):

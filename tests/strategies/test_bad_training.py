@@ -197,6 +197,34 @@ def test_a_rate_that_a_step_multiplies_is_refused_in_words_of_its_own() -> None:
             central.run(step)
 
 
+@pytest.mark.parametrize("mask_of", ["the module", "the optimizer"])
+def test_an_optimizer_of_which_each_replica_cuts_the_parameters(mask_of: str) -> None:
+    """As splats are pruned: the second replica finds the one optimizer's state cut, and torch's error says no cause."""
+    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
+        with central.scope():
+            model = torch.nn.ParameterDict({"points": torch.nn.Parameter(torch.ones(6, 2))})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model["points"].square().sum().backward()
+            optimizer.step()
+            group = optimizer.param_groups[0]
+            old = group["params"][0]
+            keep = torch.arange(len(model["points"] if mask_of == "the module" else old)) % 2 == 0
+            state = {k: v[keep] if v.dim() else v for k, v in optimizer.state.pop(old).items()}
+            model["points"] = torch.nn.Parameter(model["points"].detach()[: len(old)][keep])
+            group["params"][0], optimizer.state[model["points"]] = model["points"], state
+
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            central.run(step)
+        said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert caught.type is (IndexError if mask_of == "the module" else RuntimeError)
+        assert (
+            said.count("there is one optimizer for all replicas: the others find its parameters, and its state,") == 1
+        )
+        assert "Do it after strategy.run(...), or use MirroredStrategy" in said
+
+
 def test_a_group_that_each_replica_adds_is_added_once() -> None:
     def trained(strategy: td.Strategy) -> list[torch.Tensor]:
         torch.manual_seed(0)

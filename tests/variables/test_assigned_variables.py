@@ -109,6 +109,33 @@ def test_one_replica_s_sum_of_a_variable_is_its_value() -> None:
         assert strategy.reduce("SUM", v, axis=None) == 2.0
 
 
+@pytest.mark.parametrize("make", [tfd.distribute.get_strategy, tfd.OneDeviceStrategy, tfd.MirroredStrategy])
+@pytest.mark.parametrize("kind", [ON_READ, tfd.VariableSynchronization.AUTO])
+def test_what_one_replica_reduces_is_what_the_variable_held(make: Any, kind: Any) -> None:
+    """It was the variable itself, in which a later ``assign`` is seen; TensorFlow gives a tensor."""
+    given = {tfd.OneDeviceStrategy: ("cpu:0",), tfd.MirroredStrategy: (["cpu:0"],)}.get(make, ())
+    strategy = make(*given)
+    with strategy.scope():
+        variable = tfd.Variable([1.0], synchronization=kind, aggregation=SUM)
+
+    def step() -> tuple[Any, ...]:
+        context: Any = tfd.get_replica_context()
+        kept = torch.ones(1)
+        nested = context.all_reduce("SUM", {"variable": variable, "others": [kept]})
+        assert nested["others"][0] is kept
+        got = context.all_reduce("MEAN", variable), nested["variable"], context.all_gather(variable, axis=0)
+        if variable.requires_grad:
+            sum(got).sum().backward()
+            assert variable.grad.tolist() == [3.0]
+        variable.assign_add([5.0])
+        return got
+
+    for own in strategy.run(step):
+        assert type(own) is torch.Tensor
+        assert own.tolist() == [1.0]
+    assert variable.tolist() == [6.0]
+
+
 @pytest.mark.parametrize(("op", "share"), [("SUM", 1.0), ("MEAN", 3.0)])
 def test_rows_are_reduced_to_the_rows_of_all(three: tfd.Strategy, op: str, share: float) -> None:
     def step() -> tuple[IndexedSlices, IndexedSlices]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -48,6 +49,35 @@ def _train(strategy: td.MirroredStrategy, model: nn.Module, runs: int) -> None:
 
     for _ in range(runs):
         strategy.run(step)
+
+
+class Annealing:
+    """A schedule that holds numbers only, and belongs to a trainer that is no module."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps += 1
+        optimizer.param_groups[0]["lr"] = 0.1 * self.steps
+
+
+def test_the_rate_that_differs_is_named(strategy: td.MirroredStrategy, caplog: pytest.LogCaptureFixture) -> None:
+    """A schedule that replicas share has advanced when the second one asks it."""
+    with strategy.scope():
+        model = nn.Linear(3, 1)
+    optimizer, anneal = torch.optim.SGD(model.parameters(), lr=0.1), Annealing()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        anneal(optimizer)
+        optimizer.step()
+
+    strategy.run(step)
+    said = r"SGD.param_groups\[0\]\['lr'\] is 0\.[12] there, and 0\.[12] on the latter: what sets it, such as a sched"
+    assert re.search(said, caplog.text)
+    assert SAID in caplog.text
 
 
 @pytest.mark.parametrize("how", [lambda x: 1 / x.std(0), lambda x: torch.randn(3)], ids=["batch", "random"])

@@ -109,3 +109,25 @@ def check_batch_size(size: Any, drop_remainder: bool, layout: Layout) -> int:
             "or do not drop the remainder."
         )
     return number
+
+
+_ORDER = (
+    "Leave the line out: each iter() of it is an epoch in a new order if the dataset is shuffled (shuffle=True of the "
+    "DataLoader that you give), and each replica gets its own share without a DistributedSampler."
+)
+_KEEP = "Keep the DataLoader that you gave to experimental_distribute_dataset in a variable, and ask that one"
+_WORDS = {
+    "sampler": _ORDER,
+    "batch_sampler": _ORDER,
+    "set_epoch": _ORDER,
+    "dataset": f"{_KEEP}: len(loader.dataset) counts the examples of all replicas together.",
+    "batch_size": f"{_KEEP}: loader.batch_size is that of all replicas together; a share has len(x) examples.",
+    **dict.fromkeys(("collate_fn", "drop_last", "generator", "num_workers", "pin_memory"), f"{_KEEP}."),
+}
+"""What to write instead of what scripts ask a ``DataLoader`` for."""
+
+
+def not_of_a_loader(kind: str, name: str) -> str:
+    """What is said about an attribute that a distributed dataset has not."""
+    said = f"{kind!r} object has no attribute {name!r}"
+    return f"{said}: it is no DataLoader. {_WORDS[name]}" if name in _WORDS else said

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.input.agreement import check_same
-from tfstyle_dist.input.checks import refuse, refuse_scalars
+from tfstyle_dist.input.checks import not_of_a_loader, refuse, refuse_scalars
 from tfstyle_dist.input.iterator import DistributedIterator
 from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
 from tfstyle_dist.input.pipeline import DealtPipeline, Pipeline, Step
@@ -82,6 +82,16 @@ class DistributedDataset:
                 "batches."
             )
         return steps
+
+    def __getattr__(self, name: str) -> Any:
+        """Says what to write for what a ``DataLoader`` has and this has not.
+
+        Raises:
+            AttributeError: always; where a property of its own raised one, that.
+        """
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        raise AttributeError(not_of_a_loader(type(self).__name__, name), name=name, obj=self)
 
     def __bool__(self) -> bool:
         """Always true, as in TensorFlow, so that ``if dataset:`` asks whether there is one."""

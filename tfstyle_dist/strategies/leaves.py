@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from tfstyle_dist.core import nest
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.cross_device_ops.rows import dense_rows
 from tfstyle_dist.runtime.worker import Worker
@@ -41,6 +42,16 @@ def as_reducible(leaf: Any, what: str) -> torch.Tensor:
         f"{what}: a leaf of type {type(leaf).__name__} ({leaf!r}) cannot be reduced over replicas; None values and "
         "Python numbers have no per-replica value. Pass torch.tensor(...)."
     )
+
+
+def of_one_replica(value: Any) -> Any:
+    """What one replica gets of a value that is reduced over itself alone.
+
+    Of a variable it is what that holds now, as TensorFlow gives a tensor, which a later ``assign`` does not change.
+    """
+    if not any(isinstance(leaf, Variable) for leaf in nest.leaves(value)):
+        return value
+    return nest.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Variable) else leaf, value)
 
 
 def parts_on_this_worker(worker: Worker, value: Any, same_everywhere: bool) -> list[Any] | None:

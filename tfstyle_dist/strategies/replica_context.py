@@ -16,7 +16,7 @@ from tfstyle_dist.runtime.context import Frame, current_frame, entered
 from tfstyle_dist.runtime.replica_run import Action, InlineRun, ReplicaRun
 from tfstyle_dist.strategies import replica_reductions
 from tfstyle_dist.strategies.arguments import check_arguments
-from tfstyle_dist.strategies.leaves import as_reducible, has_rows, refuse_rows
+from tfstyle_dist.strategies.leaves import as_reducible, has_rows, of_one_replica, refuse_rows
 from tfstyle_dist.strategies.share_runs import note_what_it_gives
 from tfstyle_dist.values import IndexedSlices, Share, regroup, select_replica
 
@@ -155,7 +155,8 @@ class ReplicaContext:
             options: accepted for TF's signature.
 
         Returns:
-            The same nest of new tensors on this replica's device. ``IndexedSlices`` have the rows of all replicas one
+            The same nest of new tensors on this replica's device; with one replica ``value`` itself, of variables what
+            they hold now. ``IndexedSlices`` have the rows of all replicas one
             after the other, so that a row may be named several times.
 
         Raises:
@@ -176,7 +177,7 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             if any(leaf is None for leaf in leaves):
                 raise ValueError("all_reduce of None: None values have no type; pass a tensor.")
-            return value
+            return of_one_replica(value)
         tensors = [as_reducible(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
         with self._communicating(), region("all_reduce in replica context"):
             reduced = iter(replica_reductions.all_reduce(self, op, tensors))
@@ -197,7 +198,8 @@ class ReplicaContext:
             options: accepted for TF's signature.
 
         Returns:
-            The same nest of new tensors on this replica's device; with one replica ``value`` itself.
+            The same nest of new tensors on this replica's device; with one replica ``value`` itself, of variables what
+            they hold now.
 
         Raises:
             NotImplementedError: a leaf is ``IndexedSlices``.
@@ -218,7 +220,7 @@ class ReplicaContext:
             if has_rows(leaf):
                 refuse_rows(leaf, "all_gather")
         if self.num_replicas_in_sync == 1:
-            return value
+            return of_one_replica(value)
         tensors = [as_reducible(leaf, "all_gather") for leaf in leaves]
         with self._communicating(), region("all_gather in replica context"):
             return nest.unflatten([replica_reductions.all_gather(self, t, axis) for t in tensors], spec)

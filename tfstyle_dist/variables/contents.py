@@ -46,7 +46,7 @@ class ReplicaContents:
         first: the replica whose content cross-replica context shows.
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
-        generators, random: those that are content; the random numbers of the replicas.
+        generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
@@ -72,11 +72,11 @@ class ReplicaContents:
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = False
-        self._settings = SharedSettings()  # that replicas share
+        self.settings = SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
         self._shared = SharedTensors()
-        self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects)
+        self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
@@ -97,11 +97,11 @@ class ReplicaContents:
             self.generators.switch(before, after)
             self.random.switch(after)
         self.active = replica
-        self._settings.note()
+        self.settings.note()
 
     def pause(self, replica: int) -> None:
         """See ``Content``."""
-        self._settings.compare(replica)
+        self.settings.compare(replica)
         self.rows.compare(replica)
 
     def enter(self, begins: bool = False) -> None:
@@ -111,7 +111,7 @@ class ReplicaContents:
         self.finish_taking()
         if begins:
             self.random.begin()
-            self._settings.begin(self._things)
+            self.settings.begin(self._things)
         if self._failed:
             self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:
@@ -193,7 +193,7 @@ class ReplicaContents:
             for parameter in state_objects.optimized_by(value):
                 self._take_tensor(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
-                self._settings.add(value)
+                self.settings.add(value)
                 for held in state_objects.parts_of_optimizer(value):
                     self.take(held, part=True)
                 return False

@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import ATOMS, PLAIN_TENSORS, is_container
+from tfstyle_dist.variables.first_values import has_counted
+from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.object_content import ObjectContent
+from tfstyle_dist.variables.parameter_marks import are_alike
 from tfstyle_dist.variables.state_objects import MOST_LOOKED_AT, has_parts, is_trained, stays
 
 _NOTHING = ATOMS | PLAIN_TENSORS
@@ -89,6 +93,8 @@ class Counterparts:
         self._found[replica, id(one)] = refer_to(one), refer_to(own)
         if isinstance(first, ObjectContent) and isinstance(its, ObjectContent):
             first.dicts[replica] = its.dicts[replica]
+            if isinstance(one, torch.nn.Module):
+                _begin_alike(one, its.dicts[replica])
             for name, value in list(one.__dict__.items()):
                 for pair in _pairs(value, its.dicts[replica].get(name), self._is_content):
                     self._join(replica, *pair)
@@ -103,6 +109,18 @@ class Counterparts:
             key: self._found[key] for key, pair in alive.items() if pair[0] is not None and pair[1] is not None
         }
         return {key[1]: alive[key] for key in self._found if key[0] == replica}
+
+
+def _begin_alike(module: torch.nn.Module, own: dict[str, Any]) -> None:
+    """Gives a replica the first one's values of buffers that it made in a step and has not written to since."""
+    for name, buffer in torch_internals.buffers_of(module).items():
+        its = own[torch_internals.BUFFERS].get(name)
+        record = find_record(its)
+        if buffer is None or record is None or record.begun is None or has_counted(record):
+            continue
+        if are_alike(its, buffer):
+            with torch.no_grad():
+                its.copy_(buffer)
 
 
 def _pairs(one: Any, own: Any, counts: Callable[[Any], bool], outer: tuple[int, ...] = ()) -> Iterator[_Pair]:

@@ -16,9 +16,11 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import Mark
+from tfstyle_dist.variables.held_data import HeldData
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import memory_of
 from tfstyle_dist.variables.parameter_rows import ParameterRows
+from tfstyle_dist.variables.shared_tensors import SharedTensors
 
 _Given = tuple[weakref.ref[torch.Tensor], int]
 
@@ -31,6 +33,7 @@ class DataWrites:
         places: by id: the place of a parameter in ``rows``.
         rows: the parameters; new ones come at the end.
         objects: gives the contents of all objects; likewise.
+        shared: the tensors that a step names and no object holds.
     """
 
     def __init__(
@@ -39,11 +42,12 @@ class DataWrites:
         places: Mapping[int, Any],
         rows: ParameterRows,
         objects: Callable[[], Sequence[ObjectContent]],
+        shared: SharedTensors,
     ) -> None:
+        self._shared = shared
         self._active, self._places, self._rows, self._objects = active, places, rows, objects
         self._given: dict[int, _Given] = {}  # by id
-        self._held: dict[int, torch.Tensor] = {}  # by memory, the last one: mostly the program lets it go at once
-        self._written: set[int] = set()  # memory, by those that are no longer held
+        self._held = HeldData()  # by memory
         self._forget()
 
     def _forget(self) -> None:
@@ -83,25 +87,21 @@ class DataWrites:
     def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
         """See ``data_reads.Reader``."""
         if self._active() is not None:
-            self._rows.data_is_read(tensor, self._places.get(id(tensor), -1))
+            self._rows.data_is_read_in_turn(self._places.get(id(tensor), -1), data)
+            self._shared.data_is_read(tensor, data)
         elif id(tensor) in self._places:
-            self._rows.data_is_read(tensor, None, is_set=data is None)
+            self._rows.data_is_read(tensor, is_set=data is None)
             if data is not None and not tensor.requires_grad:  # its values alone do not tell a write of the same ones
-                self._hold(memory_of(data), data)
+                self._held.add(memory_of(data), data)
         else:
             self._look()
             if data is None and id(tensor) in self._numbers:  # its memory may be some that it had before
                 _count_write(tensor)
             if data is None or not self._is_content(where := memory_of(data)):
                 return
-            self._hold(where, data)
+            self._held.add(where, data)
         if data is not None:
             self._given[id(data)] = refer_to(data), torch_internals.version_of(data)
-
-    def _hold(self, where: int, data: torch.Tensor) -> None:
-        if (before := self._held.get(where)) is not None and self._was_written(before):
-            self._written.add(where)
-        self._held[where] = data
 
     def _was_written(self, data: torch.Tensor) -> bool:
         return self._given[id(data)][1] != torch_internals.version_of(data)
@@ -112,12 +112,11 @@ class DataWrites:
     def count(self) -> None:
         """Counts what was written as writes to the tensors themselves; cross-replica context ends."""
         if self._given:
-            written = self._written | {memory_of(data) for data in self._living() if self._was_written(data)}
+            written = self._held.written() | {memory_of(data) for data in self._living() if self._was_written(data)}
             for tensor in self._tensors() if written else ():
                 if memory_of(tensor) in written:
                     _count_write(tensor)
             self._held.clear()
-            self._written.clear()
 
     def begin(self) -> None:
         """Cross-replica context begins, and all objects were marked: only what is written from now on counts."""

@@ -48,7 +48,7 @@ def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int])
             different = next((r for r in others if _differ(own, _inside(contents, parameter, r).detach())), None)
             if different is not None:
                 who = f"After run {runs} replica {number_of(different)}"
-                _warn(parameter, contents, who, number_of(contents.first))
+                _warn(parameter, contents, who, number_of(contents.first), _settings(contents, different))
 
 
 def _inside(contents: ReplicaContents, parameter: torch.Tensor, replica: int) -> torch.Tensor:
@@ -58,6 +58,25 @@ def _inside(contents: ReplicaContents, parameter: torch.Tensor, replica: int) ->
         own = record.counterparts[replica].tensor
         parameter = parameter if own is None else own
     return contents.inside(parameter, replica)
+
+
+def _settings(contents: ReplicaContents, replica: int) -> str:
+    """Says which numbers in the groups of an optimizer a replica has other values of than the first one."""
+    for optimizer, content in contents.objects():
+        groups = getattr(optimizer, "param_groups", None)
+        if isinstance(optimizer, torch.optim.Optimizer) and groups:
+            for place, (group, other) in enumerate(
+                zip(groups, content.dicts[replica].get("param_groups", ()), strict=False)
+            ):
+                for name, value in group.items():
+                    if isinstance(value, int | float) and name in other and other[name] != value:
+                        return (
+                            f"{type(optimizer).__name__}.param_groups[{place}][{name!r}] is {other[name]} there, and "
+                            f"{value} on the latter: what sets it, such as a schedule that holds numbers only and "
+                            "belongs to no module, is shared by all replicas and advances once for each. Keep it in "
+                            "an attribute of a module, or set it after strategy.run(...). "
+                        )
+    return ""
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -74,7 +93,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.allclose(one, other, _RELATIVE, _ABSOLUTE, equal_nan=True)
 
 
-def _warn(parameter: torch.Tensor, contents: ReplicaContents, who: str, first: int) -> None:
+def _warn(parameter: torch.Tensor, contents: ReplicaContents, who: str, first: int, settings: str) -> None:
     held = (
         f"{name!r} of {type(module).__name__}"
         for module, _ in contents.objects()
@@ -87,7 +106,8 @@ def _warn(parameter: torch.Tensor, contents: ReplicaContents, who: str, first: i
         f"drift {id(parameter)}",
         f"{who} has other values of the parameter {which} than replica {first}: the step "
         "function (or an optimizer in it) wrote what is each replica's own, such as random numbers, statistics of its "
-        "share of the batch, or results of torch.autograd.grad. The replicas train different weights from now on. Do "
-        "such writes before strategy.run (call the model once on a batch, if its first call sets parameters), or make "
-        'the values one first: get_replica_context().all_reduce("MEAN", values). See docs/replicas.md.',
+        f"share of the batch, or results of torch.autograd.grad. {settings}"
+        "The replicas train different weights from now on. Do such writes before strategy.run (call the model once on "
+        "a batch, if its first call sets parameters), or make the values one first: "
+        'get_replica_context().all_reduce("MEAN", values). See docs/replicas.md.',
     )

@@ -10,9 +10,10 @@ from itertools import zip_longest
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.core import element_types, sparse_parts
+from tfstyle_dist.core import element_types, sparse_parts, torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.raw_bytes import bytes_of
+from tfstyle_dist.variables.copies import SILENT_STATISTICS
 from tfstyle_dist.variables.record import Living, Placement, Record, raw
 
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
@@ -89,6 +90,17 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tensor.layout}{dimensions}"
 
 
+def has_counted(record: Record) -> bool:
+    """Whether it is a buffer that a replica made in its turn and has written to since, such as statistics.
+
+    Those stay its own, and do not begin again with the first replica's.
+    """
+    if record.begun is None or (tensor := record.tensor) is None:
+        return False
+    silent = record.begun < 0 or record.local_name in SILENT_STATISTICS
+    return silent or torch_internals.version_of(tensor) != record.begun
+
+
 def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The tensors in order, in parts that hold little more than ``BYTES_PER_MESSAGE``: each is copied for a while."""
     part, size = [], 0
@@ -105,6 +117,8 @@ def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
     """Gives all workers the first one's values, in flat broadcasts for each dtype and device; collective.
 
+    What a worker has counted in a step since it made a buffer there stays its own.
+
     Args:
         group: the workers.
         pending: the same on all of them.
@@ -114,6 +128,7 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         if sparse_parts.is_sparse(record.components[0]):
             send_sparse(group, record.components[0], f"initial values of {record.local_name!r}")
     by_type = _dense_by_type(with_values)
+    own = {id(record.components[0]) for record in with_values if has_counted(record)}
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
             send = group.broadcast_part if divided else group.broadcast
@@ -121,7 +136,8 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
                 flat = torch.cat([t.detach().reshape(-1) for t in some])
                 send(sendable(flat), 0, f"initial values ({dtype})")
                 for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
-                    tensor.copy_(value.view(tensor.shape))
+                    if id(tensor) not in own:
+                        tensor.copy_(value.view(tensor.shape))
         for record in pending:
             if record.kind == "variable":
                 record.fan_out()

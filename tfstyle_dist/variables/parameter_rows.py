@@ -169,18 +169,14 @@ class ParameterRows:
         if self._home is not None:
             self._write_all(self._writes.compare(replica, self.inside))
 
-    def data_is_read(self, parameter: torch.Tensor, place: int | None, is_set: bool = False) -> None:
-        """Somebody has a parameter's ``data``: what is written there leaves no mark.
+    def data_is_read(self, parameter: torch.Tensor, is_set: bool) -> None:
+        """A parameter's ``data`` was read, or set, in cross-replica context: what is written there leaves no mark."""
+        self._read.note(parameter, is_set)
 
-        Args:
-            parameter: any.
-            place: its place, if a replica reads; below zero if it is none of these; ``None`` in cross-replica context.
-            is_set: whether it was set.
-        """
-        if place is None:
-            self._read.note(parameter, is_set)
-        elif self._home is not None:
-            self._writes.data_is_read(place, parameter)
+    def data_is_read_in_turn(self, place: int, data: torch.Tensor | None) -> None:
+        """A replica has read the ``data`` of the parameter at a place, or below zero of another tensor; or set it."""
+        if self._home is not None:
+            self._writes.data_is_read(place, data, self.inside)
 
     def switch(self, row: int) -> None:
         """Exchanges the insides of all parameters with those of another row."""

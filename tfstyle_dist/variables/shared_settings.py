@@ -18,10 +18,15 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.module_settings import ModuleSettings, Place
 
 _GONE = object()
+_PARAMETERS = "params"
+_ONE_OPTIMIZER = (
+    "Under central storage there is one optimizer for all replicas: the others find its parameters, and its state, as "
+    "they are then. Do it after strategy.run(...), or use MirroredStrategy, where each replica has its own."
+)
 
 
 class SharedSettings:
-    """The parameter groups of some optimizers, without the parameters, and the settings of modules."""
+    """The parameter groups of some optimizers, and the settings of modules."""
 
     def __init__(self) -> None:
         self._of_modules = ModuleSettings()
@@ -77,9 +82,25 @@ class SharedSettings:
             elif first != replica:
                 raise RuntimeError(self._said(place, first, replica))
 
+    def explain(self, error: BaseException) -> None:
+        """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""
+        for ((number, group, name), _), replica in self._changed.items():
+            reference = self._optimizers.get(number)
+            optimizer = None if reference is None else reference()
+            if name == _PARAMETERS and optimizer is not None and _ONE_OPTIMIZER not in str(error):
+                error.add_note(
+                    f"[tfstyle_dist] in this call of strategy.run replica {replica} gave {type(optimizer).__name__}."
+                    f"param_groups[{group}] other parameters. {_ONE_OPTIMIZER}"
+                )
+
     def _said(self, place: Place, first: int, then: int) -> str:
         number, group, name = place
         optimizer = self._optimizers[number]()
+        if name == _PARAMETERS:
+            return (
+                f"The parameters of {type(optimizer).__name__}.param_groups[{group}] were exchanged by replica {first} "
+                f"and then by replica {then} in one call of strategy.run. {_ONE_OPTIMIZER}"
+            )
         return (
             f"{type(optimizer).__name__}.param_groups[{group}][{name!r}] was changed by replica {first} and then by "
             f"replica {then} in one call of strategy.run. Under central storage there is one optimizer for all "
@@ -104,10 +125,10 @@ class SharedSettings:
 def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
     return {
-        (number, place, name): _mark(value)
+        (number, place, name): tuple(map(id, value)) if name == _PARAMETERS else _mark(value)
         for place, group in enumerate(groups)
         for name, value in group.items()
-        if name not in ("params", "param_names")
+        if name != "param_names"
     }
 
 

@@ -9,25 +9,35 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.carried_names import CarriedNames, Carrying
+from tfstyle_dist.variables.held_data import HeldData
 
 
 class SharedTensors:
     """Says it, once, if a step writes to tensors that all replicas share."""
 
     def __init__(self) -> None:
-        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._watched: dict[int, tuple[torch.Tensor, int]] = {}  # by id
+        self._data = HeldData()  # likewise
         self._carried = CarriedNames(())
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Carrying]) -> None:
         """Remembers how often each tensor was written to so far, and which ones variables hold."""
         self._carried = CarriedNames(carrying)
-        self._watched = [(t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()]
+        self._watched = {id(t): (t, torch_internals.version_of(t)) for t in tensors if not t.is_inference()}
+
+    def data_is_read(self, tensor: torch.Tensor, data: torch.Tensor | None) -> None:
+        """A replica has a tensor's ``data``, which counts the writes to it alone; ``None``: has set it."""
+        if id(tensor) in self._watched:
+            if data is None:
+                self._data.note_write(id(tensor))
+            else:
+                self._data.add(id(tensor), data)
 
     def say_written(self) -> None:
         """Says which of them a step has written to, and which variables hold others; forgets them."""
         self._carried.say_carried()
-        for tensor, version in self._watched:
-            if torch_internals.version_of(tensor) != version:
+        for number, (tensor, version) in self._watched.items():
+            if torch_internals.version_of(tensor) != version or self._data.was_written(number):
                 warn_once(
                     f"shared tensor {id(self)} {tuple(tensor.shape)}",
                     f"A step function wrote to a tensor of shape {tuple(tensor.shape)} that it names (in its closure, "
@@ -35,4 +45,5 @@ class SharedTensors:
                     "it, so each of them wrote to the same values. If each should have its own, as processes would, "
                     "call strategy.experimental_adopt(tensor), or make it a buffer of a module (docs/replicas.md).",
                 )
-        self._watched, self._carried = [], CarriedNames(())
+        self._watched, self._carried = {}, CarriedNames(())
+        self._data.clear()

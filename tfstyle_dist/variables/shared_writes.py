@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.parameter_marks import address_of
+from tfstyle_dist.variables.parameter_marks import address_of, memory_of, overlap
 
 
 class SharedWrites:
@@ -22,6 +22,7 @@ class SharedWrites:
     def __init__(self) -> None:
         self._marks: list[tuple[int, Any]] = []  # by place: as the replica whose turn it is found it
         self._read: dict[int, torch.Tensor | None] = {}  # by place, those whose data it asked for: the values before
+        self._places: dict[int, list[int]] | None = None  # by memory; looked up when it is asked for
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
         self._first: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}  # by call and place: who wrote it, and what
 
@@ -34,12 +35,30 @@ class SharedWrites:
         """What was written until now is not what the replica whose turn begins has done."""
         self._marks = list(map(_mark, parameters))
         self._read.clear()
+        self._places = None
 
-    def data_is_read(self, place: int, parameter: torch.Tensor) -> None:
-        """The replica whose turn it is has a parameter's ``data``: what it writes there leaves no mark."""
-        if 0 <= place < len(self._marks) and place not in self._read:
-            same = _mark(parameter) == self._marks[place]
-            self._read[place] = parameter.detach().clone() if same else None
+    def data_is_read(self, place: int, data: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
+        """The replica whose turn it is has a tensor's ``data``: what it writes there leaves no mark.
+
+        Args:
+            place: of the parameter; below zero: the tensor is none, but may lie in the memory of some.
+            data: what it has; ``None``: it has set it.
+            parameters: as ``note`` got them, and those that came since.
+        """
+        others = [] if data is None or place >= 0 else self._at(data, parameters)
+        for where in (place, *others):
+            if 0 <= where < len(self._marks) and where not in self._read:
+                same = _mark(parameters[where]) == self._marks[where]
+                self._read[where] = parameters[where].detach().clone() if same else None
+
+    def _at(self, data: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """The places of the parameters that a tensor lies in, as an entry of a state dict lies in one."""
+        if self._places is None:
+            self._places = {}
+            for place, parameter in enumerate(parameters):
+                self._places.setdefault(memory_of(parameter), []).append(place)
+            self._places.pop(0, None)
+        return [place for place in self._places.get(memory_of(data), ()) if overlap(data, parameters[place])]
 
     def is_counted(self, place: int, parameter: torch.Tensor) -> bool:
         """Whether the version of a parameter says that it was written to since ``note``."""
