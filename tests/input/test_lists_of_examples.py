@@ -34,13 +34,42 @@ class Images(IterableDataset[torch.Tensor]):
     ],
     ids=["rebuilt", "as many as channels", "own batch sampler", "stream"],
 )
-@pytest.mark.parametrize("collate", [list, lambda images: {"images": list(images), "x": images[0]}])
+@pytest.mark.parametrize("collate", [list, tuple, lambda images: {"images": list(images), "x": images[0]}])
 def test_a_list_of_images_is_not_cut_by_their_channels(options: Any, collate: Any) -> None:
     loader = DataLoader(collate_fn=collate, **options)
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         iterator = iter(strategy.experimental_distribute_dataset(loader))
-        with pytest.raises(ValueError, match="a list with an entry for each of"):
+        with pytest.raises(ValueError, match="a list with an entry for each of") as caught:
             next(iterator)
+    assert "strategy.distribute_datasets_from_function(lambda context: DataLoader" in str(caught.value)
+
+
+class OneLeft(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Ends with a batch of one sample, where batches have two."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.full((3,), float(i)), torch.tensor(i)) for i in range(5)])
+
+
+def both(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def several_for_each(samples: list[Any]) -> Any:
+    x, y = both(samples)
+    return x.repeat(2, 1), y.repeat(2)
+
+
+@pytest.mark.parametrize(
+    ("collate", "sizes"),
+    [(None, [[1, 1], [1, 1], [1, 0]]), (both, [[1, 1], [1, 1], [1, 0]]), (several_for_each, [[2, 2], [2, 2], [1, 1]])],
+    ids=["torch's own", "a tuple", "several examples for each sample"],
+)
+def test_as_many_fields_as_samples_are_cut_where_the_last_batch_is_smaller(collate: Any, sizes: Any) -> None:
+    loader = DataLoader(OneLeft(), batch_size=2, collate_fn=collate)
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        found = [[len(part) for part in y.values] for _, y in strategy.experimental_distribute_dataset(loader)]
+    assert found == sizes
 
 
 def test_lists_of_fields_are_cut() -> None:
@@ -190,7 +219,7 @@ def test_a_batch_that_cannot_be_empty_is_refused_before_the_first_step() -> None
         for _ in make(worker, DataLoader(list(torch.arange(5.0)), batch_size=4, collate_fn=Batch)):
             steps.append(worker.group.rank)
 
-    with pytest.raises(TypeError, match="a Batch cannot be split") as caught:
+    with pytest.raises(TypeError, match=r"a Batch cannot be split.*distribute_datasets_from_function") as caught:
         run_workers(2, 1, read)
     assert 1 not in steps
     assert "drop_last=True" in caught.value.__notes__[0]

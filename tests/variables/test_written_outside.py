@@ -271,3 +271,35 @@ def test_what_each_replica_made_stays_its_own_until_somebody_writes_to_it(strate
     values = strategy.experimental_local_results(strategy.run(step))
     assert [float(value) for value in values] == [12.0, 12.0]
     assert float(step()) == 12.0
+
+
+class _Criterion:
+    """A loss made of another one, with a gain that the program lowers after each epoch."""
+
+    def __init__(self, inner: _Criterion | None) -> None:
+        self.inner, self.gain = inner, 0.8
+        if inner is None:
+            self.loss = torch.nn.MSELoss()
+
+    def update(self) -> None:
+        self.gain /= 2
+
+
+@pytest.mark.parametrize("around", [0, 1])
+def test_a_loss_around_others_that_the_first_step_made_is_written_to_outside(
+    strategy: tfd.MirroredStrategy, around: int
+) -> None:
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        model.criterion = None
+
+    def step() -> torch.Tensor:
+        if model.criterion is None:
+            inner = _Criterion(None)
+            model.criterion = _Criterion(inner) if around else inner
+        return torch.tensor([model.criterion.gain, (model.criterion.inner or model.criterion).gain])
+
+    strategy.run(step)
+    model.criterion.update()
+    values = strategy.experimental_local_results(strategy.run(step))
+    assert [value.tolist() for value in values] == [pytest.approx([0.4, 0.8 if around else 0.4])] * 2

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.input.layouts import BATCHES_OF_ITS_OWN
 from tfstyle_dist.input.split import is_text_list, leading_size, slice_batch
 
 
@@ -68,19 +69,22 @@ def lengths(batch: Any) -> list[int]:
 
 
 def refuse_list_of_tensors(batch: Any, samples: int, replicas: int) -> None:
-    """Refuses a list of as many tensors as there are samples, whose sizes say that they are not fields.
+    """Refuses a list or tuple of as many tensors as there are samples, whose sizes say that they are not fields.
 
     Args:
-        batch: of a loader that is read as it is.
-        samples: of a full batch; 0 where that is not known.
+        batch: the first of a loader that is read as it is; later ones may have fewer samples.
+        samples: of a full batch; 0 where that is not known, or where lists are known to hold fields.
         replicas: among which the batch would be cut.
 
     Raises:
-        ValueError: there is such a list.
+        ValueError: there is such a list or tuple.
     """
     for sequence in _sequences(batch) if samples > 1 else ():
         tensors = all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in sequence)
-        if isinstance(sequence, list) and len(sequence) == samples and tensors and len(sequence[0]) != samples:
+        if not tensors or len(sequence) != samples or len(sequence[0]) == samples:
+            continue
+        # Fields that a function returns as (x, y) may have several examples for each sample: they are of other kinds.
+        if isinstance(sequence, list) or len({(entry.ndim, str(entry.dtype)) for entry in sequence}) == 1:
             raise list_error(samples, replicas)
 
 
@@ -89,7 +93,8 @@ def list_error(samples: int, replicas: int) -> ValueError:
     return ValueError(
         f"collate_fn returned a list with an entry for each of {samples} samples, which cannot be split over "
         f"{replicas} replicas: every tensor of a batch is cut along its dimension 0. Return tensors with one row for "
-        "each sample (torch.stack, padding, or torch.nested.nested_tensor), or start one process for each replica."
+        "each sample (torch.stack, padding, or torch.nested.nested_tensor), start one process for each replica, or "
+        f"{BATCHES_OF_ITS_OWN}."
     )
 
 

@@ -9,6 +9,13 @@ import torch
 
 from tfstyle_dist.core import sparse_parts
 
+BATCHES_OF_ITS_OWN = (
+    "give every replica batches of its own, as many for each: strategy.distribute_datasets_from_function(lambda "
+    "context: DataLoader(part, batch_size=context.get_per_replica_batch_size(global_batch_size), ...)), where part has "
+    "every context.num_input_pipelines-th sample from number context.input_pipeline_id on"
+)
+"""What to write where a batch cannot be cut, as of graphs, or of images with their boxes."""
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor has strides and can be sliced."""

@@ -97,7 +97,7 @@ class BatchPipeline(Pipeline):
         policy: ``DATA`` when all workers read the same batches, else they read their own or keep all.
         length: batches of an epoch, when that is certain.
         batch_size: examples of a full batch; default: those of the first one.
-        samples: of a full batch; ``None`` where that is not known.
+        samples: of a full batch; ``None`` where that is not known, or where lists are known to hold fields.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class BatchPipeline(Pipeline):
     def _cut_steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
         full, made = self._batch_size, 0
         for number, batch in enumerate(batches):
-            refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
+            if number == 0:
+                refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
             size = leading_size(batch)
             full = max(full, size)
             if number < position[0]:

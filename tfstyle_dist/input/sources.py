@@ -12,6 +12,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from tfstyle_dist.input.checks import (
@@ -243,7 +244,8 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     length = len(source) if isinstance(source, list) else None
     size = getattr(source, "batch_size", None)
     size = size if isinstance(size, int) else None
-    samples = size or _samples_of(getattr(source, "batch_sampler", None))
+    fields = getattr(source, "collate_fn", None) is default_collate  # in its lists
+    samples = None if fields else size or _samples_of(getattr(source, "batch_sampler", None))
     pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples)
     return Plan(pipeline, policy, size, None, reads, files, notes)
 

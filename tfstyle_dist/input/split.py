@@ -140,7 +140,7 @@ def _leaf_size(leaf: Any) -> int:
         )
     raise TypeError(
         f"A batch with a {type(leaf).__name__} cannot be split over several replicas. Return tensors, arrays or lists "
-        "of texts in tuples, lists or dicts from collate_fn."
+        f"of texts in tuples, lists or dicts from collate_fn, or {layouts.BATCHES_OF_ITS_OWN}."
     )
 
 

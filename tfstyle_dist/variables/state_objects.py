@@ -119,12 +119,17 @@ def parts_of(value: Any, most: int) -> list[Any]:
     return list(dict.values(value) if isinstance(value, dict) else kind.__iter__(value))
 
 
-def stays(value: Any) -> bool:
-    """Whether a program is likely to keep, and to change, what a step made: a module or the like, or what has one."""
+def stays(value: Any, depth: int = 2) -> bool:
+    """Whether a program is likely to keep, and to change, what a step made: a module or the like, or what has one.
+
+    Args:
+        value: what was made.
+        depth: how many objects may lie around a module, as around those of a loss that is made of two others.
+    """
     if isinstance(value, HOLDERS):
         return is_state(value)
     return is_plain(value) and any(
-        isinstance(part, HOLDERS)
+        isinstance(part, HOLDERS) or (depth > 1 and is_plain(part) and stays(part, depth - 1))
         for held in list(value.__dict__.values())
         for part in (parts_of(held, MOST_LOOKED_AT) if isinstance(held, list | tuple | dict) else (held,))
     )
