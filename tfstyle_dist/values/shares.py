@@ -170,10 +170,9 @@ def _held_by(thing: Any) -> list[Any]:
 
 
 def _entries_of(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, dict):
-        return list(thing.values())
-    if isinstance(thing, list | tuple):
-        return thing
+    if isinstance(thing, dict | list | tuple):
+        parts = list(dict.values(thing)) if isinstance(thing, dict) else thing
+        return parts if len(parts) <= _MOST_LOOKED_INTO else ()
     slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
     names = [name for some in slots for name in ([some] if isinstance(some, str) else some) if name != "__dict__"]
     return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in names)]
