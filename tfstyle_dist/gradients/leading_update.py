@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
@@ -43,6 +44,7 @@ class LeadingUpdateRunner(UpdateRunner):
             return None
         own = _Update(strategy, replica, optimizer, records)
         replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
+        self._refuse_turns_within(own)
         self._open.append(own)
         own.begin()
 
@@ -58,6 +60,21 @@ class LeadingUpdateRunner(UpdateRunner):
             return result
 
         return around_closure(outside, args, kwargs)
+
+    def _refuse_turns_within(self, own: _Update) -> None:
+        """A replica that begins while another one is in its step would take the parameters out of the one optimizer.
+
+        After the update, in a hook of the step's end, it may.
+        """
+        if any(u.is_in_step for u in self._open) and not torch_internals.hooks_of_step(own.optimizer)[1]:
+            name = type(own.optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() calls all_reduce, all_gather, merge_call or another method that waits for the other "
+                "replicas, in a hook of its beginning or in the step itself. Under central storage in one process the "
+                f"first replica makes the update for all, so that {name} would have no parameters when it goes on. "
+                "Make that call in the step function, before or after optimizer.step(), or use MirroredStrategy, where "
+                "each replica makes its update."
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         frame = current_frame()

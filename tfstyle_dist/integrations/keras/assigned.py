@@ -6,7 +6,7 @@ has a value is assigned to there; one that the replicas of a worker share is ass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,16 +26,20 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
     """Keeps what a replica's step assigns to the ledger's variables; everything else goes to ``CURRENT.assign``.
 
     The state of a seed generator that is not in the ledger, such as one of the program or Keras' own, is another one on
-    each replica too.
+    each replica too. A frozen weight that the step makes trainable is itself from then on, and not the ledger's copy,
+    which no gradient reaches and no optimizer updates.
 
     Args:
         mapping: the ledger's variables, each with its value on this replica.
         replica: its number among all replicas.
+        frozen: the ``id()`` of those among them that a step can make trainable.
     """
 
-    def __init__(self, mapping: Sequence[tuple[Any, torch.Tensor]], replica: int) -> None:
+    def __init__(self, mapping: Sequence[tuple[Any, torch.Tensor]], replica: int, frozen: Iterable[int] = ()) -> None:
         super().__init__(mapping, collect_losses=True)
         self._mapped = {id(variable) for variable, _ in mapping}
+        self._frozen = set(frozen)
+        self._assigned: set[int] = set()
         self._replica = replica
         frame = current_frame()
         self._device = None if frame is None or frame.replica is None else cast(ReplicaContext, frame.replica).device
@@ -43,6 +47,8 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
 
     def get_current_value(self, variable: Any) -> Any:
         """Keras asks for each value."""
+        if variable.trainable:
+            self._let_go(variable)
         if id(variable) not in self.state_mapping and is_seed(variable) and variable._value is not None:
             self._seeds.append(variable)
             self._mapped.add(id(variable))
@@ -77,12 +83,26 @@ class StepScope(keras.StatelessScope):  # type: ignore[misc]
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Keras calls it for each ``assign``."""
         variable, value = update
+        if variable.trainable:
+            self._let_go(variable)
         if id(variable) in self._mapped:
+            self._assigned.add(id(variable))
             super().add_update(update)
         elif CURRENT.assign is None:
             variable._direct_assign(value)
         else:
             CURRENT.assign(variable, value.detach())
+
+    def _let_go(self, variable: Any) -> None:
+        """Of a weight that was frozen at first; what the step has assigned to it so far is its value."""
+        if id(variable) not in self._frozen:
+            return
+        self._frozen.remove(id(variable))
+        self._mapped.remove(id(variable))
+        value = self.state_mapping[id(variable)]
+        self.state_mapping[id(variable)] = variable._value  # Keras asks the scope for weights that have a regularizer
+        if id(variable) in self._assigned:
+            self.add_update((variable, value))
 
 
 def assign_on_all(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> None:

@@ -51,6 +51,7 @@ class Ledger:
 
     Attributes:
         entries: the variables, each with its rule.
+        frozen: the ``id()`` of those that were not trainable; a step may make weights among them trainable.
         regularized: the weights that have a regularizer.
         names: of the model's metrics, as its logs have them.
     """
@@ -66,6 +67,7 @@ class Ledger:
             rule = _rule(variable, id(variable) in measured)
             if training or rule != "mean":
                 self.entries.append((variable, rule))
+        self.frozen = frozenset(id(variable) for variable, _ in self.entries if not variable.trainable)
 
     def begin(self, replica: int, parts: int = 0, device: torch.device | None = None) -> list[tuple[Any, torch.Tensor]]:
         """The values with which a replica's step begins.

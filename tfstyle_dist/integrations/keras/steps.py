@@ -183,7 +183,7 @@ def on_replica(
         began = [start.clone() for _, start in mapping]
         before, CURRENT.count = CURRENT.count, count
         try:
-            with StepScope(mapping, replica) as scope:
+            with StepScope(mapping, replica, ledger.frozen) as scope:
                 for variable in ledger.regularized:  # Keras asks the scope for these, not the variable
                     scope.state_mapping[id(variable)] = variable.value
                 logs = function(batch)
