@@ -302,7 +302,7 @@ def test_an_optimizer_that_derives_in_its_step(strategy: td.Strategy) -> None:
     if isinstance(strategy, td.MirroredStrategy):
         check(strategy, program)
     elif on_devices.KIND == "cpu":  # what it derives is reduced, by one replica alone
-        with pytest.raises(td.errors.CollectiveMismatchError):
+        with pytest.raises(RuntimeError, match=r"Curved.step\(\) calls .* that waits for the other replicas"):
             check(strategy, program)
     else:
         with pytest.raises(RuntimeError) as caught:

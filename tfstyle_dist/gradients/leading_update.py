@@ -69,9 +69,10 @@ class LeadingUpdateRunner(UpdateRunner):
         if any(u.is_in_step for u in self._open) and not torch_internals.hooks_of_step(own.optimizer)[1]:
             name = type(own.optimizer).__name__
             raise RuntimeError(
-                f"{name}.step() calls all_reduce, all_gather, merge_call or another method that waits for the other "
-                "replicas, in a hook of its beginning or in the step itself. Under central storage in one process the "
-                f"first replica makes the update for all, so that {name} would have no parameters when it goes on. "
+                f"{name}.step() calls all_reduce, all_gather, merge_call or something else that waits for the other "
+                "replicas, such as a gradient that they sum, in a hook of its beginning or in the step itself. Under "
+                "central storage in one process the first replica makes the update for all, so that "
+                f"{name} would have no parameters when it goes on. "
                 "Make that call in the step function, before or after optimizer.step(), or use MirroredStrategy, where "
                 "each replica makes its update."
             )
