@@ -164,8 +164,10 @@ class Statistics(nn.Module):
 
 
 @both_process_models
-def test_what_a_layer_has_counted_stays_each_replicas_own(strategy: td.Strategy, process_model: str) -> None:
-    """Workers were given the first one's when the second run began; what nobody has written to, all replicas get."""
+def test_statistics_of_a_layer_that_a_step_makes_stay_each_replicas_own(
+    strategy: td.Strategy, process_model: str
+) -> None:
+    """Workers were given the first one's when the second run began; its other buffers, all replicas get."""
     model: Any = built(strategy, Statistics)
 
     def buffers() -> torch.Tensor:
@@ -178,7 +180,8 @@ def test_what_a_layer_has_counted_stays_each_replicas_own(strategy: td.Strategy,
         norm, shares = nn.BatchNorm1d(10).double(), [examples(step)[0].chunk(2)[number] for step in range(3)]
         for share in shares:
             norm(share)
-        largest = torch.cat([torch.zeros(1, 10), *shares]).amax(0)
+        begun = examples(0)[0].chunk(2)[0]  # the first one's, for all replicas
+        largest = torch.cat([torch.zeros(1, 10), begun, *shares[1:]]).amax(0)
         expected = torch.cat([norm.running_mean, norm.running_var, largest, torch.ones(10)])
         torch.testing.assert_close(own, expected.double())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import make, run_workers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import tfstyle_dist as td
 from tfstyle_dist.core import logging as core_logging
@@ -39,9 +39,24 @@ def test_a_list_of_images_is_not_cut_by_their_channels(options: Any, collate: An
     loader = DataLoader(collate_fn=collate, **options)
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         iterator = iter(strategy.experimental_distribute_dataset(loader))
-        with pytest.raises(ValueError, match="a list with an entry for each of") as caught:
+        with pytest.raises(ValueError, match=r"a (list|tuple) with an entry for each of") as caught:
             next(iterator)
     assert "strategy.distribute_datasets_from_function(lambda context: DataLoader" in str(caught.value)
+
+
+def test_a_list_of_images_is_refused_also_where_the_first_batch_is_smaller() -> None:
+    batches = [[0, 1, 2], [3, 4, 5, 6]]
+
+    class Batches(BatchSampler):
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    data = [torch.zeros(3, 8, 8)] * 7
+    sampler = Batches(SequentialSampler(data), 4, drop_last=False)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+    refused = pytest.raises(ValueError, match="a list with an entry for each of 4 samples")
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, refused:
+        list(strategy.experimental_distribute_dataset(loader))
 
 
 class OneLeft(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -55,6 +70,11 @@ def both(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
 
+def two_views(samples: list[Any]) -> Any:
+    x, _ = both(samples)
+    return x.repeat(2, 1), -x.repeat(2, 1)
+
+
 def several_for_each(samples: list[Any]) -> Any:
     x, y = both(samples)
     return x.repeat(2, 1), y.repeat(2)
@@ -62,8 +82,13 @@ def several_for_each(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("collate", "sizes"),
-    [(None, [[1, 1], [1, 1], [1, 0]]), (both, [[1, 1], [1, 1], [1, 0]]), (several_for_each, [[2, 2], [2, 2], [1, 1]])],
-    ids=["torch's own", "a tuple", "several examples for each sample"],
+    [
+        (None, [[1, 1], [1, 1], [1, 0]]),
+        (both, [[1, 1], [1, 1], [1, 0]]),
+        (several_for_each, [[2, 2], [2, 2], [1, 1]]),
+        (two_views, [[2, 2], [2, 2], [1, 1]]),
+    ],
+    ids=["torch's own", "a tuple", "several examples for each sample", "two views"],
 )
 def test_as_many_fields_as_samples_are_cut_where_the_last_batch_is_smaller(collate: Any, sizes: Any) -> None:
     loader = DataLoader(OneLeft(), batch_size=2, collate_fn=collate)

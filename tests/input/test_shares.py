@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given as drawn, settings, strategies as st
-from lockstep import make, run_workers
+from hypothesis import given, settings, strategies as st
 
 import tfstyle_dist as td
 from tfstyle_dist.input.sharding import chunks
-from tfstyle_dist.values import Division, cut_evenly, has_unequal_shares, share_of_arguments
+from tfstyle_dist.values import Division, cut_evenly, has_unequal_shares
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @settings(deadline=None)
-@drawn(st.integers(0, 60), st.integers(1, 9))
+@given(st.integers(0, 60), st.integers(1, 9))
 def test_a_division_is_that_of_the_pieces(size: int, replicas: int) -> None:
     sizes = [len(piece) for piece in chunks(size, replicas)]
     assert cut_evenly(size, replicas) == Division.of(sizes)
@@ -58,36 +57,6 @@ def test_a_step_is_told_of_shares_that_differ(batch: Any) -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         (uneven,) = strategy.experimental_distribute_dataset([batch])
         assert examples_seen(strategy, uneven) == [2, 1]
-
-
-class Stored:
-    """Has its tensors two objects further, as the batches of graph libraries have them."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.nodes = {"a": Slotted(x)}
-        self.whole = self
-
-
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-@pytest.mark.parametrize("given", [lambda b: b, lambda b: b.nodes["a"].x], ids=["the object", "a tensor of it"])
-def test_a_step_is_told_of_the_share_that_an_object_is(given: Any) -> None:
-    """The tensors of a graph say nothing of its examples by their sizes."""
-
-    def read(worker: Any) -> list[tuple[int, bool]]:
-        found = []
-        for batch in make(worker, loader):
-            share = share_of_arguments([given(batch)])
-            found.append((-1, False) if share is None else (share.examples, has_unequal_shares([given(batch)])))
-        return found
-
-    loader = torch.utils.data.DataLoader(range(7), batch_size=4, collate_fn=lambda ids: Stored(torch.zeros(7)))
-    assert run_workers(2, 1, read) == [[(-1, False), (2, True)], [(-1, False), (1, True)]]
 
 
 def test_texts_of_an_empty_share_are_known() -> None:

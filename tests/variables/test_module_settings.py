@@ -144,3 +144,20 @@ def test_settings_that_each_replica_makes_for_itself(caplog: pytest.LogCaptureFi
         for _ in range(3):
             strategy.run(lambda: model(torch.ones(1, 2)).backward())
     assert SAID not in caplog.text
+
+
+class Odd(argparse.Namespace):
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return types.MappingProxyType({"tau": 1.0})
+
+
+def test_settings_that_cannot_be_looked_into_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    for settings in (
+        Attributes(tau=10**5000),
+        argparse.Namespace(odd=Odd()),
+        Odd(),
+        Attributes.fromkeys(range(2000), 1),
+    ):
+        trained(two_replicas(), settings, leave_alone)
+    assert SAID not in caplog.text

@@ -121,7 +121,8 @@ _WORDS = {
     "batch_sampler": _ORDER,
     "set_epoch": _ORDER,
     "dataset": f"{_KEEP}: len(loader.dataset) counts the examples of all replicas together.",
-    "batch_size": f"{_KEEP}: loader.batch_size is that of all replicas together; a share has len(x) examples.",
+    "batch_size": f"{_KEEP}: loader.batch_size is that of all replicas together, or of one where your function "
+    "returned the loader; a share has len(x) examples.",
     **dict.fromkeys(("collate_fn", "drop_last", "generator", "num_workers", "pin_memory"), f"{_KEEP}."),
 }
 """What to write instead of what scripts ask a ``DataLoader`` for."""

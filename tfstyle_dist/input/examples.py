@@ -72,7 +72,7 @@ def refuse_list_of_tensors(batch: Any, samples: int, replicas: int) -> None:
     """Refuses a list or tuple of as many tensors as there are samples, whose sizes say that they are not fields.
 
     Args:
-        batch: the first of a loader that is read as it is; later ones may have fewer samples.
+        batch: of a loader that is read as it is.
         samples: of a full batch; 0 where that is not known, or where lists are known to hold fields.
         replicas: among which the batch would be cut.
 
@@ -83,15 +83,17 @@ def refuse_list_of_tensors(batch: Any, samples: int, replicas: int) -> None:
         tensors = all(isinstance(entry, torch.Tensor | np.ndarray) and entry.ndim for entry in sequence)
         if not tensors or len(sequence) != samples or len(sequence[0]) == samples:
             continue
-        # Fields that a function returns as (x, y) may have several examples for each sample: they are of other kinds.
-        if isinstance(sequence, list) or len({(entry.ndim, str(entry.dtype)) for entry in sequence}) == 1:
-            raise list_error(samples, replicas)
+        # Fields that a function returns as (x, y) are of other kinds, or have as many examples for each sample.
+        kinds = {(entry.ndim, str(entry.dtype)) for entry in sequence}
+        images = len(kinds) == 1 and sequence[0].ndim > 2 and len(sequence[0]) % samples
+        if isinstance(sequence, list) or images:
+            raise list_error(samples, replicas, type(sequence).__name__)
 
 
-def list_error(samples: int, replicas: int) -> ValueError:
+def list_error(samples: int, replicas: int, kind: str = "list") -> ValueError:
     """What is said of a batch in which a list has an entry for each sample: cutting these would cut every sample."""
     return ValueError(
-        f"collate_fn returned a list with an entry for each of {samples} samples, which cannot be split over "
+        f"collate_fn returned a {kind} with an entry for each of {samples} samples, which cannot be split over "
         f"{replicas} replicas: every tensor of a batch is cut along its dimension 0. Return tensors with one row for "
         "each sample (torch.stack, padding, or torch.nested.nested_tensor), start one process for each replica, or "
         f"{BATCHES_OF_ITS_OWN}."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.input.examples import refuse_list_of_tensors
+from tfstyle_dist.input.examples import lengths, refuse_list_of_tensors
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
@@ -142,8 +142,10 @@ class BatchPipeline(Pipeline):
 
     def _cut_steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
         full, made = self._batch_size, 0
+        sizes: list[int] | None = None  # of the first batch's lists, if they hold fields
         for number, batch in enumerate(batches):
-            if number == 0:
+            if self._samples and (now := lengths(batch)) != sizes:
+                sizes = now if sizes is None else sizes
                 refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
             size = leading_size(batch)
             full = max(full, size)

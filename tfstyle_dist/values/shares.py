@@ -6,11 +6,9 @@ noted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,8 +82,6 @@ def cut_evenly(examples: int, replicas: int) -> Division:
 
 _MOST_TEXTS = 256
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
-_NOT_LOOKED_INTO = (*_SCALARS, torch.nn.Module, ModuleType, FunctionType, type)
-_MOST_LOOKED_INTO = 1000  # an object may hold the whole dataset
 
 
 class _Notes:
@@ -122,7 +118,7 @@ def any_noted() -> bool:
 
 
 def note_batch(part: Any, share: Share) -> None:
-    """Notes of everything in a replica's part of a batch which share it is; of an object and of the tensors in it."""
+    """Notes of everything in a replica's part of a batch which share it is; of an object as a whole."""
     if isinstance(part, torch.Tensor | np.ndarray):
         _batches.put(part, share)
     elif isinstance(part, Mapping):
@@ -134,48 +130,15 @@ def note_batch(part: Any, share: Share) -> None:
         else:
             for value in part:
                 note_batch(value, share)
-    elif not isinstance(part, _SCALARS):
-        _note_object(part, share)
-
-
-def _note_object(part: Any, share: Share) -> None:
-    """Notes of an object, e.g. of a dataclass, and of its tensors: a step may be given these and not the object."""
-    for leaf in _held_by(part):
-        _batches.put(leaf, share)
-    if type(part).__weakrefoffset__:
+    elif type(part).__weakrefoffset__:  # an object, e.g. of a dataclass
         _batches.put(part, share)
-    elif share.division is not None and not share.division.even:
+    elif not isinstance(part, _SCALARS) and share.division is not None and not share.division.even:
         warn_once(
             f"shares of {type(part).__name__}",
             f"No share can be noted of a {type(part).__name__}, because it has no weak references (__slots__ without "
-            "__weakref__): if a step is given nothing else of the batch, all replicas weigh the same in the gradients, "
-            "although their numbers of examples differ. Give run a tensor of it too, or return tensors in tuples, "
-            "lists or dicts from collate_fn.",
+            "__weakref__): if the batch has nothing else, all replicas weigh the same in the gradients, although their "
+            "numbers of examples differ. Return tensors in tuples, lists or dicts from collate_fn.",
         )
-
-
-def _held_by(thing: Any) -> list[Any]:
-    """The tensors and arrays in an object: in its attributes, in lists and dicts there, in objects of these."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    waiting = deque([thing])
-    while waiting and len(seen) < _MOST_LOOKED_INTO:
-        entry = waiting.popleft()
-        if isinstance(entry, torch.Tensor | np.ndarray):
-            found.append(entry)
-        elif id(entry) not in seen and not isinstance(entry, _NOT_LOOKED_INTO):
-            seen.add(id(entry))
-            waiting.extend(_entries_of(entry))
-    return found
-
-
-def _entries_of(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, dict | list | tuple):
-        parts = list(dict.values(thing)) if isinstance(thing, dict) else thing
-        return parts if len(parts) <= _MOST_LOOKED_INTO else ()
-    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some) if name != "__dict__"]
-    return [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in names)]
 
 
 def share_of_arguments(arguments: Iterable[Any]) -> Share | None:

@@ -112,15 +112,16 @@ class Counterparts:
 
 
 def _begin_alike(module: torch.nn.Module, own: dict[str, Any]) -> None:
-    """Gives a replica the first one's values of buffers that it made in a step and has not written to since."""
+    """Gives a replica the first one's values of buffers that it made in a step, but for statistics."""
     for name, buffer in torch_internals.buffers_of(module).items():
         its = own[torch_internals.BUFFERS].get(name)
         record = find_record(its)
-        if buffer is None or record is None or record.begun is None or has_counted(record):
+        if buffer is None or record is None or record.maker is None or has_counted(record):
             continue
         if are_alike(its, buffer):
             with torch.no_grad():
-                its.copy_(buffer)
+                for held in (its, *record.components):  # also what is sent to the other workers
+                    held.copy_(buffer)
 
 
 def _pairs(one: Any, own: Any, counts: Callable[[Any], bool], outer: tuple[int, ...] = ()) -> Iterator[_Pair]:

@@ -10,12 +10,12 @@ from itertools import zip_longest
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
-from tfstyle_dist.core import element_types, sparse_parts, torch_internals
+from tfstyle_dist.core import element_types, sparse_parts
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.raw_bytes import bytes_of
-from tfstyle_dist.variables.copies import SILENT_STATISTICS
 from tfstyle_dist.variables.record import Living, Placement, Record, raw
 
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 BYTES_PER_MESSAGE = 250 * 1024 * 1024
 _STRUCTURE = "model structure"
 
@@ -91,14 +91,14 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def has_counted(record: Record) -> bool:
-    """Whether it is a buffer that a replica made in its turn and has written to since, such as statistics.
+    """Whether it is one of the statistics of a layer, such as BatchNorm, that a replica made in its turn.
 
-    Those stay its own, and do not begin again with the first replica's.
+    Those stay its own, as those of other layers. All other buffers begin again with the first replica's values: a
+    projection that is drawn, or a code book, must be the same where the parameters around it are trained together.
     """
-    if record.begun is None or (tensor := record.tensor) is None:
+    if record.maker is None or record.module is None or record.local_name not in _STATISTICS:
         return False
-    silent = record.begun < 0 or record.local_name in SILENT_STATISTICS
-    return silent or torch_internals.version_of(tensor) != record.begun
+    return hasattr(record.module(), _STATISTICS[0])
 
 
 def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -117,7 +117,7 @@ def in_messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
 def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
     """Gives all workers the first one's values, in flat broadcasts for each dtype and device; collective.
 
-    What a worker has counted in a step since it made a buffer there stays its own.
+    The statistics of a layer that a worker made in a step stay its own.
 
     Args:
         group: the workers.

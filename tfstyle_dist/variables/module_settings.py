@@ -10,14 +10,17 @@ import argparse
 import types
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
 
 _MOST = 1000
-"""Of entries; more are data."""
+"""Of entries, which are data if they are more, and of numbers that are compared."""
 _DEPTH = 3
 _NUMBERS = frozenset({bool, int, float})
+_NAMES = frozenset({str, int})
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
 
 Place = tuple[int, int | str, str]
@@ -46,18 +49,26 @@ class ModuleSettings:
         found = {
             id(value): (weakref.ref(thing), name)
             for thing, _ in reversed(things)
-            for name, value in thing.__dict__.items()
+            for name, value in list(thing.__dict__.items())
             if _are_settings(value)
         }
         self._holders = list(found.values())
 
     def now(self) -> dict[Place, Any]:
-        """The numbers in them."""
+        """The first numbers in them; of settings that cannot be looked into none."""
+        try:
+            return self._now()
+        except Exception as error:
+            self._holders = []
+            get_logger().debug("Whether a step counts in settings is not looked at: %r", error)
+            return {}
+
+    def _now(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
         for reference, name in self._holders:
             thing = reference()
             if thing is not None and _are_settings(value := thing.__dict__.get(name)):
-                found |= _numbers(value, f"{type(thing).__name__}.{name}", _DEPTH)
+                found |= islice(_numbers(value, f"{type(thing).__name__}.{name}", _DEPTH), _MOST)
         return found
 
 
@@ -70,8 +81,8 @@ def _numbers(settings: Any, called: str, depth: int) -> Iterator[tuple[Place, An
     entries = settings if isinstance(settings, dict) else vars(settings)
     if dict.__len__(entries) > _MOST:
         return
-    for name, value in dict.items(entries):
-        if type(value) in _NUMBERS and isinstance(name, str | int):
-            yield (id(settings), called, str(name)), repr(value)
+    for name, value in list(dict.items(entries)):
+        if type(value) in _NUMBERS and type(name) in _NAMES:
+            yield (id(settings), called, str(name)), repr(value) if type(value) is float else value
         elif depth and _are_settings(value):
             yield from _numbers(value, f"{called}.{name}", depth - 1)

@@ -49,13 +49,11 @@ class Record:
         maker: the local replica in whose turn it came into being; ``None`` in cross-replica context.
         made_as: the number under which the others have made theirs in that run; ``None`` if there is no maker.
         counterparts: what each local replica made in its turn as the same parameter; ``None`` where all have one.
-        begun: of a buffer that has a maker: how often it had been written to when it was adopted.
     """
 
     __slots__ = (
         "__weakref__",
         "aggregation",
-        "begun",
         "changes",
         "components",
         "counterparts",
@@ -92,8 +90,6 @@ class Record:
         self.maker = self.index()
         self.made_as = None if self.maker is None or kind != "parameter" else store.made.number(store.runs, self.maker)
         self.counterparts: tuple[Record, ...] | None = None
-        made = kind == "buffer" and self.maker is not None and not tensor.is_inference()
-        self.begun = torch_internals.version_of(tensor) if made else None
 
     @property
     def leads(self) -> bool:
@@ -108,8 +104,6 @@ class Record:
     def rebind(self, tensor: torch.Tensor) -> None:
         """Stands for another tensor object from now on."""
         self.reference = refer_to(tensor)
-        if self.begun is not None:
-            self.begun = -1  # it has been written to
 
     def index(self) -> int | None:
         """The local replica whose copy the calling thread means; ``None`` in cross-replica context."""

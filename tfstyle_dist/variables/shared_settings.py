@@ -136,9 +136,9 @@ def _say_counted(settings: int | str, name: str, first: int, then: int) -> None:
     warn_once(
         f"setting {settings} {name}",
         f"The setting {name!r} in {settings} was changed by replica {first} and then by replica {then} in one call of "
-        "strategy.run. The replicas of one process share the settings of a program, so what a step makes of the value "
-        "that it finds, as in *= 0.99 or += 1, is done once for each replica, and what it writes there is found by the "
-        "others. Keep such a number in an attribute of the module itself, of which each replica has its own, or change "
+        "strategy.run. The replicas of one process share the settings of a program: what a step makes of the value "
+        "that it finds, as in *= 0.99 or += 1, is done once for each replica, and of values of their own the last one "
+        "stays. Keep such a number in an attribute of the module itself, of which each replica has its own, or change "
         "it after strategy.run(...). See docs/replicas.md.",
     )
 

@@ -128,10 +128,11 @@ def stays(value: Any, depth: int = 2) -> bool:
     """
     if isinstance(value, HOLDERS):
         return is_state(value)
+    most = MOST_LOOKED_AT if depth > 1 else _FEW
     return is_plain(value) and any(
         isinstance(part, HOLDERS) or (depth > 1 and is_plain(part) and stays(part, depth - 1))
         for held in list(value.__dict__.values())
-        for part in (parts_of(held, MOST_LOOKED_AT) if isinstance(held, list | tuple | dict) else (held,))
+        for part in (parts_of(held, most) if isinstance(held, list | tuple | dict) else (held,))
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.integrations.keras.backend import keras, outside_stateless_scope
 from tfstyle_dist.integrations.keras.share import CURRENT, is_seed, seed_state
 from tfstyle_dist.runtime.context import Frame, current_frame, entered
@@ -122,14 +123,20 @@ def assign_on_all(replica: ReplicaContext, variable: Any, value: torch.Tensor) -
     strategy = replica.strategy
     what = f"assigning to a Keras variable {variable.name!r} in a step"  # paths have numbers that differ by worker
 
-    def joint(payloads: list[tuple[torch.Tensor, int]]) -> list[None]:
-        reduced = _reduced(strategy, payloads, what)
+    def joint(payloads: list[tuple[torch.Tensor, int, Any]]) -> list[None]:
+        if any(own is not variable and own.trainable for *_, own in payloads):
+            raise CollectiveMismatchError(
+                f"The replicas of this process assigned to different Keras variables named {variable.name!r} in one "
+                "call. In a step that makes frozen weights trainable and assigns to them, set trainable first, and let "
+                "all replicas assign afterwards, in the same order."
+            )
+        reduced = _reduced(strategy, [(own, count) for own, count, _ in payloads], what)
         if reduced is not None:
             with entered(Frame(strategy)), outside_stateless_scope(), torch.no_grad():
                 variable.assign(reduced.to(variable.value.device, variable.value.dtype))
         return [None] * len(payloads)
 
-    replica.barrier(what, (value, 1 if CURRENT.count is None else CURRENT.count), joint)
+    replica.barrier(what, (value, 1 if CURRENT.count is None else CURRENT.count, variable), joint)
 
 
 def assign_once(replica: ReplicaContext, variable: Any, value: torch.Tensor) -> None:
