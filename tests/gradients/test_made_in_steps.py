@@ -186,6 +186,31 @@ def test_statistics_of_a_layer_that_a_step_makes_stay_each_replicas_own(
         torch.testing.assert_close(own, expected.double())
 
 
+class DrawnOnce(nn.Module):
+    """Makes a layer without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drawn = nn.Parameter(torch.ones(3)), None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.drawn is None:
+            drawn = nn.Module()
+            drawn.register_buffer("projection", torch.full((3,), 1.0 + replica()))
+            self.drawn = drawn
+        return x * self.scale * self.drawn.projection
+
+
+@both_process_models
+def test_buffers_of_a_layer_that_is_made_in_inference_mode(strategy: td.Strategy, process_model: str) -> None:
+    """What is drawn in the first call is the first replica's from the second run on."""
+    model: Any = built(strategy, DrawnOnce)
+    step = torch.inference_mode()(lambda: model(torch.ones(3)))
+    for _ in range(2):
+        strategy.run(step)
+    assert on_all(strategy, lambda: model.drawn.projection.clone()).tolist() == [[1.0] * 3] * 2
+
+
 @pytest.mark.distributed(workers=2)
 def test_two_workers_of_two_replicas_keep_what_a_layer_has_counted() -> None:
     with td.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:

@@ -119,8 +119,8 @@ def _begin_alike(module: torch.nn.Module, own: dict[str, Any]) -> None:
         if buffer is None or record is None or record.maker is None or has_counted(record):
             continue
         if are_alike(its, buffer):
-            with torch.no_grad():
-                for held in (its, *record.components):  # also what is sent to the other workers
+            for held in (its, *record.components):  # also what is sent to the other workers
+                with torch.inference_mode(held.is_inference()), torch.no_grad():
                     held.copy_(buffer)
 
 

@@ -137,7 +137,8 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
                 send(sendable(flat), 0, f"initial values ({dtype})")
                 for tensor, value in zip(some, flat.split([t.numel() for t in some]), strict=True):
                     if id(tensor) not in own:
-                        tensor.copy_(value.view(tensor.shape))
+                        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                            tensor.copy_(value.view(tensor.shape))
         for record in pending:
             if record.kind == "variable":
                 record.fan_out()
