@@ -196,16 +196,18 @@ class DrawnOnce(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         if self.drawn is None:
             drawn = nn.Module()
-            drawn.register_buffer("projection", torch.full((3,), 1.0 + replica()))
+            drawn.register_buffer("projection", x * (1.0 + replica()))
             self.drawn = drawn
         return x * self.scale * self.drawn.projection
 
 
+@pytest.mark.cpu_only("the pretend accelerator does not compute in inference mode")
 @both_process_models
 def test_buffers_of_a_layer_that_is_made_in_inference_mode(strategy: td.Strategy, process_model: str) -> None:
     """What is drawn in the first call is the first replica's from the second run on."""
     model: Any = built(strategy, DrawnOnce)
-    step = torch.inference_mode()(lambda: model(torch.ones(3)))
+    x = torch.ones(3, device=model.scale.device)
+    step = torch.inference_mode()(lambda: model(x))
     for _ in range(2):
         strategy.run(step)
     assert on_all(strategy, lambda: model.drawn.projection.clone()).tolist() == [[1.0] * 3] * 2
