@@ -64,7 +64,8 @@ class LeadingUpdateRunner(UpdateRunner):
     def _refuse_turns_within(self, own: _Update) -> None:
         """A replica that begins while another one is in its step would take the parameters out of the one optimizer.
 
-        After the update, in a hook of the step's end, it may.
+        After the update, in a hook of the step's end, it may; so an optimizer that has one is not refused, wherever the
+        call stands.
         """
         if any(u.is_in_step for u in self._open) and not torch_internals.hooks_of_step(own.optimizer)[1]:
             name = type(own.optimizer).__name__

@@ -17,7 +17,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.copies import ATOMS, PLAIN_TENSORS, is_container
-from tfstyle_dist.variables.first_values import has_counted
+from tfstyle_dist.variables.first_values import is_own_statistic
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.object_content import ObjectContent
 from tfstyle_dist.variables.parameter_marks import are_alike
@@ -116,7 +116,7 @@ def _begin_alike(module: torch.nn.Module, own: dict[str, Any]) -> None:
     for name, buffer in torch_internals.buffers_of(module).items():
         its = own[torch_internals.BUFFERS].get(name)
         record = find_record(its)
-        if buffer is None or record is None or record.maker is None or has_counted(record):
+        if buffer is None or record is None or record.maker is None or is_own_statistic(record):
             continue
         if are_alike(its, buffer):
             for held in (its, *record.components):  # also what is sent to the other workers

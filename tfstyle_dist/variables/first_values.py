@@ -90,7 +90,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tensor.layout}{dimensions}"
 
 
-def has_counted(record: Record) -> bool:
+def is_own_statistic(record: Record) -> bool:
     """Whether it is one of the statistics of a layer, such as BatchNorm, that a replica made in its turn.
 
     Those stay its own, as those of other layers. All other buffers begin again with the first replica's values: a
@@ -128,7 +128,7 @@ def send_first_values(group: WorkerGroup, pending: Sequence[Record]) -> None:
         if sparse_parts.is_sparse(record.components[0]):
             send_sparse(group, record.components[0], f"initial values of {record.local_name!r}")
     by_type = _dense_by_type(with_values)
-    own = {id(record.components[0]) for record in with_values if has_counted(record)}
+    own = {id(record.components[0]) for record in with_values if is_own_statistic(record)}
     with torch.no_grad(), raw():
         for (dtype, _, divided), tensors in by_type.items():
             send = group.broadcast_part if divided else group.broadcast
