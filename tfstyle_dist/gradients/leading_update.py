@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.optimizer_step import TOLD_BY_SCALERS, UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import UPDATE
@@ -62,20 +61,19 @@ class LeadingUpdateRunner(UpdateRunner):
         return around_closure(outside, args, kwargs)
 
     def _refuse_turns_within(self, own: _Update) -> None:
-        """A replica that begins while another one is in its step would take the parameters out of the one optimizer.
+        """A replica that begins while another one updates would take the parameters out of the one optimizer.
 
-        After the update, in a hook of the step's end, it may; so an optimizer that has one is not refused, wherever the
-        call stands.
+        What a replica that does not lead computed from groups without parameters would be wrong in any case.
         """
-        if any(u.is_in_step for u in self._open) and not torch_internals.hooks_of_step(own.optimizer)[1]:
+        if any(update.is_in_step for update in self._open):
             name = type(own.optimizer).__name__
             raise RuntimeError(
                 f"{name}.step() calls all_reduce, all_gather, merge_call or something else that waits for the other "
-                "replicas, such as a gradient that they sum, in a hook of its beginning or in the step itself. Under "
-                "central storage in one process the first replica makes the update for all, so that "
-                f"{name} would have no parameters when it goes on. "
-                "Make that call in the step function, before or after optimizer.step(), or use MirroredStrategy, where "
-                "each replica makes its update."
+                "replicas, such as a gradient that they sum, in a hook of its beginning or end, or in the step itself. "
+                f"Under central storage in one process the first replica makes the update for all, so that {name} has "
+                "no parameters in the others, and would have none in the first one when it goes on. Make that call in "
+                "the step function, before or after optimizer.step(), or use MirroredStrategy, where each replica "
+                "makes its update."
             )
 
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
@@ -116,7 +114,7 @@ class _Update(Frame):
     Attributes:
         optimizer: whose step it is.
         told: what this replica's gradient scaler has told the one optimizer for this step; it takes it back after it.
-        is_in_step: not in a closure that the step has called.
+        is_in_step: in the step or a hook of it, not in a closure that the step has called.
     """
 
     __slots__ = ("_attributes", "_records", "is_in_step", "optimizer", "told")
