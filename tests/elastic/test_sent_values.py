@@ -228,3 +228,9 @@ def test_a_tensor_without_values_is_sent_as_what_it_is() -> None:
     assert (meta.device.type, meta.shape, meta.dtype) == ("meta", (3, 4), torch.int16)
     assert torch.equal(first, values[0])
     assert torch.equal(last, values[2])
+
+
+def test_what_was_sent_can_still_be_resized() -> None:
+    buffer = torch.ones(1)
+    assert sent(Packet({}, [buffer])).tensors[0].tolist() == [1.0]
+    assert buffer.resize_(3).shape == (3,)  # as observers of ranges do with their first batch
