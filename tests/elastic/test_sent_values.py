@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
-from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
 from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
 from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
@@ -234,3 +234,10 @@ def test_what_was_sent_can_still_be_resized() -> None:
     buffer = torch.ones(1)
     assert sent(Packet({}, [buffer])).tensors[0].tolist() == [1.0]
     assert buffer.resize_(3).shape == (3,)  # as observers of ranges do with their first batch
+
+
+def test_an_object_that_one_worker_alone_has(contents: ReplicaContents) -> None:
+    states = ReplicaStates(contents, lambda: ())
+    came = (("a", 29, "state", ["v", 1], "Tree", None), [])
+    with pytest.raises(CollectiveMismatchError, match=r"object 29 is 'Tree' on one worker .*del node\.state"):
+        states.install(1, [came])
