@@ -23,6 +23,8 @@ from tfstyle_dist.variables.copies import is_container
 
 _MOST = 1000
 """Of entries, which are data if they are more, and of numbers that are compared."""
+_MOST_ARRAYS = 16
+"""Whose elements are compared, which takes some microseconds for each whenever the turn passes."""
 _DEPTH = 3
 _NUMBERS = frozenset({bool, int, float})
 _NAMES = frozenset({str, int})
@@ -85,12 +87,14 @@ class ModuleSettings:
         if self._runs & (self._runs - 1):
             return
         found = {
-            id(value): (weakref.ref(thing), name)
+            id(value): (weakref.ref(thing), name, isinstance(value, np.ndarray))
             for thing, _ in reversed(things)
             for name, value in list(thing.__dict__.items())
             if _are_settings(value)
         }
-        self._holders = list(found.values())
+        arrays = [(thing, name) for thing, name, is_array in reversed(found.values()) if is_array]
+        self._holders = [(thing, name) for thing, name, is_array in found.values() if not is_array]
+        self._holders += arrays[:_MOST_ARRAYS]
 
     def now(self) -> dict[Place, Any]:
         """The first numbers in them, elements and positions; of settings that cannot be looked into none."""
