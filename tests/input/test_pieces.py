@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import tfstyle_dist as td
+from tfstyle_dist.input.pieces import copied
 from tfstyle_dist.values import local_results, share_of_arguments
 
 pytestmark = pytest.mark.timeout(90)
@@ -263,6 +265,17 @@ def test_an_object_of_which_there_is_no_empty_one_is_refused_at_the_first_batch(
         with pytest.raises(TypeError, match="a Graphs cannot be split") as caught:
             next(iterator)
     assert "drop_last=True" in caught.value.__notes__[0]
+
+
+def test_a_copy_of_a_sample_is_not_one_of_the_whole_dataset() -> None:
+    table = torch.zeros(1000, 4, requires_grad=True)
+    (row, target), same = copied([(table[3], {"boxes": table[4:6].detach()}), table])
+    assert row.untyped_storage().nbytes() == 4 * 4
+    assert target["boxes"].untyped_storage().nbytes() == 2 * 4 * 4
+    assert same is not table
+    assert same.requires_grad
+    lock = threading.Lock()
+    assert copied([lock])[0] is lock
 
 
 def test_a_dataset_that_leaves_samples_out() -> None:

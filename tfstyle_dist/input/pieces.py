@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.input.examples import lengths, no_empty_one, say_not_counted
 from tfstyle_dist.input.grouping import Lists, Path
 from tfstyle_dist.input.options import AutoShardPolicy
@@ -87,7 +89,7 @@ class PieceCollate:
         if self.lists is None:
             if self.whole or not isinstance(samples, list | tuple):
                 return self.collate(samples)
-            kept, restore = _copied(samples), _random_numbers()  # collate functions write to samples
+            kept, restore = copied(samples), _random_numbers()  # collate functions write to samples
             batch = self.collate(samples)
             if self._can_be_cut(batch, kept):
                 return batch
@@ -114,7 +116,7 @@ class PieceCollate:
         """A batch of another number of samples; ``None`` where the function does not take so many."""
         with random_numbers_of(0):
             try:
-                return self.collate(list(_copied(samples)))
+                return self.collate(list(copied(samples)))
             except Exception:
                 return None
 
@@ -212,10 +214,25 @@ def _examples_of(batch: Any) -> int | None:
         return None
 
 
-def _copied(samples: Sequence[Any]) -> Sequence[Any]:
+class _Clones(TorchFunctionMode):
+    """Inside, a deep copy of a tensor has memory for itself alone, not for all that the tensor is a view of."""
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def copied(samples: Sequence[Any]) -> Sequence[Any]:
+    """Samples to which a collate function may write; what cannot be copied, such as open files, as it is."""
     try:
-        return copy.deepcopy(samples)
-    except Exception:  # of what cannot be copied, such as open files
+        with _Clones():
+            return copy.deepcopy(samples)
+    except Exception:
         return samples
 
 
