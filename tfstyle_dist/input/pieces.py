@@ -123,7 +123,14 @@ class PieceCollate:
     def _cut(self, samples: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         shares = [samples[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        return [self.collate(list(share)) if share else None for share in shares]
+        try:
+            return [self.collate(list(share)) if share else None for share in shares]
+        except Exception as error:
+            error.add_note(
+                f"collate_fn was called for the {len(samples)} samples in shares of {list(sizes)}, one of each replica, "
+                "because what it makes of all of them cannot be cut. Let it take any number of samples."
+            )
+            raise
 
     def samples_of(self, batch: Any) -> int | None:
         """The samples of what this gave, perhaps in another process; ``None``: a batch that is cut."""
