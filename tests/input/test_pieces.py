@@ -10,10 +10,10 @@ import pytest
 import torch
 from lockstep import make, run_workers
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 
 import tfstyle_dist as td
-from tfstyle_dist.input.pieces import copied
+from tfstyle_dist.input.pieces import PieceCollate, copied
 from tfstyle_dist.values import local_results, share_of_arguments
 
 pytestmark = pytest.mark.timeout(90)
@@ -165,6 +165,19 @@ def test_lists_are_values_of_the_replicas(channels: int, collate: Any) -> None:
     assert [len(part) for part in (spec["images"] if isinstance(spec, dict) else spec).values] == [2, 2]
 
 
+def test_a_position_inside_of_an_epoch() -> None:
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        first, second = (
+            strategy.experimental_distribute_dataset(DataLoader(Detection(), collate_fn=lists, **shuffled()))
+            for _ in range(2)
+        )
+        whole = [plain(strategy.experimental_local_results(batch)) for batch in first]
+        iterator, again = iter(second), iter(first)
+        next(iterator)
+        again.load_state_dict(iterator.state_dict())
+        assert [plain(strategy.experimental_local_results(batch)) for batch in again] == whole[1:]
+
+
 def test_no_sample_is_read_twice_and_no_random_number_drawn_more() -> None:
     def noisy(samples: list[Any]) -> Any:
         return lists([(image + random.random(), target) for image, target in samples])
@@ -291,12 +304,33 @@ def test_a_copy_of_a_sample_is_not_one_of_the_whole_dataset() -> None:
     assert copied([lock])[0] is lock
 
 
-def test_a_dataset_that_leaves_samples_out() -> None:
-    class Some(Detection):
-        def __getitems__(self, indices: list[int]) -> list[Pair]:
-            return [self[i] for i in indices if i != 2]
+def test_a_dataset_that_gives_fields_for_several_indices() -> None:
+    """As Keras' does; a list of two fields is none of two samples."""
+
+    class Fields(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return [torch.tensor(indices), -torch.tensor(indices)]
+
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("it reads several at once")
 
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        iterator = iter(strategy.experimental_distribute_dataset(DataLoader(Some(), batch_size=4, collate_fn=lists)))
-        with pytest.raises(ValueError, match="gave 3 samples for 4 indices"):
-            next(iterator)
+        loader = DataLoader(Fields(), batch_size=2, collate_fn=tuple)
+        found = [plain(list(x.values)) for x, _ in strategy.experimental_distribute_dataset(loader)]
+    assert found == [[[0], [1]], [[2], [3]], [[4], []]]
+
+
+def test_a_part_of_a_dataset_gives_samples() -> None:
+    loader = DataLoader(Subset(Subset(Detection(), range(1, 11)), range(8)), batch_size=4, collate_fn=lists)
+    found = steps_of((1, 2), lambda: loader, 1)
+    assert [[part[1][0]["id"] for part in step] for step in found] == [[1, 3], [5, 7]]
+
+
+def test_samples_that_are_left_out() -> None:
+    collate = PieceCollate(lists, lambda count: (count - 1, 1))
+    given = collate([Detection()[i] for i in range(3)])
+    with pytest.raises(ValueError, match="gave 3 samples for 4 indices"):
+        collate.parts_of(given, [2, 2], lambda: False)

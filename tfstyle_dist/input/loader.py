@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tfstyle_dist.input.examples import empty_of, lengths, list_error, say_not_counted
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.pieces import PieceCollate, ShareOf
+from tfstyle_dist.input.pieces import PieceCollate, ShareOf, gives_samples
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, random_numbers_of
 from tfstyle_dist.input.seeds import LoaderSeeds, on_the_cpu
@@ -90,7 +90,7 @@ class SamplerPipeline(Pipeline):
         self._dataset, self._collate = faster(dataset, collate)
         self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
         self.by_pieces: PieceCollate | None = None
-        if layout.replicas > 1 and not self._is_plain:
+        if layout.replicas > 1 and not self._is_plain and gives_samples(dataset):
             self.by_pieces = PieceCollate(self._collate, ShareOf(batch_size, layout, policy))
         self._loader: tuple[DataLoader[Any], LoaderSeeds | None] | None = None
         self._reader: weakref.ref[_Reader] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import Subset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.untraced import untraced
@@ -54,6 +55,14 @@ def _sizes_of(share: ShareOf, samples: int) -> tuple[int, ...] | None:
     ]
     found = {sizes for sizes in steps if sum(sizes) == samples}
     return found.pop() if len(found) == 1 else None
+
+
+def gives_samples(dataset: Any) -> bool:
+    """Whether what is read of a dataset for several indices is known to be a list of samples, not of their fields."""
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    several = getattr(dataset, "__getitems__", None)
+    return several is None or type(dataset).__module__ == "datasets.arrow_dataset"
 
 
 class PieceCollate:
@@ -127,7 +136,7 @@ class PieceCollate:
             return [self.collate(list(share)) if share else None for share in shares]
         except Exception as error:
             error.add_note(
-                f"collate_fn was called for the {len(samples)} samples in shares of {list(sizes)}, one of each replica, "
+                f"collate_fn was called for the {len(samples)} samples in shares of {list(sizes)}, by replica, "
                 "because what it makes of all of them cannot be cut. Let it take any number of samples."
             )
             raise

@@ -26,7 +26,7 @@ from tfstyle_dist.input.checks import (
 from tfstyle_dist.input.files import ListsFiles
 from tfstyle_dist.input.loader import SamplerPipeline
 from tfstyle_dist.input.options import AutoShardPolicy, check_policy
-from tfstyle_dist.input.pieces import PieceCollate, ShareOf
+from tfstyle_dist.input.pieces import PieceCollate, ShareOf, gives_samples
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
@@ -259,7 +259,8 @@ def _collates_samples(loader: DataLoader[Any], policy: AutoShardPolicy) -> bool:
     """Whether a DataLoader can be made again with a collate function that makes each replica's batch."""
     torchs = own_reading(type(loader)) == "" and not type(loader).__module__.startswith("torchdata.")
     batched = loader.batch_size is not None or (loader.batch_sampler is not None and policy is AutoShardPolicy.DATA)
-    return torchs and batched and not hasattr(loader, "set_epoch") and loader.collate_fn is not default_collate
+    torchs = torchs and not hasattr(loader, "set_epoch")
+    return torchs and batched and loader.collate_fn is not default_collate and gives_samples(loader.dataset)
 
 
 def _samples_of(batch_sampler: Any) -> int | None:
