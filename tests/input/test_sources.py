@@ -193,7 +193,7 @@ def test_a_rebuilt_loader_keeps_what_the_user_set(two: td.Strategy) -> None:
         "pin_memory",
     )
     assert {n: getattr(ours._loader[0], n) for n in names} == {n: getattr(loader, n) for n in names}
-    assert ours._loader[0].collate_fn.collate is _collate
+    assert ours._loader[0].collate_fn.collate.collate is _collate
     first, second = iter(distributed), iter(distributed)  # persistent processes serve one iterator only
     taken = [next(first), next(second), next(first), next(second)]
     assert [b.values[0].tolist() for b in taken] == [[0, 1], [0, 1], [4], [4]]

@@ -12,6 +12,7 @@ from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.input.agreement import check_same
 from tfstyle_dist.input.checks import not_of_a_loader, refuse, refuse_scalars
+from tfstyle_dist.input.grouping import group
 from tfstyle_dist.input.iterator import DistributedIterator
 from tfstyle_dist.input.options import AutoShardPolicy, InputContext, InputOptions
 from tfstyle_dist.input.pipeline import DealtPipeline, Pipeline, Step
@@ -20,7 +21,7 @@ from tfstyle_dist.input.report import ShardReport, WorkerShare
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sharding import Layout
 from tfstyle_dist.input.sources import make_plan
-from tfstyle_dist.input.split import group, spec_of
+from tfstyle_dist.input.split import spec_of
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 
@@ -123,7 +124,7 @@ class DistributedDataset:
                 raise ValueError(
                     "This dataset gave no batch at all, so it has no element_spec; give one with at least one batch."
                 )
-            self._spec = group([spec_of(part) for part in step.parts])
+            self._spec = group([spec_of(part) for part in step.parts], step.lists)
         return self._spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

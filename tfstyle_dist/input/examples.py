@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,18 @@ def empty_of(read: Callable[[int], Any], plain: bool) -> Any:
         IndexError, TypeError, InvalidArgumentError: see ``split.leading_size``.
     """
     one = read(1)
-    try:
+    with no_empty_one():
         if plain or 1 not in lengths(one):
             leading_size(one)
             return slice_batch(one, range(0))
         return _without_examples(one, read(2))
+
+
+@contextlib.contextmanager
+def no_empty_one() -> Iterator[None]:
+    """Adds to an error inside why an empty batch is made, and how none is needed."""
+    try:
+        yield
     except (IndexError, TypeError) as error:
         error.add_note(
             "A batch of this epoch leaves a replica without examples, and no empty one can be made of what collate_fn "
@@ -38,7 +46,10 @@ def empty_of(read: Callable[[int], Any], plain: bool) -> Any:
 
 
 def _without_examples(one: Any, two: Any) -> Any:
-    """``one`` with nothing in it; a list that is longer in ``two`` holds an entry for each sample."""
+    """``one`` with nothing in it; a list that is longer in ``two`` holds an entry for each sample.
+
+    A tuple of samples becomes a list, because nothing can be noted of an empty tuple: there is but one.
+    """
     kind = type(one)
     if is_text_list(one) or not isinstance(one, dict | list | tuple):
         leading_size(one)
@@ -46,7 +57,7 @@ def _without_examples(one: Any, two: Any) -> Any:
     if isinstance(one, dict):
         return kind({key: _without_examples(value, two[key]) for key, value in one.items()})
     if len(one) != len(two):
-        return kind()
+        return []
     entries = [_without_examples(*pair) for pair in zip(one, two, strict=True)]
     return kind(*entries) if hasattr(one, "_fields") else kind(entries)
 

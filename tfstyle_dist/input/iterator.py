@@ -11,11 +11,12 @@ from tfstyle_dist.core.errors import OutOfRangeError
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.core.tracing import region
 from tfstyle_dist.input.agreement import any_has_more
+from tfstyle_dist.input.grouping import group
 from tfstyle_dist.input.optional import Optional
 from tfstyle_dist.input.pipeline import Step
 from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.sharding import Position
-from tfstyle_dist.input.split import empty_like, fresh, group
+from tfstyle_dist.input.split import empty_like, fresh
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
 from tfstyle_dist.values import Share, any_noted, note_batch
 
@@ -69,7 +70,7 @@ class DistributedIterator:
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
-                batch = None if step is None else group(step.parts)
+                batch = None if step is None else group(step.parts, step.lists)
         except Exception as error:
             self._raised = f"{type(error).__name__} was raised in it"
             self._fail(error)

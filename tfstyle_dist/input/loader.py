@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from tfstyle_dist.input.examples import empty_of, lengths, list_error, say_not_counted
 from tfstyle_dist.input.inline import InlineCollate
 from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.pieces import PieceCollate, ShareOf, gives_samples
 from tfstyle_dist.input.pipeline import Pipeline, Step, cut, stopping
 from tfstyle_dist.input.sampler import EpochOrder, ShareSampler, ShuffledOrder, random_numbers_of
 from tfstyle_dist.input.seeds import LoaderSeeds, on_the_cpu
@@ -88,6 +89,9 @@ class SamplerPipeline(Pipeline):
         collate = self._options.pop("collate_fn", None) or default_collate
         self._dataset, self._collate = faster(dataset, collate)
         self.sampler = ShareSampler(order, batch_size, drop_remainder, layout, policy)
+        self.by_pieces: PieceCollate | None = None
+        if layout.replicas > 1 and not self._is_plain and gives_samples(dataset):
+            self.by_pieces = PieceCollate(self._collate, ShareOf(batch_size, layout, policy))
         self._loader: tuple[DataLoader[Any], LoaderSeeds | None] | None = None
         self._reader: weakref.ref[_Reader] | None = None
         self._template: Any = None
@@ -124,9 +128,9 @@ class SamplerPipeline(Pipeline):
             self._reader = weakref.ref(reader)
         return reader
 
-    def read(self, share: list[Any]) -> Any:
-        """The batch of the samples at ``share``, read by this process."""
-        return self._collate((getattr(self._dataset, "__getitems__", None) or self._fetch)(share))
+    def read(self, share: list[Any], collate: Callable[[list[Any]], Any] | None = None) -> Any:
+        """The batch of the samples at ``share``, read by this process; ``collate`` other than the user's makes it."""
+        return (collate or self._collate)((getattr(self._dataset, "__getitems__", None) or self._fetch)(share))
 
     def _fetch(self, indices: list[Any]) -> list[Any]:
         dataset = self._dataset
@@ -151,10 +155,11 @@ class SamplerPipeline(Pipeline):
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
             generator = torch.Generator().manual_seed(self.sampler.order.seed)
         seeds = LoaderSeeds(generator, self.layout.worker) if self.layout.workers > 1 else None
+        collate = self.by_pieces or self._collate
         loader: DataLoader[Any] = DataLoader(
             self._dataset,
             batch_sampler=self.sampler,
-            collate_fn=InlineCollate(self._collate) if options.get("num_workers") else self._collate,
+            collate_fn=InlineCollate(collate) if options.get("num_workers") else collate,
             generator=generator if seeds is None else seeds.generator,
             **options,
         )
@@ -162,6 +167,8 @@ class SamplerPipeline(Pipeline):
 
     def empty(self) -> Any:
         """An empty batch, made from the first sample of the dataset the first time it is needed."""
+        if self.by_pieces is not None and self.by_pieces.empty is not None:
+            return self.by_pieces.empty
         if self._template is None:
             self._template = fresh(empty_of(self._some, self._is_plain))
         return self._template
@@ -235,13 +242,18 @@ class _Reader:
                 self._batches = iter(())
             raise StopIteration
         (pieces, division), after = entry
-        return Step(self._parts(pieces), after, None, [len(piece) for piece in pieces], division)
+        by_pieces, parts = self._pipeline.by_pieces, self._parts(pieces)
+        lists = None if by_pieces is None else by_pieces.lists
+        return Step(parts, after, None, [len(piece) for piece in pieces], division, lists)
 
     def _parts(self, pieces: Pieces) -> list[Any]:
         size = len(pieces[0]) if len(pieces) == 1 else sum(len(p) for p in pieces)
         if size == 0:
             return [fresh(self._pipeline.empty()) for _ in pieces]
-        batch = self._pipeline.read(self._share_of(pieces)) if self._batches is None else self._loaded(self._batches)
+        batch = self._read(pieces) if self._batches is None else self._loaded(self._batches)
+        by_pieces = self._pipeline.by_pieces
+        if by_pieces is not None and by_pieces.samples_of(batch) is not None:
+            return by_pieces.parts_of(batch, [len(piece) for piece in pieces], self._pipeline.sampler.leaves_out)
         self._pipeline.check(batch, size, len(pieces))
         if len(pieces) == 1:
             return [batch]
@@ -251,9 +263,14 @@ class _Reader:
                 f"collate_fn returned {found} examples for {size} samples, so the batch cannot be split over "
                 f"{len(pieces)} replicas. Return one example for each sample, or start one process for each replica."
             )
+        if by_pieces is not None and size > 1:
+            by_pieces.whole = True
         # The share is contiguous in memory, also where its pieces are not neighbours in the global batch.
         ends = [sum(len(p) for p in pieces[: i + 1]) for i in range(len(pieces))]
         return cut(batch, tuple(range(end - len(p), end) for p, end in zip(pieces, ends, strict=True)))
+
+    def _read(self, pieces: Pieces) -> Any:
+        return self._pipeline.read(self._share_of(pieces), self._pipeline.by_pieces)
 
     def _loaded(self, batches: Iterator[Any]) -> Any:
         try:

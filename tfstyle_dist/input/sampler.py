@@ -214,10 +214,10 @@ class ShareSampler(Sampler[list[Any]]):
         return int(index) if isinstance(index, torch.Tensor) else index
 
     def leaves_out(self) -> bool:
-        """Whether the smaller last batch of the chosen epoch has no sample for this worker."""
+        """Whether the smaller last batch of the chosen epoch has no sample for a replica of this worker."""
         rest = 0 if self.drop_remainder else len(self._indices) % self.batch_size
         steps = steps_of_batch(rest, self.batch_size, self.layout, self.policy) if rest else []
-        return any(not any(step.pieces) for step in steps)
+        return any(not all(step.pieces) for step in steps)
 
     def plan(self) -> Iterator[tuple[Cut, Position]]:
         """The steps of the chosen epoch.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.input import layouts
-from tfstyle_dist.values import PerReplica
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
             return _made_like(value, {k: map_leaves(fn, v) for k, v in value.items()})
         return fn(value)
 
-    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=_is_leaf)
+    return torch_internals.pytree.tree_map(leaf, batch, is_leaf=is_leaf)
 
 
 def leaves_of(batch: Any) -> list[Any]:
     """The leaves of ``batch`` that ``map_leaves`` would give to its function."""
     found: list[Any] = []
-    for leaf in torch_internals.pytree.tree_leaves(batch, is_leaf=_is_leaf):
+    for leaf in torch_internals.pytree.tree_leaves(batch, is_leaf=is_leaf):
         if isinstance(leaf, Mapping):
             found += [inner for value in leaf.values() for inner in leaves_of(value)]
         elif leaf is not None:
@@ -79,7 +78,8 @@ def _made_like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     return made if same else entries  # its class is made from something else
 
 
-def _is_leaf(value: Any) -> bool:
+def is_leaf(value: Any) -> bool:
+    """Whether ``value`` is no nest although it is a list or a tuple."""
     return isinstance(value, PackedSequence) or is_text_list(value)
 
 
@@ -180,65 +180,6 @@ def is_scalar(batch: Any) -> bool:
     return any(isinstance(leaf, scalars) or getattr(leaf, "ndim", 1) == 0 for leaf in leaves_of(batch))
 
 
-def group(parts: Sequence[Any]) -> Any:
-    """One nest of the replicas' batches: a ``PerReplica`` for each leaf; a single part as it is.
-
-    Raises:
-        InvalidArgumentError: the batches are nests of different structures.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    if all(p is None for p in parts):
-        return None
-    if any(_is_leaf(p) for p in parts):
-        return PerReplica(parts)
-    if any(isinstance(p, _CONTAINERS) for p in parts):
-        _check_alike(parts)
-    if isinstance(first, dict):
-        entries: Any = {k: group([p[k] for p in parts]) for k in first}
-        if type(first) is OrderedDict:
-            return OrderedDict(entries)
-        if type(first) is defaultdict:
-            return defaultdict(first.default_factory, entries)
-        return entries if type(first) is dict else PerReplica(parts)
-    if isinstance(first, list | tuple):
-        grouped = [group(column) for column in zip(*parts, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*grouped)  # a namedtuple
-        return type(first)(grouped)
-    return PerReplica(parts)
-
-
-_CONTAINERS = (dict, list, tuple)
-
-
-def _check_alike(parts: Sequence[Any]) -> None:
-    first = parts[0]
-    number = next((n for n, part in enumerate(parts) if not _like(first, part)), None)
-    if number is not None:
-        raise InvalidArgumentError(
-            f"The batches of one step have different structures: replica 0 got {_in_words(first)}, replica {number} "
-            f"got {_in_words(parts[number])}. Make all batches the same nest of tuples, lists and dicts. Where lists "
-            "hold an entry for each sample, make them equally long (drop_last=True), or tensors with a row for each."
-        )
-
-
-def _like(first: Any, part: Any) -> bool:
-    if isinstance(first, dict):
-        return isinstance(part, dict) and part.keys() == first.keys()
-    if isinstance(first, list | tuple):
-        return isinstance(part, list | tuple) and len(part) == len(first)
-    return not isinstance(part, _CONTAINERS)
-
-
-def _in_words(part: Any) -> str:
-    kind = type(part).__name__
-    if isinstance(part, dict):
-        return f"a {kind} with the keys {list(part)}"
-    return f"a {kind} of {len(part)}" if isinstance(part, list | tuple) else f"a {kind}"
-
-
 def spec_of(batch: Any) -> Any:
     """A nest of ``TensorSpec`` like ``batch``, the first dimension left open."""
 
@@ -271,9 +212,9 @@ def describe(batch: Any) -> Any:
         return ["texts"]
     if isinstance(batch, Mapping):
         return ["dict", [[k, describe(v)] for k, v in batch.items()]]
-    if hasattr(batch, "_fields") and not _is_leaf(batch):
+    if hasattr(batch, "_fields") and not is_leaf(batch):
         return ["named", [describe(v) for v in batch], type(batch).__name__, list(batch._fields)]
-    if isinstance(batch, list | tuple) and not _is_leaf(batch):
+    if isinstance(batch, list | tuple) and not is_leaf(batch):
         return ["tuple" if isinstance(batch, tuple) else "list", [describe(v) for v in batch]]
     raise TypeError(f"The structure of a batch with a {type(batch).__name__} cannot be told to another worker.")
 

@@ -25,7 +25,7 @@ from tfstyle_dist.runtime.executor import ReplicaExecutor
 from tfstyle_dist.runtime.turns import TurnRun
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.running import replica_function
-from tfstyle_dist.values import note_result, select_arguments, select_replica, share_of_arguments
+from tfstyle_dist.values import note_result, share_of_arguments
 
 
 class ElasticGroup(SingleGroup):
@@ -154,8 +154,7 @@ class ElasticSteps:
     def _note_shares(self, results: list[Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
         """Notes what is noted of results where they are computed, for those that came from other workers."""
         for replica in set(range(len(results))) - set(self.job.held):
-            given = (*select_arguments(replica, arguments), *select_replica(replica, keywords).values())
-            share = share_of_arguments(given)
+            share = share_of_arguments((*arguments, *keywords.values()), replica)
             if share is not None and share.some_empty:
                 for leaf in nest.leaves(results[replica]):
                     note_result(leaf, share)

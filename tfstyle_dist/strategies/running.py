@@ -129,7 +129,7 @@ def _run_replicas(
 
 def _run_alone(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     arguments, keywords = select_arguments(0, args), select_replica(0, kwargs) if kwargs else {}
-    share = share_of_arguments((*arguments, *keywords.values()))
+    share = share_of_arguments((*args, *kwargs.values()))
     context = ReplicaContext(strategy, strategy.worker.group.rank, share=share)
     devices = strategy.worker.devices
     try:
@@ -156,7 +156,7 @@ def replica_function(
 
     def call(run: ReplicaRun) -> Any:
         arguments, keywords = select_arguments(replica, args), select_replica(replica, kwargs) if kwargs else {}
-        share = share_of_arguments((*arguments, *keywords.values()))
+        share = share_of_arguments((*args, *kwargs.values()), replica)
         number = strategy.worker.replica_id(replica)
         context = ReplicaContext(strategy, number, local_replica_id=replica, run=run, share=share)
         clock = strategy.worker.clocks[replica]

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.values.distributed_values import DistributedValues
+from tfstyle_dist.values.distributed_values import DistributedValues, PerReplica
 
 
 class Division(NamedTuple):
@@ -141,11 +141,14 @@ def note_batch(part: Any, share: Share) -> None:
         )
 
 
-def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
+def share_of_arguments(arguments: Iterable[Any], replica: int | None = None) -> Share | None:
     """The share that one replica works on: that of the batch among its arguments.
 
     Args:
-        arguments: of the step function; lists, tuples, mappings and distributed values are looked into.
+        arguments: of the step function, as they were given to ``run``: where they are unpacked for a replica, lists are
+            made anew, and it is not known of another list that it is part of a batch. Lists, tuples, mappings and
+            distributed values are looked into.
+        replica: local number of the one whose values are looked at; default: all.
 
     Returns:
         ``None`` where all weigh the same: no batch of a distributed dataset, one of equal shares or of shares of
@@ -154,7 +157,7 @@ def share_of_arguments(arguments: Iterable[Any]) -> Share | None:
     if not _batches:
         return None
     found: list[Share] = []
-    _collect(arguments, found)
+    _collect(arguments, found, replica)
     return common_share(found, "One call of strategy.run was given batches")
 
 
@@ -188,17 +191,18 @@ def has_unequal_shares(values: Iterable[Any]) -> bool:
     return any(share.division is None or not share.division.even for share in found)
 
 
-def _collect(values: Iterable[Any], found: list[Share]) -> None:
+def _collect(values: Iterable[Any], found: list[Share], replica: int | None = None) -> None:
     for value in values:
         share = _batches.get(value)
         if share is not None:
             found.append(share)
         elif isinstance(value, DistributedValues) and not isinstance(value, torch.Tensor):
-            _collect(value.values, found)
+            whole = replica is None or not isinstance(value, PerReplica)
+            _collect(value.values if whole else value.values[replica:][:1], found, replica)
         elif isinstance(value, Mapping):
-            _collect(value.values(), found)
+            _collect(value.values(), found, replica)
         elif isinstance(value, list | tuple):
-            _collect(value, found)
+            _collect(value, found, replica)
 
 
 def note_result(leaf: Any, share: Share) -> None:

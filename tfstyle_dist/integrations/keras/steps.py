@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 
 from tfstyle_dist.core.enums import ReduceOp
+from tfstyle_dist.input.grouping import group
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
-from tfstyle_dist.input.split import group, leading_size, map_leaves, slice_batch
+from tfstyle_dist.input.split import leading_size, map_leaves, slice_batch
 from tfstyle_dist.integrations.keras import metric_state
 from tfstyle_dist.integrations.keras.assigned import StepScope, assign_on_all
 from tfstyle_dist.integrations.keras.backend import every_variable, keras, process_seeds, seeds_of
