@@ -280,13 +280,14 @@ def test_an_object_of_which_there_is_no_empty_one_is_refused_at_the_first_batch(
     assert "drop_last=True" in caught.value.__notes__[0]
 
 
+def lists_of_four(samples: list[Pair]) -> Any:
+    assert len(samples) == 4
+    return lists(samples)
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_collate_function_that_takes_whole_batches_alone(processes: int) -> None:
-    def whole(samples: list[Pair]) -> Any:
-        assert len(samples) == 4
-        return lists(samples)
-
-    loader = DataLoader(Detection(), batch_size=4, collate_fn=whole, num_workers=processes)
+    loader = DataLoader(Detection(), batch_size=4, collate_fn=lists_of_four, num_workers=processes)
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, pytest.raises(AssertionError) as caught:
         next(iter(strategy.experimental_distribute_dataset(loader)))
     told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
