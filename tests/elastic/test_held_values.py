@@ -236,3 +236,47 @@ def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(caplog: pytest.LogCap
         strategy.run(step)
     assert hidden.item() == 2, "once for each replica of this worker"
     assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1
+
+
+class Normed(torch.nn.Module):
+    """As torch's older ``spectral_norm``: before the first pass ``weight`` is another view of the parameter's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_orig = torch.nn.Parameter(torch.ones(2, 2))
+        self.weight = self.weight_orig.data
+        self.register_buffer("now", torch.zeros(2))
+        self.before = self.now
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.weight_orig / self.weight_orig.norm()
+        self.before, self.now = self.now, self.now + 1
+        return x @ self.weight
+
+
+def test_what_shares_memory_with_a_parameter_until_the_first_step_is_taken_apart_from_it() -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Normed()
+        strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+        whole = WholeState(strategy.parameter_store)
+        there, tensors, _ = whole.describe()
+        model.weight, model.before = model.weight_orig.data, model.now  # a worker that came back has made no step
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert model.weight_orig.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert model.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+        assert (model.before.tolist(), model.now.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_what_shares_memory_on_the_others_goes_on_sharing_it() -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Normed()
+        strategy.run(lambda: model.weight_orig.sum().backward())
+        whole = WholeState(strategy.parameter_store)
+        there, tensors, _ = whole.describe()
+        here = model.weight
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert model.weight is here
+        here.fill_(3.0)
+        assert model.weight_orig.tolist() == [[3.0, 3.0], [3.0, 3.0]]
