@@ -239,7 +239,7 @@ def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(caplog: pytest.LogCap
 
 
 class Normed(torch.nn.Module):
-    """As torch's older ``spectral_norm``: before the first pass ``weight`` is another view of the parameter's memory."""
+    """As torch's older ``spectral_norm``: before the first pass ``weight`` has the memory of the parameter."""
 
     def __init__(self) -> None:
         super().__init__()
