@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tfstyle_dist.core.raw_bytes import bytes_of
+from tfstyle_dist.core.raw_bytes import bytes_of, view_of
 from tfstyle_dist.input.inline import Inline
 from tfstyle_dist.parameter_server.protocol import pickling
 from tfstyle_dist.parameter_server.protocol.operations import tensor_bytes
@@ -48,3 +48,18 @@ def test_what_is_sent_is_what_comes(value: torch.Tensor) -> None:
     if value.numel():
         rebuild, arguments = Inline(value).__reduce__()
         assert torch.equal(rebuild(*arguments), plain)
+
+
+@pytest.mark.parametrize(
+    "value", [v for v in VALUES.values() if v.numel()], ids=[n for n, v in VALUES.items() if v.numel()]
+)
+def test_what_was_viewed_can_still_be_resized(value: torch.Tensor) -> None:
+    own = value.clone()
+    assert bytes(view_of(own)) == bytes(bytes_of(own).tolist())
+    assert own.untyped_storage().resizable()
+
+
+def test_a_view_keeps_the_memory() -> None:
+    view = view_of(torch.full((1000,), 7, dtype=torch.uint8))
+    torch.zeros(1000, dtype=torch.uint8)
+    assert bytes(view) == b"\x07" * 1000

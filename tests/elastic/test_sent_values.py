@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tfstyle_dist as tfd
-from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.core.errors import CollectiveMismatchError, InvalidArgumentError
 from tfstyle_dist.elastic.packets import PREFIX, Packet, decode, encode, lengths
 from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
@@ -228,3 +228,16 @@ def test_a_tensor_without_values_is_sent_as_what_it_is() -> None:
     assert (meta.device.type, meta.shape, meta.dtype) == ("meta", (3, 4), torch.int16)
     assert torch.equal(first, values[0])
     assert torch.equal(last, values[2])
+
+
+def test_what_was_sent_can_still_be_resized() -> None:
+    buffer = torch.ones(1)
+    assert sent(Packet({}, [buffer])).tensors[0].tolist() == [1.0]
+    assert buffer.resize_(3).shape == (3,)  # as observers of ranges do with their first batch
+
+
+def test_an_object_that_one_worker_alone_has(contents: ReplicaContents) -> None:
+    states = ReplicaStates(contents, lambda: ())
+    came = (("a", 29, "state", ["v", 1], "Tree", None), [])
+    with pytest.raises(CollectiveMismatchError, match=r"object 29 is 'Tree' on one worker .*del node\.state"):
+        states.install(1, [came])

@@ -150,3 +150,25 @@ def test_a_model_that_was_used_keeps_its_type(cluster: Any) -> None:
     c.coordinator.join(timeout=30)
     with pytest.raises(TypeError, match="Convert the module in the scope in which it is built"):
         model.double()
+
+
+def test_a_function_that_makes_a_buffer_larger_is_refused(cluster: Any) -> None:
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.largest.resize_(x.shape[1:])
+            return self.largest.copy_(x.amax(0)).clone()
+
+    c = cluster(workers=1, ps=1)
+    with c.strategy.scope():
+        model = Observer()
+    c.coordinator.schedule(lambda: model(torch.ones(2, 3)))
+    with pytest.raises(
+        RuntimeError, match=r"gave the buffer 'largest' the shape \(3,\).* it has \(1,\), and keeps that"
+    ):
+        c.coordinator.join(timeout=30)
+    c.coordinator.schedule(lambda: model(torch.full((2, 1), 5.0))).fetch()
+    assert model.largest.tolist() == [5.0]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import logging
 import re
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,12 +77,21 @@ def anneal_within(settings: Any) -> None:
     settings.loss.tau *= 0.5
 
 
+def use(array: Any) -> None:
+    array[1] += 1
+
+
 COUNTING = [
     (lambda: argparse.Namespace(tau=1.0), anneal, "'tau' in Model.settings "),
     (lambda: types.SimpleNamespace(tau=1.0), anneal, "'tau' in Model.settings "),
     (lambda: Attributes(tau=1.0), anneal, "'tau' in Model.settings "),
     (lambda: collections.Counter(calls=1), count, "'calls' in Model.settings "),
     (lambda: argparse.Namespace(loss=Attributes(tau=1.0)), anneal_within, r"'tau' in Model.settings\.loss "),
+    (lambda: np.zeros(3), use, "numpy array attribute 'settings' of Model .*register_buffer"),
+    (lambda: np.array([np.nan, 0.0]), use, "numpy array attribute 'settings' of Model "),
+    (lambda: itertools.count(), next, "iterator attribute 'settings' of Model .*self.calls"),
+    (lambda: iter([0.1] * 20), next, "iterator attribute 'settings' of Model "),
+    (lambda: iter(range(20)), next, "iterator attribute 'settings' of Model "),
 ]
 
 
@@ -143,6 +154,22 @@ def test_settings_that_each_replica_makes_for_itself(caplog: pytest.LogCaptureFi
             model = OfItsOwn(argparse.Namespace(number=7), leave_alone)
         for _ in range(3):
             strategy.run(lambda: model(torch.ones(1, 2)).backward())
+    assert SAID not in caplog.text
+
+
+def write_its_own(array: Any) -> None:
+    context = td.get_replica_context()
+    assert context is not None
+    array[context.replica_id_in_sync_group] += 1
+
+
+def write_the_same(array: Any) -> None:
+    array[:] = 5
+
+
+@pytest.mark.parametrize("change", [write_its_own, write_the_same, leave_alone])
+def test_arrays_in_which_no_element_advances_twice(change: Callable[[Any], None], caplog: Any) -> None:
+    trained(two_replicas(), np.array([0.0, 0.0, np.nan]), change)
     assert SAID not in caplog.text
 
 

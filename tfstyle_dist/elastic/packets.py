@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.core import element_types
 from tfstyle_dist.core.errors import DataLossError
-from tfstyle_dist.core.raw_bytes import bytes_of
+from tfstyle_dist.core.raw_bytes import view_of
 from tfstyle_dist.elastic.messages import Decision, Epoch, Freeze, Message, Met, Outside, Report, Vote
 
 PREFIX = struct.Struct("<4sIQ")
@@ -55,7 +55,7 @@ def encode(packet: Packet) -> list[memoryview]:
     """The bytes of a packet; they are those of the tensors, not copies."""
     what = [[_name_of(t), list(t.shape), *_strides(t)] for t in packet.tensors]
     header = json.dumps([packet.header, what], separators=(",", ":")).encode()
-    views: list[memoryview] = [bytes_of(t).numpy().data for t in packet.tensors if t.numel() and not t.is_meta]
+    views: list[memoryview] = [view_of(t) for t in packet.tensors if t.numel() and not t.is_meta]
     prefix = PREFIX.pack(MAGIC, len(header), sum(v.nbytes for v in views))
     return [memoryview(prefix + header), *views]
 

@@ -170,7 +170,9 @@ class ReplicaStates:
             if of != here:
                 raise CollectiveMismatchError(
                     f"The workers found different objects in the step: object {number} is {of!r} on one worker and "
-                    f"{here!r} here. Build the same objects in the same order on every worker."
+                    f"{here!r} here. Build the same objects in the same order on every worker. Objects of the data "
+                    "in which the step keeps a tensor, such as the nodes of a tree, count as well: let it delete the "
+                    "tensor before it ends (del node.state)."
                 )
             reader.tensors = tensors
             if kind == "v":

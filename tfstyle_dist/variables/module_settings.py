@@ -1,17 +1,22 @@
-"""Settings that modules have and that all replicas of a process share: an ``argparse.Namespace`` and the like.
+"""What modules have and all replicas of a process share: settings as an ``argparse.Namespace``, arrays, iterators.
 
 They are the program's own, as are lists and numbers: many modules, and the script itself, read one. A number in them
-that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says.
+that ``forward`` multiplies or counts up advances once for each replica, which ``SharedSettings`` says. So does an
+element of a numpy array that ``forward`` writes to, and an iterator that it asks for the next value.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import operator
 import types
 import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.variables.copies import is_container
@@ -22,9 +27,42 @@ _DEPTH = 3
 _NUMBERS = frozenset({bool, int, float})
 _NAMES = frozenset({str, int})
 _SPACES = (argparse.Namespace, types.SimpleNamespace)
+_COUNTERS: tuple[type, ...] = (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))
+_KINDS = "biufc"
+"""Of arrays: those of numbers."""
 
 Place = tuple[int, int | str, str]
 """An object by its ``id``, which settings of it (the number of a group, or how it is called), and the name of one."""
+
+
+class Elements:
+    """What is in a numpy array now; equal to another one with the same bytes."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array.copy()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elements) and self._array.tobytes() == other._array.tobytes()
+
+    def changed(self, now: Elements) -> set[int]:
+        """The places of the elements that became others."""
+        if self._array.shape != now._array.shape:
+            return set(range(now._array.size))
+        both = (self._array != self._array) & (now._array != now._array)  # a NaN that stayed one
+        return set(np.flatnonzero((self._array != now._array) & ~both).tolist())
+
+
+class Position(str):
+    """Where an iterator is."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, iterator: Any) -> Position:
+        """That of an iterator which tells it."""
+        return cls(repr(iterator) if isinstance(iterator, itertools.count) else operator.length_hint(iterator))
 
 
 class ModuleSettings:
@@ -55,7 +93,7 @@ class ModuleSettings:
         self._holders = list(found.values())
 
     def now(self) -> dict[Place, Any]:
-        """The first numbers in them; of settings that cannot be looked into none."""
+        """The first numbers in them, elements and positions; of settings that cannot be looked into none."""
         try:
             return self._now()
         except Exception as error:
@@ -67,14 +105,22 @@ class ModuleSettings:
         found: dict[Place, Any] = {}
         for reference, name in self._holders:
             thing = reference()
-            if thing is not None and _are_settings(value := thing.__dict__.get(name)):
+            if thing is None or not _are_settings(value := thing.__dict__.get(name)):
+                continue
+            if isinstance(value, np.ndarray):
+                found[id(value), type(thing).__name__, name] = Elements(value)
+            elif isinstance(value, _COUNTERS):
+                found[id(value), type(thing).__name__, name] = Position.of(value)
+            else:
                 found |= islice(_numbers(value, f"{type(thing).__name__}.{name}", _DEPTH), _MOST)
         return found
 
 
 def _are_settings(value: Any) -> bool:
     kind = type(value)
-    return issubclass(kind, _SPACES) or (issubclass(kind, dict) and not is_container(value))
+    if issubclass(kind, np.ndarray):
+        return value.dtype.kind in _KINDS and 0 < value.size <= _MOST
+    return issubclass(kind, (*_SPACES, *_COUNTERS)) or (issubclass(kind, dict) and not is_container(value))
 
 
 def _numbers(settings: Any, called: str, depth: int) -> Iterator[tuple[Place, Any]]:

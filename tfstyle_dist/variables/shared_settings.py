@@ -2,8 +2,8 @@
 
 Central storage has one optimizer for all: a learning rate scheduler of whatever library, called in the step function,
 would advance it once for each replica, which is refused. In every strategy modules may have settings of the program,
-in which a step may count: a warning says so. A step function that gives a setting a value of its own changes it once,
-by the first replica: the others find it so.
+numpy arrays and iterators, in which a step may count: a warning says so. A step function that gives a setting a value
+of its own changes it once, by the first replica: the others find it so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import warn_once
-from tfstyle_dist.variables.module_settings import ModuleSettings, Place
+from tfstyle_dist.variables.module_settings import Elements, ModuleSettings, Place, Position
 
 _GONE = object()
 _PARAMETERS = "params"
@@ -34,6 +34,7 @@ class SharedSettings:
         self._known: dict[Place, Any] = {}
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
         self._changed: dict[tuple[Place, int], int] = {}  # by which replica, between which calls
+        self._elements: dict[tuple[Place, int], set[int]] = {}  # of arrays: which were
 
     def add(self, optimizer: Any) -> None:
         """Looks at an optimizer from now on."""
@@ -51,6 +52,7 @@ class SharedSettings:
         self._of_modules.begin(things)
         self._calls.clear()
         self._changed.clear()
+        self._elements.clear()
 
     def note(self) -> None:
         """What is set now is not what the replica whose turn begins has done."""
@@ -77,10 +79,21 @@ class SharedSettings:
             if was == now or (of_module and (was is _GONE or now is _GONE)):  # a replica may make settings of its own
                 continue
             first = self._changed.setdefault((place, call), replica)
+            if self._are_others((place, call), was, now):
+                continue
             if first != replica and of_module:
-                _say_counted(place[1], place[2], first, replica)
+                _say_counted(place[1], place[2], first, replica, now)
             elif first != replica:
                 raise RuntimeError(self._said(place, first, replica))
+
+    def _are_others(self, key: tuple[Place, int], was: Any, now: Any) -> bool:
+        """Whether a replica has written to elements of an array that no other one has written to; remembers them."""
+        if not (isinstance(was, Elements) and isinstance(now, Elements)):
+            return False
+        known, changed = self._elements.setdefault(key, set()), was.changed(now)
+        apart = known.isdisjoint(changed)
+        known |= changed
+        return apart
 
     def explain(self, error: BaseException) -> None:
         """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""
@@ -132,14 +145,22 @@ def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
     }
 
 
-def _say_counted(settings: int | str, name: str, first: int, then: int) -> None:
+def _say_counted(settings: int | str, name: str, first: int, then: int, now: Any) -> None:
+    if isinstance(now, Elements):
+        what, of = "numpy array", f"attribute {name!r} of {settings}"
+        instead = f"Keep it in a tensor (register_buffer), or set a new array: self.{name} = self.{name} + 1"
+    elif isinstance(now, Position):
+        what, of = "iterator", f"attribute {name!r} of {settings}"
+        instead = "Count in a number, as self.calls += 1, and derive the value from it"
+    else:
+        what, of = "setting", f"{name!r} in {settings}"
+        instead = "Keep such a number in an attribute of the module itself, of which each replica has its own"
     warn_once(
         f"setting {settings} {name}",
-        f"The setting {name!r} in {settings} was changed by replica {first} and then by replica {then} in one call of "
-        "strategy.run. The replicas of one process share the settings of a program: what a step makes of the value "
+        f"The {what} {of} was changed by replica {first} and then by replica {then} in one call of strategy.run. The "
+        "replicas of one process share the settings, arrays and iterators of a program: what a step makes of the value "
         "that it finds, as in *= 0.99 or += 1, is done once for each replica, and of values of their own the last one "
-        "stays. Keep such a number in an attribute of the module itself, of which each replica has its own, or change "
-        "it after strategy.run(...). See docs/replicas.md.",
+        f"stays. {instead}, or change it after strategy.run(...). See docs/replicas.md.",
     )
 
 

@@ -102,12 +102,23 @@ def push_buffers(servers: _Writing, records: Iterable[RemoteRecord]) -> None:
     Args:
         servers: that hold them.
         records: of all that the function could reach.
+
+    Raises:
+        RuntimeError: a buffer has got another shape.
     """
     for record in records:
         local, baseline = record.components[0], record.baseline
         # BatchNorm changes its statistics without counting a version, so the values are compared.
         if record.kind != "buffer" or baseline is None or torch.equal(local, baseline):
             continue
+        if local.shape != baseline.shape:
+            found = tuple(local.shape)
+            local.resize_(baseline.shape).copy_(baseline)
+            raise RuntimeError(
+                f"A scheduled function gave the buffer {record.local_name!r} the shape {found}; on the parameter "
+                f"servers it has {tuple(baseline.shape)}, and keeps that. Give it its size before: call the module "
+                "once on an example of a batch before it comes into strategy.scope(), or make it as large in __init__."
+            )
         if local.dtype is torch.bool:
             servers.write(record, Op.ASSIGN, local)
         else:
