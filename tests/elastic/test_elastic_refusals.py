@@ -77,8 +77,3 @@ def test_lazy_modules_that_were_not_run_are_refused(strategy: Any) -> None:
 def test_results_that_cannot_be_sent_are_refused(strategy: Any) -> None:
     with pytest.raises(TypeError, match="returned a object"):
         strategy.run(object)
-
-
-def test_python_streams_are_refused(strategy: Any) -> None:
-    with pytest.raises(NotImplementedError, match="Draw with torch"):
-        strategy.seed_replicas(1, python=True)

@@ -104,6 +104,30 @@ def test_a_worker_that_comes_back_gets_the_order_of_a_dataset_that_nobody_has_be
     assert torch.equal(_order(theirs), _order(mine))
 
 
+@pytest.mark.parametrize("read", [0, 1])
+def test_iterators_that_were_made_before_join_all_go_on_where_the_others_are(strategy: Any, read: int) -> None:
+    """As in a program that takes turns with its loaders by ``next``; the step that comes reads one of them."""
+    sizes = 3, 2
+    datasets = [
+        strategy.experimental_distribute_dataset(TensorDataset(torch.arange(4 * size)), global_batch_size=4)
+        for size in sizes
+    ]
+    there, here = Positions(), Positions()
+    theirs, mine = ([iter(dataset) for dataset in datasets] for _ in range(2))
+    for positions, iterators in ((there, theirs), (here, mine)):
+        for dataset, iterator in zip(datasets, iterators, strict=True):
+            positions.add(dataset)
+            positions.begins(dataset, iterator)
+    next(theirs[1 - read])
+    there.took(datasets[1 - read])
+    there.run_ended()
+    next(theirs[read])
+    there.took(datasets[read])
+    here.load(there.state())
+    left = [len(list(iterator)) for iterator in mine]
+    assert left == [size - (number != read) for number, size in enumerate(sizes)]
+
+
 def _order(dataset: Any) -> torch.Tensor:
     dataset.continue_after(-1)
     return torch.cat([tensor for (batch,) in dataset for tensor in batch.values])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -236,3 +236,73 @@ def test_a_tensor_that_steps_hand_on_in_a_variable_is_said(caplog: pytest.LogCap
         strategy.run(step)
     assert hidden.item() == 2, "once for each replica of this worker"
     assert caplog.text.count("reads the variable 'hidden' and then gives it another tensor") == 1
+
+
+class Normed(torch.nn.Module):
+    """As torch's older ``spectral_norm``: before the first pass ``weight`` has the memory of the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_orig = torch.nn.Parameter(torch.ones(2, 2))
+        self.weight = self.weight_orig.data
+        self.register_buffer("now", torch.zeros(2))
+        self.before = self.now
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.weight_orig / self.weight_orig.norm()
+        self.before, self.now = self.now, self.now + 1
+        return x @ self.weight
+
+
+def test_what_shares_memory_with_a_parameter_until_the_first_step_is_taken_apart_from_it() -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Normed()
+        strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+        whole = WholeState(strategy.parameter_store)
+        there, tensors, _ = whole.describe()
+        model.weight, model.before = model.weight_orig.data, model.now  # a worker that came back has made no step
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert model.weight_orig.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert model.weight.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+        assert (model.before.tolist(), model.now.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_what_shares_memory_on_the_others_goes_on_sharing_it() -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        with strategy.scope():
+            model = Normed()
+        strategy.run(lambda: model.weight_orig.sum().backward())
+        whole = WholeState(strategy.parameter_store)
+        there, tensors, _ = whole.describe()
+        here = model.weight
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert model.weight is here
+        here.fill_(3.0)
+        assert model.weight_orig.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+class Kept:
+    """What a loop keeps for itself, in an object that it gives to ``join``."""
+
+    def __init__(self) -> None:
+        self.best, self.losses = float("inf"), list[float]()
+        self.state: Any = None
+        self.replay: deque[Any] = deque(maxlen=3)
+        self.sums: defaultdict[str, float] = defaultdict(float)
+
+
+def test_an_object_that_is_given_to_join_is_sent_whole() -> None:
+    with tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=2)) as strategy:
+        kept, whole = Kept(), WholeState(strategy.parameter_store)
+        tfd.experimental.join(strategy, kept)
+        strategy.run(lambda: None)
+        kept.best, kept.state, kept.losses = 0.5, {"weight": torch.ones(2)}, [1.0, 0.5]
+        kept.replay.extend([(torch.full((1,), float(number)), number) for number in range(4)])
+        kept.sums["loss"] += 1.5
+        there, tensors, _ = whole.describe()
+        kept.__dict__.update(Kept().__dict__)
+        whole.install(there, [tensor.clone() for tensor in tensors], complete=True)
+        assert (kept.best, kept.losses, kept.sums) == (0.5, [1.0, 0.5], {"loss": 1.5})
+        assert kept.state["weight"].tolist() == [1.0, 1.0]
+        assert [(float(value), number) for value, number in kept.replay] == [(1.0, 1), (2.0, 2), (3.0, 3)]

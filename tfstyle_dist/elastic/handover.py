@@ -12,6 +12,7 @@ from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.elastic.attendance import View
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.positions import Positions
+from tfstyle_dist.elastic.python_numbers import described, state_of
 from tfstyle_dist.elastic.replica_state import count_tensors
 from tfstyle_dist.elastic.streams import StepStreams
 from tfstyle_dist.elastic.votes import Call, Votes, said
@@ -38,7 +39,7 @@ class Handover:
     ) -> None:
         self._whole, self._votes, self._streams, self._positions, self._store = whole, votes, streams, positions, store
         self._pending: tuple[dict[str, Any], list[torch.Tensor]] | None = None
-        self.random = torch.get_rng_state()
+        self.random = streams.of_process()
 
     # ---- the others -------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ class Handover:
         known = [[r, [state for state, _ in entries]] for r, entries in self._votes.known.items()]
         own = [t for entries in self._votes.known.values() for _, ts in entries for t in ts]
         first = len(tensors)
-        tensors += [*own, self.random]
+        tensors += [*own, self.random[0]]
         equal += [False] * (len(own) + 1)
         where = _shares(tensors, equal, len(view.donors))[view.donors.index(me)]
         header: dict[str, Any] = {"where": where, "count": len(tensors)}
@@ -61,6 +62,7 @@ class Handover:
                 "known": known,
                 "first known": first,
                 "seed": self._streams.root,
+                "python": None if self.random[1] is None else described(self.random[1]),
                 "threads": torch.get_num_threads(),
                 "runs": self._store.runs,
                 "positions": self._positions.state(),
@@ -98,8 +100,8 @@ class Handover:
         # The run that comes counts itself; the others have counted it already.
         self._store.runs = state["runs"] - 1
         self._positions.load(state["positions"])
-        torch.set_rng_state(tensors[-1])
-        self.random = tensors[-1]
+        self.random = tensors[-1], None if state["python"] is None else state_of(state["python"])
+        self._streams.of_process_again(self.random)
 
     def _install(self, complete: bool) -> None:
         assert self._pending is not None

@@ -20,6 +20,7 @@ from tfstyle_dist.elastic.messages import NO_EPOCH
 from tfstyle_dist.elastic.options import Elastic, held_by
 from tfstyle_dist.elastic.packets import Packet
 from tfstyle_dist.elastic.positions import Positions
+from tfstyle_dist.elastic.python_numbers import Watch
 from tfstyle_dist.elastic.rehearsal import rehearse
 from tfstyle_dist.elastic.replica_state import ReplicaStates
 from tfstyle_dist.elastic.streams import StepStreams
@@ -110,7 +111,7 @@ class ElasticJob:
         """
         if not self.membership.came_back or self._epoch is not NO_EPOCH:
             self._agree_on_numbers()
-            self._handover.random = torch.get_rng_state()
+            self._handover.random = self._streams.of_process()
             return False
         rehearse(self._contents, self._whole, self._undo)
         for replica in (self._replicas - 1, 0):
@@ -154,7 +155,8 @@ class ElasticJob:
 
     def _run(self, attempt: Callable[[], list[Any]], name: str, arguments: Any) -> list[Any]:
         self._agree_on_numbers()
-        process = torch.get_rng_state()
+        process = self._streams.of_process()
+        watch = None if self._streams.python else Watch(self.committed)
         call: Call = [name, fingerprint(arguments)]
         try:
             if self._handover.finish(call):
@@ -180,8 +182,10 @@ class ElasticJob:
         finally:
             self._streams.end_step()
             self._undo.done()
-            torch.set_rng_state(process)
+            self._streams.of_process_again(process)
             self._handover.random = process
+            if watch is not None:
+                watch.end()
 
     def _begin(self, call: Call) -> View:
         view = self.membership.view(admits=self._positions.at_top)

@@ -111,12 +111,15 @@ class Positions:
             dataset = known()
             if dataset is not None and seed is not None:
                 dataset.pipeline.set_seed(seed)
-        for number in list(self._waiting):
+        for number in list(self._waiting):  # all of them, before the others begin a new pass
             reference = self._iterators.get(number)
             iterator = None if reference is None else reference()
             if iterator is not None:
-                self._resume(number, iterator)
+                iterator.load_state_dict(self._waiting.pop(number))
                 self._marks[number] = iterator.state_dict()
+                self._current.discard(number)
+        if state["current"] and not self._current:
+            self._continue_others()
 
     def _resume(self, number: int, iterator: _Iterator) -> None:
         iterator.load_state_dict(self._waiting.pop(number))

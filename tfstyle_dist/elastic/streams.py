@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice
-from tfstyle_dist.runtime.random_streams import RandomStreams
+from tfstyle_dist.runtime.random_streams import RandomStreams, python_state, seed_python, set_python_state
+
+ProcessNumbers = tuple[torch.Tensor, Any]
+"""The state of torch's generator of the CPU; that of ``random`` and numpy, or ``None``."""
 
 
 class StepStreams(RandomStreams):
-    """The states of torch's generator, made anew for each step and replica.
+    """The states of torch's generator, made anew for each step and replica; on request also of ``random`` and numpy.
 
     Args:
         devices: of all replicas.
 
     Attributes:
         root: the seed of the job; ``None`` before the workers have agreed on one.
+        python: whether a replica has streams of ``random`` and numpy, too.
         step: the step under way.
         held: the replicas of this worker.
     """
@@ -25,22 +32,26 @@ class StepStreams(RandomStreams):
     def __init__(self, devices: Sequence[ReplicaDevice]) -> None:
         super().__init__(devices, 0)
         self.root: int | None = None
+        self.python = False
         self.step = 0
         self.held: Sequence[int] = ()
         self._running, self._joint = False, 0
 
     def seed(self, seed: int, python: bool = False) -> None:
-        """Starts all streams anew.
-
-        Raises:
-            NotImplementedError: the streams of ``random`` and numpy were asked for.
-        """
+        """Starts all streams anew."""
+        self.root, self.python = seed, python
         if python:
-            raise NotImplementedError(
-                "seed_replicas(python=True) under Elastic: the numbers of `random` and numpy are not those of a "
-                "replica in an elastic job yet, so a step that is done again draws others. Draw with torch."
-            )
-        self.root = seed
+            seed_python(seed)
+
+    def of_process(self) -> ProcessNumbers:
+        """The process' own numbers between steps; those of ``random`` and numpy where each replica has its own."""
+        return torch.get_rng_state(), python_state() if self.python else None
+
+    def of_process_again(self, kept: ProcessNumbers) -> None:
+        """The process goes on with its own numbers."""
+        torch.set_rng_state(kept[0])
+        if kept[1] is not None:
+            set_python_state(kept[1])
 
     def begin_step(self) -> None:
         """The numbers from now on are those of the first replica of this worker."""
@@ -48,6 +59,10 @@ class StepStreams(RandomStreams):
         for replica in self.held:
             self._states[replica] = self._made(replica, self._number(str(replica)))
         self._active, self._running, self._joint = self.held[0], True, 0
+        if self.python:
+            self._python = [None] * len(self._states)
+            for replica in reversed(self.held):  # the first replica's are the last to be set
+                self._python[replica] = seed_python(self._number(f"python {replica}"))
         state = self._states[self.held[0]]
         if state is not None:
             self._set(self.held[0], state)
@@ -85,12 +100,17 @@ class StepStreams(RandomStreams):
     def joint_work(self) -> Iterator[None]:
         """Inside, what the replicas do together draws the same numbers on all workers, whichever replicas they hold."""
         replica, self._joint = self._active, self._joint + 1
-        own = self._now(replica)
-        self._set(replica, self._made(replica, self._number(f"joint {self._joint}")))
+        own, number = self._now(replica), self._number(f"joint {self._joint}")
+        self._set(replica, self._made(replica, number))
+        python = python_state() if self.python else None
+        if self.python:
+            seed_python(number)
         try:
             yield
         finally:
             self._set(replica, own)
+            if python is not None:
+                set_python_state(python)
 
     def _number(self, what: str) -> int:
         name = f"{self.root} {self.step} {what}"

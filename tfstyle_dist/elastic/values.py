@@ -21,6 +21,7 @@ from tfstyle_dist.elastic.numbers import numbered
 from tfstyle_dist.elastic.packets import check_can_be_sent
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.copies import CONTAINERS, MOST_ENTRIES, PLAIN_TENSORS
+from tfstyle_dist.variables.parameter_marks import memory_of
 
 _MOST_DEPTH = 20
 _KEEP: list[Any] = ["k"]
@@ -117,6 +118,13 @@ def _is_plain_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and kind.__len__ is tuple.__len__ and kind.__iter__ is tuple.__iter__
 
 
+def memories_among(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of each tensor the first one whose memory it shares, by number."""
+    first: dict[int, int] = {}
+    found = [memory_of(tensor) for tensor in tensors]
+    return [first.setdefault(memory, number) if memory else number for number, memory in enumerate(found)]
+
+
 def is_sent_as_tensor(value: Any) -> bool:
     """Whether a value is a dense tensor, and none that gets gradients."""
     if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_nested:
@@ -131,16 +139,29 @@ class ValueReader:
         contents: what the objects of the program hold.
         tensors: those that descriptions name by number.
         writes_arrays: whether numpy arrays that are there are filled; those of one replica may be another one's too.
+        memories: of each of the tensors, as ``memories_among`` gave it: what shares memory here, and did not where it
+            comes from, does so no more. ``None``: not known.
 
     Attributes:
         tensors: these.
     """
 
     def __init__(
-        self, contents: ReplicaContents, tensors: Sequence[torch.Tensor] = (), writes_arrays: bool = False
+        self,
+        contents: ReplicaContents,
+        tensors: Sequence[torch.Tensor] = (),
+        writes_arrays: bool = False,
+        memories: Sequence[int] | None = None,
     ) -> None:
         self.tensors, self._writes_arrays = tensors, writes_arrays
-        self._contents = contents
+        self._contents, self._memories = contents, memories
+        self._written: dict[int, int] = {}  # by memory here: the memory that its values come from
+
+    def may_write(self, own: Any, number: int) -> bool:
+        """Whether a tensor that is there has memory for the tensor of this number, and for none of other memory."""
+        if self._memories is None or not (memory := memory_of(own)):
+            return True
+        return self._written.setdefault(memory, self._memories[number]) == self._memories[number]
 
     @cached_property
     def _parameters(self) -> dict[int, torch.Tensor]:
@@ -166,7 +187,8 @@ class ValueReader:
         if kind == "o":
             return self._objects.get(what, own)
         if kind == "t":
-            return written(own, self.tensors[what])
+            fits = not isinstance(own, torch.Tensor) or self.may_write(own, what)
+            return written(own if fits else None, self.tensors[what])
         if kind == "s":
             return sparse_parts.assemble(described[2], [self.tensors[number] for number in what])
         if kind == "n":

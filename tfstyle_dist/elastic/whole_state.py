@@ -10,7 +10,7 @@ import torch
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.replica_state import has_own_value, is_content
-from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter
+from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, memories_among
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import ParameterStore
@@ -68,6 +68,7 @@ class WholeState:
             "common": common,
             "variables": variables,
             "generators": generators,
+            "memories": memories_among(tensors),
         }
         return sent, tensors, [number < equal for number in range(len(tensors))]
 
@@ -101,11 +102,14 @@ class WholeState:
                 "names (a scheduler), to tfd.experimental.join(strategy, ...)."
             )
         self._check_variables(sent)
-        reader = ValueReader(self._contents, tensors, writes_arrays=True)
+        reader = ValueReader(self._contents, tensors, writes_arrays=True, memories=sent["memories"])
         with raw(), torch.no_grad():
             for parameter, (number, trains, grad) in zip(self._contents.parameters(), sent["parameters"], strict=True):
                 parameter.requires_grad_(trains)
-                parameter.detach().copy_(tensors[number])
+                if reader.may_write(parameter.detach(), number):
+                    parameter.detach().copy_(tensors[number])
+                else:
+                    parameter.data = tensors[number].clone()
                 parameter.grad = None if grad is None else reader.value(grad, None)
             for number, _, attributes in sent["objects"]:
                 if number in found:

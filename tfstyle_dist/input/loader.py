@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ class SamplerPipeline(Pipeline):
             self.by_pieces = PieceCollate(self._collate, ShareOf(batch_size, layout, policy))
         self._loader: tuple[DataLoader[Any], LoaderSeeds | None] | None = None
         self._reader: weakref.ref[_Reader] | None = None
+        self._generator: torch.Generator | None = None  # none of the program's
+        self._drawn = 0  # its numbers, one for each pass
         self._template: Any = None
         self._checked = False
         self._lists: bool | None = None
@@ -111,15 +114,19 @@ class SamplerPipeline(Pipeline):
 
     def set_seed(self, seed: int) -> None:
         if hasattr(self.sampler.order, "seed"):
+            if self.sampler.order.seed != seed:
+                self._loader = None  # its processes' seeds come from it
             self.sampler.order.seed = seed
 
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: the order is entered at ``position``; nothing before it is read."""
         self.sampler.begin(epoch, position)
         loader, seeds = self._idle_loader()
-        if seeds is not None:
-            seeds.begin_epoch()
-        with on_the_cpu():
+        self._catch_up(epoch)
+        with on_the_cpu(), nullcontext() if position == (0, 0) else torch.random.fork_rng(devices=[]):
+            # A pass that goes on drew its number when it began.
+            if seeds is not None:
+                seeds.begin_epoch()
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch
@@ -127,6 +134,12 @@ class SamplerPipeline(Pipeline):
         if self._loader is not None and loader is self._loader[0]:
             self._reader = weakref.ref(reader)
         return reader
+
+    def _catch_up(self, epoch: int) -> None:
+        """The seeds of the loader's processes are those of this epoch, also if the ones before were read elsewhere."""
+        for _ in range(self._drawn, epoch if self._generator is not None else 0):
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generator)
+        self._drawn = max(self._drawn, epoch) + 1
 
     def read(self, share: list[Any], collate: Callable[[list[Any]], Any] | None = None) -> Any:
         """The batch of the samples at ``share``, read by this process; ``collate`` other than the user's makes it."""
@@ -153,7 +166,8 @@ class SamplerPipeline(Pipeline):
         options = dict(self._options)
         generator = options.pop("generator", None)
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
-            generator = torch.Generator().manual_seed(self.sampler.order.seed)
+            generator = self._generator = torch.Generator().manual_seed(self.sampler.order.seed)
+            self._drawn = 0
         seeds = LoaderSeeds(generator, self.layout.worker) if self.layout.workers > 1 else None
         collate = self.by_pieces or self._collate
         loader: DataLoader[Any] = DataLoader(

@@ -138,8 +138,8 @@ class RandomStreams:
         if replica == 0:
             self._after_update = [None] * len(self._states)
         if self._python is not None:
-            self._python[self._active] = _python_state()
-            _set_python_state(self._python[replica])
+            self._python[self._active] = python_state()
+            set_python_state(self._python[replica])
         self._active = replica
 
     def _set(self, replica: int, state: _State) -> None:
@@ -178,15 +178,17 @@ def seed_python(seed: int) -> Any:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    return _python_state()
+    return python_state()
 
 
-def _python_state() -> Any:
+def python_state() -> Any:
+    """The states of the streams of ``random`` and, where it is loaded, numpy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
-def _set_python_state(state: Any) -> None:
+def set_python_state(state: Any) -> None:
+    """Goes on with streams from a state that ``python_state`` gave."""
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])

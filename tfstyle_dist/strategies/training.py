@@ -242,9 +242,6 @@ def seed_replicas(strategy: Strategy, seed: int, *, python: bool = False) -> Non
         seed: the same on all workers.
         python: ``random`` and numpy's global stream too; that costs about 0.15 ms whenever the turn passes.
 
-    Raises:
-        NotImplementedError: ``python=True`` in an elastic job.
-
     Example:
         >>> strategy.seed_replicas(1)
     """
