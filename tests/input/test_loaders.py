@@ -267,3 +267,25 @@ def test_an_exception_of_the_dataset_is_no_silent_end_of_the_epoch(
     state["position"] = [8, 0]  # what stands before the failure may be left out
     iterator.load_state_dict(state)
     assert [batch.tolist() for batch in iterator] == [[8, 9, 10, 11]]
+
+
+def test_processes_draw_for_the_epochs_after_a_restored_one_what_they_would_have_drawn() -> None:
+    """A new program's processes began with the numbers of the first epoch again."""
+    passes, state = [], None
+    for undisturbed in (True, False):
+        torch.manual_seed(1)
+        with td.OneDeviceStrategy("cpu:0") as strategy:
+            loader = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1)
+            dataset = strategy.experimental_distribute_dataset(loader)
+            for number in range(3):
+                batches = iter(dataset)
+                if not undisturbed and number == 0:
+                    assert state is not None
+                    batches.load_state_dict(state)
+                    list(batches)  # the rest of the second epoch
+                    passes.append(list(dataset))
+                    break
+                passes.append([next(batches)])
+                state = batches.state_dict() if undisturbed and number == 1 else state
+                passes[-1] += list(batches)
+    assert torch.equal(torch.cat(passes[3]), torch.cat(passes[2]))
