@@ -11,6 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 RECORDED = "the programs recorded on TensorFlow run in forked children, as they were recorded"
 COMMANDS = "command lines, launchers and signals are what is tested"
 REASONS = {
+    "architecture/test_bare_install.py": "a fresh interpreter",
     "architecture/test_import_cost.py": "a fresh interpreter",
     "architecture/test_extras.py": "pip and the environments that it makes are what is tested",
     "architecture/test_packaging.py": "pip and build are commands",
