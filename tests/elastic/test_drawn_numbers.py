@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 import tfstyle_dist as tfd
 from tfstyle_dist.core.logging import _said
+from tfstyle_dist.elastic.python_numbers import described, state_of
+from tfstyle_dist.runtime.random_streams import python_state, set_python_state
 
 SCRIPT = "drawing_steps.py"
 
@@ -66,3 +69,52 @@ def test_each_replica_draws_the_same_from_python_whoever_holds_it() -> None:
             found.append([value.tolist() for run in runs for value in run])
     assert found[0] == found[1]
     assert len({number for values in found[0] for number in values}) == 16
+
+
+def test_python_has_one_stream_again_where_seeds_are_given_without_it(strategy: Any) -> None:
+    strategy.seed_replicas(3, python=True)
+    strategy.run(random.random)
+    strategy.seed_replicas(3)
+    random.seed(1)
+    found = strategy.experimental_local_results(strategy.run(random.random))
+    expected = random.Random(1)
+    assert list(found) == [expected.random() for _ in found]
+
+
+def test_an_optimizer_that_draws_from_numpy_draws_the_same_for_all(strategy: Any) -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter += float(np.random.rand())
+
+    strategy.seed_replicas(3, python=True)
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = Noisy(model.parameters(), lr=0.1)
+
+    def step() -> tuple[torch.Tensor, float]:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone(), np.random.rand()
+
+    for _ in range(2):
+        weights, own = strategy.run(step)
+        assert all(torch.equal(weight, weights.values[0]) for weight in weights.values)
+        assert len(set(own.values)) == len(own.values)
+
+
+def test_the_state_of_any_generator_of_numpy_is_told() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        for generator in (np.random.MT19937(3), np.random.PCG64(3)):
+            np.random.set_bit_generator(generator)
+            np.random.randn(3), random.gauss(0, 1)
+            told = json.loads(json.dumps(described(python_state())))
+            numbers = np.random.randn(3).tolist(), random.gauss(0, 1)
+            set_python_state(state_of(told))
+            assert (np.random.randn(3).tolist(), random.gauss(0, 1)) == numbers
+    finally:
+        np.random.set_bit_generator(before)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import make, run_workers
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import tfstyle_dist as td
 from tfstyle_dist.core import logging as core_logging
@@ -24,24 +24,34 @@ class Images(IterableDataset[torch.Tensor]):
         return iter(IMAGES)
 
 
-BATCHES = [IMAGES[:3], IMAGES[3:6]]
-
-
-class Reads(DataLoader[Any]):
-    """Reads in a way of its own."""
-
-    def __iter__(self) -> Any:
-        return iter(BATCHES)
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_of_images_that_only_a_loader_itself_collates_is_not_cut_by_their_channels(kind: Any) -> None:
-    loader = Reads(IMAGES, batch_size=3, collate_fn=kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "options",
+    [{"dataset": IMAGES, "batch_sampler": [[0, 1, 2], [3, 4, 5]]}, {"dataset": Images(), "batch_size": 3}],
+    ids=["own batch sampler", "stream"],
+)
+@pytest.mark.parametrize("collate", [list, tuple, lambda images: {"images": list(images), "x": images[0]}])
+def test_a_list_of_images_is_not_cut_by_their_channels(options: Any, collate: Any) -> None:
+    loader = DataLoader(collate_fn=collate, **options)
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         iterator = iter(strategy.experimental_distribute_dataset(loader))
-        with pytest.raises(ValueError, match=r"a list with an entry for each of 3 samples") as caught:
+        with pytest.raises(ValueError, match=r"a (list|tuple) with an entry for each of") as caught:
             next(iterator)
     assert "strategy.distribute_datasets_from_function(lambda context: DataLoader" in str(caught.value)
+
+
+def test_a_list_of_images_is_refused_also_where_the_first_batch_is_smaller() -> None:
+    batches = [[0, 1, 2], [3, 4, 5, 6]]
+
+    class Batches(BatchSampler):
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    data = [torch.zeros(3, 8, 8)] * 7
+    sampler = Batches(SequentialSampler(data), 4, drop_last=False)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+    refused = pytest.raises(ValueError, match="a list with an entry for each of 4 samples")
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, refused:
+        list(strategy.experimental_distribute_dataset(loader))
 
 
 class OneLeft(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from lockstep import make, run_workers
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler
 
 import tfstyle_dist as td
 from tfstyle_dist.input.pieces import PieceCollate, copied
@@ -112,42 +113,6 @@ def test_workers_of_several_replicas(size: int, steps: list[list[int]]) -> None:
     assert [[len(part[0]) for part in step if part[0]] for step in found] == steps
     seen = [int(image[0][0][0]) for step in found for part in step for image in part[0]]
     assert sorted(seen) == list(range(size))
-
-
-class Grouped(BatchSampler):
-    """Batches of its own, as of images of like shapes."""
-
-    def __init__(self) -> None:
-        self.batch_size = 4
-
-    def __iter__(self) -> Any:
-        return iter([[3, 1, 2, 0], [5, 4, 6], [7, 8, 10, 9]])
-
-    def __len__(self) -> int:
-        return 3
-
-
-class Stream(IterableDataset[Pair]):
-    def __iter__(self) -> Any:
-        data = Detection()
-        return (data[i] for i in range(11))
-
-
-@pytest.mark.parametrize("processes", [0, 1])
-@pytest.mark.parametrize("channels", [3, 4])
-def test_a_batch_sampler_of_ones_own(processes: int, channels: int) -> None:
-    data = Detection(11, channels)
-    loader = DataLoader(data, batch_sampler=Grouped(), collate_fn=lists, num_workers=processes)
-    found = steps_of((1, 2), lambda: loader)
-    seen = [[[int(image[0][0][0]) for image in part[0]] for part in step] for step in found]
-    assert seen == [[[3, 1], [2, 0]], [[5, 4], [6]], [[7, 8], [10, 9]]] * 2
-    assert processes or data.read == [2] * 11
-
-
-def test_a_stream_of_samples() -> None:
-    found = steps_of((1, 2), lambda: DataLoader(Stream(), batch_size=5, collate_fn=lists), 1)
-    assert [[part[1][0]["id"] for part in step if part[1]] for step in found] == [[0, 3], [5, 8], [10]]
-    assert found[-1][1] == [[], []], "no sample is left for the second replica"
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -265,10 +230,41 @@ def test_the_share_of_an_object_is_its_samples() -> None:
     with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         batches = strategy.experimental_distribute_dataset(DataLoader(Detection(7), batch_size=4, collate_fn=Graphs))
         *_, last = batches
-        found = [share_of_arguments([part]) for part in strategy.experimental_local_results(last)]
+        found = [share_of_arguments([last], replica) for replica in range(2)]
         graphs = strategy.run(lambda graph: len(graph.batch.unique()), args=(last,))
     assert [share and share.examples for share in found] == [2, 1]
-    assert graphs.values == (2, 1)
+    assert strategy.experimental_local_results(graphs) == (2, 1)
+
+
+SAME = torch.ones(())
+ONE_OBJECT = {"of": "all"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "value"),
+    [
+        ([(SAME, torch.tensor(v)) for v in (1.0, 2.0, 6.0)], lambda sample: sample[1]),
+        ([{"all": ONE_OBJECT, "x": torch.tensor(v)} for v in (1.0, 2.0, 6.0)], lambda sample: sample["x"]),
+        ([1.0, 2.0, 6.0], lambda sample: sample),
+        ([{"v": 1.0}, {"v": 2.0}, {"v": 6.0}], lambda sample: sample["v"]),
+    ],
+    ids=["a tensor of all", "an object of all", "numbers", "numbers in dicts"],
+)
+def test_samples_are_weighed_whatever_they_are(samples: Any, value: Any) -> None:
+    """What several samples share belongs to no replica, and nothing could be noted of numbers."""
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+
+        def step(batch: Any) -> None:
+            (model.weight.sum() * sum(map(value, batch)) / len(batch)).backward()
+
+        for batch in strategy.experimental_distribute_dataset(DataLoader(samples, batch_size=3, collate_fn=list)):
+            strategy.run(step, args=(batch,))
+        assert float(model.weight.grad) == 3.0  # type: ignore[arg-type]
+        model.weight.grad = None
+        strategy.run(step, args=(samples,))
+        assert float(model.weight.grad) == 3.0, "the program's own samples are no share"  # type: ignore[arg-type]
 
 
 def test_an_object_of_which_there_is_no_empty_one_is_refused_at_the_first_batch() -> None:
@@ -294,15 +290,69 @@ def test_a_collate_function_that_takes_whole_batches_alone(processes: int) -> No
     assert "collate_fn was called for the 4 samples in shares of [2, 2]" in told
 
 
-def test_a_copy_of_a_sample_is_not_one_of_the_whole_dataset() -> None:
-    table = torch.zeros(1000, 4, requires_grad=True)
-    (row, target), same = copied([(table[3], {"boxes": table[4:6].detach()}), table])
+def test_what_is_copied_of_a_sample() -> None:
+    """Not the whole dataset of which a tensor is a row, and no object that may own something."""
+    table, lock = torch.zeros(1000, 4, requires_grad=True), threading.Lock()
+    (row, target), same, kept = copied([(table[3], {"boxes": table[4:6].detach()}), table, lock])
     assert row.untyped_storage().nbytes() == 4 * 4
     assert target["boxes"].untyped_storage().nbytes() == 2 * 4 * 4
     assert same is not table
     assert same.requires_grad
-    lock = threading.Lock()
-    assert copied([lock])[0] is lock
+    assert kept is lock
+
+
+@pytest.mark.parametrize("collate", [list, lambda samples: torch.tensor([len(s.image) for s in samples])])
+def test_an_object_that_a_sample_is_stays_one(collate: Any) -> None:
+    ended: list[int] = []
+
+    class Sample:
+        image = (0,)
+
+        def __del__(self) -> None:
+            ended.append(1)
+
+    samples = [Sample() for _ in range(4)]
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        loader = DataLoader(samples, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+        found = list(strategy.experimental_distribute_dataset(loader))
+    assert not ended
+    if collate is list:
+        assert [sample for part in found[0].values for sample in part] == samples
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_function_that_takes_no_single_sample(replicas: int) -> None:
+    def several(samples: list[Pair]) -> Any:
+        assert len(samples) > 1
+        return defaultdict(list, {"images": [image for image, _ in samples], "names": [t["name"] for _, t in samples]})
+
+    with td.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+        loader = DataLoader(Detection(4), batch_size=4, collate_fn=several)
+        (batch,) = strategy.experimental_distribute_dataset(loader)
+        assert [len(part) for part in batch["images"].values] == [2, 2, 0][:replicas]
+        assert [len(part) for part in batch["names"].values] == [2, 2, 0][:replicas]
+
+
+def test_packed_sequences_of_a_smaller_last_batch_are_refused_at_the_first() -> None:
+    sequences = [torch.ones(2 + i) for i in range(5)]
+    loader = DataLoader(
+        sequences,  # type: ignore[arg-type]
+        batch_size=4,
+        collate_fn=lambda some: nn.utils.rnn.pack_sequence(some, enforce_sorted=False),
+    )
+    with td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, pytest.raises(TypeError) as caught:
+        next(iter(strategy.experimental_distribute_dataset(loader)))
+    assert "drop_last=True" in "".join(caught.value.__notes__)
+
+
+def test_a_dataset_of_batches_is_not_given_to_one_replica() -> None:
+    batches = [torch.ones(8, 2)] * 3
+    loader = DataLoader(batches, batch_size=1, collate_fn=lambda some: some[0])  # type: ignore[arg-type]
+    with (
+        td.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        pytest.raises(ValueError, match="8 examples for 1 sample"),
+    ):
+        next(iter(strategy.experimental_distribute_dataset(loader)))
 
 
 def test_a_dataset_that_gives_fields_for_several_indices() -> None:

@@ -179,6 +179,27 @@ class Odd(argparse.Namespace):
         return types.MappingProxyType({"tau": 1.0})
 
 
+@pytest.mark.parametrize("beside", [np.zeros(3), itertools.count(), iter([1])], ids=["array", "count", "iterator"])
+def test_settings_beside_arrays_and_iterators(beside: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What is no settings itself kept everything from being looked at."""
+    trained(two_replicas(), types.SimpleNamespace(beside=beside, tau=1.0), anneal)
+    assert SAID in caplog.text
+
+
+class OddArray(np.ndarray[Any, Any]):
+    """Cannot be compared or written out."""
+
+    def __ne__(self, other: object) -> Any:
+        raise RuntimeError
+
+    __eq__ = tobytes = copy = __ne__
+
+
+def test_arrays_of_odd_classes(caplog: pytest.LogCaptureFixture) -> None:
+    trained(two_replicas(), np.zeros(3).view(OddArray), use)
+    assert SAID in caplog.text
+
+
 def test_settings_that_cannot_be_looked_into_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     for settings in (
         Attributes(tau=10**5000),

@@ -12,14 +12,29 @@ from tfstyle_dist.runtime.random_streams import python_state
 
 def described(state: Any) -> list[Any]:
     """A state of ``random`` and numpy as numbers and text."""
-    python, array = state
-    return [list(python), None if array is None else [part.tolist() if _is_array(part) else part for part in array]]
+    python, numpy = state
+    return [list(python), _described(numpy)]
 
 
 def state_of(description: list[Any]) -> Any:
     """The state that ``described`` described."""
-    (version, numbers, gauss), array = description
-    return (version, tuple(numbers), gauss), None if array is None else (array[0], np.array(array[1], "u4"), *array[2:])
+    (version, numbers, gauss), numpy = description
+    return (version, tuple(numbers), gauss), _state_of(numpy)
+
+
+def _described(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return {"parts": [_described(entry) for entry in part]}
+    if isinstance(part, dict):
+        return {name: _described(entry) for name, entry in part.items()}
+    return [part.dtype.str, part.tolist()] if isinstance(part, np.ndarray) else part
+
+
+def _state_of(part: Any) -> Any:
+    if isinstance(part, dict):
+        entries = {name: _state_of(entry) for name, entry in part.items() if name != "parts"}
+        return entries or tuple(map(_state_of, part["parts"]))
+    return np.array(part[1], part[0]) if isinstance(part, list) else part
 
 
 class Watch:
@@ -42,7 +57,3 @@ class Watch:
                 "done again draws others: the weights are not those of an undisturbed run. Draw with torch, or call "
                 "strategy.seed_replicas(seed, python=True) before the first strategy.run.",
             )
-
-
-def _is_array(part: Any) -> bool:
-    return isinstance(part, np.ndarray)

@@ -36,6 +36,7 @@ class StepStreams(RandomStreams):
         self.step = 0
         self.held: Sequence[int] = ()
         self._running, self._joint = False, 0
+        self._own_python: dict[int, Any] = {}  # of replicas inside of an optimizer's step
 
     def seed(self, seed: int, python: bool = False) -> None:
         """Starts all streams anew."""
@@ -59,8 +60,9 @@ class StepStreams(RandomStreams):
         for replica in self.held:
             self._states[replica] = self._made(replica, self._number(str(replica)))
         self._active, self._running, self._joint = self.held[0], True, 0
-        if self.python:
-            self._python = [None] * len(self._states)
+        self._own_python.clear()
+        self._python = [None] * len(self._states) if self.python else None
+        if self._python is not None:
             for replica in reversed(self.held):  # the first replica's are the last to be set
                 self._python[replica] = seed_python(self._number(f"python {replica}"))
         state = self._states[self.held[0]]
@@ -83,8 +85,12 @@ class StepStreams(RandomStreams):
         replica = self._active
         self._depth[replica] += 1
         if self._depth[replica] == 1:
+            number = self._number(f"update {self._updates[replica]}")
             self._own[replica] = self._now(replica)
-            self._set(replica, self._made(replica, self._number(f"update {self._updates[replica]}")))
+            self._set(replica, self._made(replica, number))
+            if self.python:
+                self._own_python[replica] = python_state()
+                seed_python(number)
 
     def end_update(self) -> None:
         """The step is made: the replica goes on with its own stream."""
@@ -95,6 +101,8 @@ class StepStreams(RandomStreams):
             self._updates[replica] += 1
             self._own[replica] = None
             self._set(replica, own)
+            if (python := self._own_python.pop(replica, None)) is not None:
+                set_python_state(python)
 
     @contextmanager
     def joint_work(self) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.input.layouts import BATCHES_OF_ITS_OWN
 from tfstyle_dist.input.split import is_text_list, leading_size, slice_batch
@@ -37,7 +39,7 @@ def no_empty_one() -> Iterator[None]:
     """Adds to an error inside why an empty batch is made, and how none is needed."""
     try:
         yield
-    except (IndexError, TypeError) as error:
+    except (IndexError, TypeError, InvalidArgumentError) as error:
         error.add_note(
             "A batch of this epoch leaves a replica without examples, and no empty one can be made of what collate_fn "
             "returned. With drop_last=True (drop_remainder=True) there is no smaller last batch."
@@ -55,11 +57,12 @@ def _without_examples(one: Any, two: Any) -> Any:
         leading_size(one)
         return slice_batch(one, range(0))
     if isinstance(one, dict):
-        return kind({key: _without_examples(value, two[key]) for key, value in one.items()})
+        entries = {key: _without_examples(value, two[key]) for key, value in one.items()}
+        return defaultdict(one.default_factory, entries) if isinstance(one, defaultdict) else kind(entries)
     if len(one) != len(two):
         return []
-    entries = [_without_examples(*pair) for pair in zip(one, two, strict=True)]
-    return kind(*entries) if hasattr(one, "_fields") else kind(entries)
+    made = [_without_examples(*pair) for pair in zip(one, two, strict=True)]
+    return kind(*made) if hasattr(one, "_fields") else kind(made)
 
 
 def _sequences(batch: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from tfstyle_dist.input.prefetch import to_device
 from tfstyle_dist.input.sharding import Position
 from tfstyle_dist.input.split import empty_like, fresh
 from tfstyle_dist.runtime.clocks import INPUT, WAIT
-from tfstyle_dist.values import Share, any_noted, note_batch
+from tfstyle_dist.values import Share, any_noted, note_batch, note_collated
 
 if TYPE_CHECKING:
     from tfstyle_dist.input.dataset import DistributedDataset
@@ -70,7 +70,7 @@ class DistributedIterator:
         try:
             with self._worker.clocks[0].counting(INPUT), region("input"):
                 step = self._next_step()
-                batch = None if step is None else group(step.parts, step.lists)
+                batch = None if step is None else self._grouped(step)
         except Exception as error:
             self._raised = f"{type(error).__name__} was raised in it"
             self._fail(error)
@@ -208,18 +208,25 @@ class DistributedIterator:
         if step is not None:
             self._made += 1
             self._position = step.after
-            if self._dataset.layout.all_replicas > 1:
-                self._note_shares(step)
         return step
 
-    def _note_shares(self, step: Step) -> None:
-        """Equal shares are noted only beside others: a step may get both, or a tensor of an earlier batch again."""
+    def _grouped(self, step: Step) -> Any:
+        """The batch of a step, of which the shares are noted.
+
+        Equal shares are noted only beside others: a step may get both, or a tensor of an earlier batch again.
+        """
         division, self._share = step.division, None
-        if division is None or not division.even or len(_alive) > 1 or any_noted():
+        batch = group(step.parts, step.lists)
+        several = self._dataset.layout.all_replicas > 1
+        if several and (division is None or not division.even or len(_alive) > 1 or any_noted()):
             shares = [Share(size, division) for size in step.sizes or [0] * len(step.parts)]
             self._share = shares[0]
+            if step.lists is not None:
+                note_collated(batch, shares)
+                return batch
             for part, share in zip(step.parts, shares, strict=True):
                 note_batch(part, share)
+        return batch
 
     def _position_to_begin(self) -> Position:
         return (self._made, 0) if self._pipeline.unit == "steps" else self._position

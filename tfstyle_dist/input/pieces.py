@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,17 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.input.examples import lengths, no_empty_one, say_not_counted
 from tfstyle_dist.input.grouping import Lists, Path
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sampler import random_numbers_of
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
-from tfstyle_dist.input.split import first_size, fresh, is_text_list, leading_size, slice_batch
+from tfstyle_dist.input.split import first_size, fresh, is_leaf, is_text_list, leading_size, slice_batch
 
 _PARTS = "tfstyle_dist: the batches of a worker's replicas"
 
@@ -74,7 +72,6 @@ class PieceCollate:
     Args:
         collate: makes a batch of a list of samples.
         sizes_of: says how many of so many samples each replica gets; ``None`` where that is not known here.
-        counts: whether a batch can be cut only if it has as many examples as samples.
 
     Attributes:
         lists: where a batch that is not cut has lists with an entry for each sample; ``None``: it is cut.
@@ -82,13 +79,8 @@ class PieceCollate:
         whole: whether a batch was cut, so that the others are.
     """
 
-    def __init__(
-        self,
-        collate: Callable[[Any], Any],
-        sizes_of: Callable[[int], Sequence[int] | None],
-        counts: bool = True,
-    ) -> None:
-        self.collate, self._sizes_of, self._counts = collate, sizes_of, counts
+    def __init__(self, collate: Callable[[Any], Any], sizes_of: ShareOf) -> None:
+        self.collate, self._sizes_of = collate, sizes_of
         self.whole = False
         self.lists: Lists | None = None
         self.empty: Any = None
@@ -110,13 +102,14 @@ class PieceCollate:
 
     def _can_be_cut(self, batch: Any, samples: Sequence[Any]) -> bool:
         count, sizes, found = len(samples), lengths(batch), _examples_of(batch)
-        can = found is not None and (found == count or not self._counts)
-        other = None
+        can, other = found == count, None
+        if found is not None and found > count and self._sizes_of.batch_size < self._sizes_of.layout.all_replicas:
+            return True  # a sample is a batch of its own: there are too few for all replicas, which is refused
         if not can or count in sizes:  # these may be lists of samples
             other = self._another(samples[:1] if count > 1 else [*samples, *samples])
             can = can and (other is None or sizes == lengths(other))
         if not can:
-            self.lists = frozenset(_lists_of(batch, other))
+            self.lists = frozenset(_lists_of(batch, other) if other is not None else _lists_of_length(batch, count))
         else:
             self.whole = count > 1  # what one sample has may be one by chance
         return can
@@ -195,13 +188,14 @@ def emptied(batch: Any, lists: Lists, path: Path = ()) -> Any:
     """
     if path in lists:
         return []
-    if batch is None or is_text_list(batch) or not isinstance(batch, dict | list | tuple):
+    if batch is None or is_leaf(batch) or not isinstance(batch, dict | list | tuple):
         return batch if batch is None else _nothing_of(batch)
     kind: Any = type(batch)
     if isinstance(batch, dict):
-        return kind({key: emptied(value, lists, (*path, key)) for key, value in batch.items()})
-    entries = [emptied(value, lists, (*path, number)) for number, value in enumerate(batch)]
-    return kind(*entries) if hasattr(batch, "_fields") else kind(entries)
+        entries = {key: emptied(value, lists, (*path, key)) for key, value in batch.items()}
+        return defaultdict(batch.default_factory, entries) if isinstance(batch, defaultdict) else kind(entries)
+    made = [emptied(value, lists, (*path, number)) for number, value in enumerate(batch)]
+    return kind(*made) if hasattr(batch, "_fields") else kind(made)
 
 
 def _nothing_of(leaf: Any) -> Any:
@@ -222,6 +216,19 @@ def _lists_of(batch: Any, other: Any, path: Path = ()) -> Iterator[Path]:
             yield from _lists_of(*pair, (*path, number))
 
 
+def _lists_of_length(batch: Any, count: int, path: Path = ()) -> Iterator[Path]:
+    """Where lists and tuples of this length are; for functions that take no other number of samples."""
+    if isinstance(batch, dict):
+        for key, value in batch.items():
+            yield from _lists_of_length(value, count, (*path, key))
+    elif isinstance(batch, list | tuple) and not is_text_list(batch):
+        if len(batch) == count:
+            yield path
+            return
+        for number, value in enumerate(batch):
+            yield from _lists_of_length(value, count, (*path, number))
+
+
 def _examples_of(batch: Any) -> int | None:
     """The examples of a batch that can be cut."""
     try:
@@ -230,26 +237,21 @@ def _examples_of(batch: Any) -> int | None:
         return None
 
 
-class _Clones(TorchFunctionMode):
-    """Inside, a deep copy of a tensor has memory for itself alone, not for all that the tensor is a view of."""
+def copied(value: Any) -> Any:
+    """Samples to which a collate function may write: their lists, tuples and dicts, tensors and arrays are others.
 
-    @untraced
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
-
-
-def copied(samples: Sequence[Any]) -> Sequence[Any]:
-    """Samples to which a collate function may write; what cannot be copied, such as open files, as it is."""
-    try:
-        with _Clones():
-            return copy.deepcopy(samples)
-    except Exception:
-        return samples
+    Any other object is the same one: it may own a file, be looked for by its identity, or hold a whole dataset.
+    """
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(copied, value))
+    if kind in (dict, OrderedDict):
+        return kind((key, copied(entry)) for key, entry in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*map(copied, value))
+    if kind is torch.Tensor:
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value.copy() if kind is np.ndarray else value
 
 
 def _random_numbers() -> Callable[[], None]:

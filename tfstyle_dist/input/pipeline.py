@@ -12,7 +12,6 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.examples import lengths, refuse_list_of_tensors
 from tfstyle_dist.input.grouping import Lists
 from tfstyle_dist.input.options import AutoShardPolicy
-from tfstyle_dist.input.pieces import PieceCollate
 from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
 from tfstyle_dist.values import Division
@@ -102,7 +101,6 @@ class BatchPipeline(Pipeline):
         length: batches of an epoch, when that is certain.
         batch_size: examples of a full batch; default: those of the first one.
         samples: of a full batch; ``None`` where that is not known, or where lists are known to hold fields.
-        by_pieces: the collate function of ``source``, where it gives each replica's batch if it must.
     """
 
     def __init__(
@@ -113,10 +111,7 @@ class BatchPipeline(Pipeline):
         length: int | None = None,
         batch_size: int | None = None,
         samples: int | None = None,
-        by_pieces: PieceCollate | None = None,
     ) -> None:
-        self._by_pieces = by_pieces
-        self._lengths: list[int] | None = None  # of the first batch's lists, if they hold fields
         self._batch_size, self._samples = batch_size or 0, samples or 0
         self._source, self.layout, self._policy, self._length = source, layout, policy, length
         own_stream = policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
@@ -149,10 +144,13 @@ class BatchPipeline(Pipeline):
                 yield from self._cut_steps(batches, position)
 
     def _cut_steps(self, batches: Iterator[Any], position: Position) -> Iterator[Step]:
-        full, made, by_pieces = self._batch_size, 0, self._by_pieces
+        full, made = self._batch_size, 0
+        sizes: list[int] | None = None  # of the first batch's lists, if they hold fields
         for number, batch in enumerate(batches):
-            known = None if by_pieces is None else by_pieces.samples_of(batch)
-            size = self._size_of(batch) if known is None else known
+            if self._samples and (now := lengths(batch)) != sizes:
+                sizes = now if sizes is None else sizes
+                refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
+            size = leading_size(batch)
             full = max(full, size)
             if number < position[0]:
                 continue
@@ -162,22 +160,8 @@ class BatchPipeline(Pipeline):
                     continue
                 made += 1
                 after = (number + 1, 0) if index == len(steps) else (number, index)
-                after, sizes = (made, 0) if self.unit == "steps" else after, [len(piece) for piece in pieces]
-                if by_pieces is None or known is None:
-                    yield Step(cut(batch, pieces), after, batch, sizes, division)
-                else:
-                    parts = by_pieces.parts_of(batch, sizes, lambda: False)
-                    yield Step(parts, after, None, sizes, division, by_pieces.lists)
-
-    def _size_of(self, batch: Any) -> int:
-        """The examples of a batch that is cut."""
-        if self._samples and (now := lengths(batch)) != self._lengths:
-            self._lengths = now if self._lengths is None else self._lengths
-            refuse_list_of_tensors(batch, self._samples, self.layout.all_replicas)
-        size = leading_size(batch)
-        if self._by_pieces is not None and size > 1:
-            self._by_pieces.whole = True
-        return size
+                sizes = [len(piece) for piece in pieces]
+                yield Step(cut(batch, pieces), (made, 0) if self.unit == "steps" else after, batch, sizes, division)
 
 
 class DealtPipeline(Pipeline):

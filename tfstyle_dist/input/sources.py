@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import (
@@ -26,7 +26,6 @@ from tfstyle_dist.input.checks import (
 from tfstyle_dist.input.files import ListsFiles
 from tfstyle_dist.input.loader import SamplerPipeline
 from tfstyle_dist.input.options import AutoShardPolicy, check_policy
-from tfstyle_dist.input.pieces import PieceCollate, ShareOf, gives_samples
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
@@ -231,7 +230,7 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     if own and loader is not None and policy is AutoShardPolicy.FILE:  # a shard may need equal random numbers
         seeds = LoaderSeeds(loader.generator, layout.worker)
     if own:
-        source = dataset if loader is None else _made_again(loader, dataset, seeds=seeds)
+        source = dataset if loader is None else _with_dataset(loader, dataset, seeds)
     notes = []
     if layout.workers > 1 and policy is AutoShardPolicy.DATA:
         notes.append(
@@ -247,20 +246,8 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     size = size if isinstance(size, int) else None
     fields = getattr(source, "collate_fn", None) is default_collate  # in its lists
     samples = None if fields else size or _samples_of(getattr(source, "batch_sampler", None))
-    by_pieces = None
-    if layout.workers == 1 < layout.replicas and loader is not None and _collates_samples(loader, policy):
-        by_pieces = PieceCollate(loader.collate_fn, ShareOf(size or 0, layout, policy), counts=False)
-        source = _made_again(loader, loader.dataset, by_pieces)
-    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples, by_pieces)
+    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples)
     return Plan(pipeline, policy, size, None, reads, files, notes)
-
-
-def _collates_samples(loader: DataLoader[Any], policy: AutoShardPolicy) -> bool:
-    """Whether a DataLoader can be made again with a collate function that makes each replica's batch."""
-    torchs = own_reading(type(loader)) == "" and not type(loader).__module__.startswith("torchdata.")
-    batched = loader.batch_size is not None or (loader.batch_sampler is not None and policy is AutoShardPolicy.DATA)
-    torchs = torchs and not hasattr(loader, "set_epoch")
-    return torchs and batched and loader.collate_fn is not default_collate and gives_samples(loader.dataset)
 
 
 def _samples_of(batch_sampler: Any) -> int | None:
@@ -282,17 +269,11 @@ class _Epochs:
         return self._source if self._seeds is None else WithSeeds(self._source, self._seeds)
 
 
-def _made_again(
-    loader: DataLoader[Any], dataset: Any, collate: Callable[[Any], Any] | None = None, seeds: LoaderSeeds | None = None
-) -> DataLoader[Any]:
-    """The same DataLoader over another dataset, perhaps with another collate function or other seeds."""
+def _with_dataset(loader: DataLoader[Any], dataset: Any, seeds: LoaderSeeds | None) -> DataLoader[Any]:
+    """The same DataLoader over another IterableDataset, perhaps with other seeds."""
     options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
     if seeds is not None:
         options["generator"] = seeds.generator
-    if collate is not None:
-        options["collate_fn"] = collate
     if not options["num_workers"]:
         options["prefetch_factor"] = None
-    if not isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_sampler=loader.batch_sampler, **options)
     return DataLoader(dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options)

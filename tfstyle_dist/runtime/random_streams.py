@@ -184,7 +184,13 @@ def seed_python(seed: int) -> Any:
 def python_state() -> Any:
     """The states of the streams of ``random`` and, where it is loaded, numpy."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    if numpy is None:
+        return random.getstate(), None
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] == "MT19937":  # as numpy gives it where it is not asked for another form
+        own = state["state"]
+        state = state["bit_generator"], own["key"], own["pos"], state["has_gauss"], state["gauss"]
+    return random.getstate(), state
 
 
 def set_python_state(state: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -80,21 +80,22 @@ def cut_evenly(examples: int, replicas: int) -> Division:
     return Division.of([step] * whole + ([rest] if rest else []) + [0] * (replicas - whole - bool(rest)))
 
 
+_Known = TypeVar("_Known", bound=Share | tuple[Share, ...])
 _MOST_TEXTS = 256
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
-class _Notes:
+class _Notes(Generic[_Known]):
     """What is known of tensors, arrays and other objects, while they live, and of the latest lists of texts."""
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
-        self._texts: dict[int, tuple[Any, Share]] = {}  # lists have no weak references
+        self._texts: dict[int, tuple[Any, _Known]] = {}  # lists have no weak references
 
     def __bool__(self) -> bool:
         return bool(self._texts) or bool(self._known.data)
 
-    def put(self, leaf: Any, share: Share) -> None:
+    def put(self, leaf: Any, share: _Known) -> None:
         if not isinstance(leaf, list | tuple):
             self._known[leaf] = share
         else:
@@ -102,14 +103,16 @@ class _Notes:
             if len(self._texts) > _MOST_TEXTS:
                 del self._texts[next(iter(self._texts))]
 
-    def get(self, leaf: Any) -> Share | None:
+    def get(self, leaf: Any) -> _Known | None:
         if type(leaf).__weakrefoffset__:
-            found: Share | None = self._known.get(leaf)
+            found: _Known | None = self._known.get(leaf)
             return found
         return self._texts[id(leaf)][1] if id(leaf) in self._texts else None
 
 
-_batches, _results = _Notes(), _Notes()
+_batches: _Notes[Share | tuple[Share, ...]] = _Notes()
+"""One share of a part, or those of all local replicas."""
+_results: _Notes[Share] = _Notes()
 
 
 def any_noted() -> bool:
@@ -139,6 +142,22 @@ def note_batch(part: Any, share: Share) -> None:
             "__weakref__): if the batch has nothing else, all replicas weigh the same in the gradients, although their "
             "numbers of examples differ. Return tensors in tuples, lists or dicts from collate_fn.",
         )
+
+
+def note_collated(batch: Any, shares: Sequence[Share]) -> None:
+    """Notes which shares the replicas' values of a batch are that was collated for each of them.
+
+    Not of the samples in it: these may be the program's own objects, and several replicas may have the same one.
+
+    Args:
+        batch: a nest of ``PerReplica``.
+        shares: of the local replicas.
+    """
+    if isinstance(batch, PerReplica):
+        _batches.put(batch, tuple(shares))
+    elif isinstance(batch, Mapping | list | tuple):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            note_collated(value, shares)
 
 
 def share_of_arguments(arguments: Iterable[Any], replica: int | None = None) -> Share | None:
@@ -193,9 +212,11 @@ def has_unequal_shares(values: Iterable[Any]) -> bool:
 
 def _collect(values: Iterable[Any], found: list[Share], replica: int | None = None) -> None:
     for value in values:
-        share = _batches.get(value)
-        if share is not None:
-            found.append(share)
+        known = _batches.get(value)
+        if isinstance(known, tuple):
+            found += known if replica is None else known[replica : replica + 1]
+        elif known is not None:
+            found.append(known)
         elif isinstance(value, DistributedValues) and not isinstance(value, torch.Tensor):
             whole = replica is None or not isinstance(value, PerReplica)
             _collect(value.values if whole else value.values[replica:][:1], found, replica)

@@ -40,20 +40,23 @@ Place = tuple[int, int | str, str]
 class Elements:
     """What is in a numpy array now; equal to another one with the same bytes."""
 
+    __slots__ = ("_bytes", "_dtype")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array.copy()
+        plain = np.asarray(array)
+        self._bytes, self._dtype = plain.tobytes(), plain.dtype
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elements) and self._array.tobytes() == other._array.tobytes()
+        return isinstance(other, Elements) and self._bytes == other._bytes
 
     def changed(self, now: Elements) -> set[int]:
         """The places of the elements that became others."""
-        if self._array.shape != now._array.shape:
-            return set(range(now._array.size))
-        both = (self._array != self._array) & (now._array != now._array)  # a NaN that stayed one
-        return set(np.flatnonzero((self._array != now._array) & ~both).tolist())
+        before, after = np.frombuffer(self._bytes, self._dtype), np.frombuffer(now._bytes, now._dtype)
+        if len(before) != len(after):
+            return set(range(len(after)))
+        both = (before != before) & (after != after)  # a NaN that stayed one
+        return set(np.flatnonzero((before != after) & ~both).tolist())
 
 
 class Position(str):
@@ -124,7 +127,12 @@ def _are_settings(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, np.ndarray):
         return value.dtype.kind in _KINDS and 0 < value.size <= _MOST
-    return issubclass(kind, (*_SPACES, *_COUNTERS)) or (issubclass(kind, dict) and not is_container(value))
+    return issubclass(kind, _COUNTERS) or _have_entries(value)
+
+
+def _have_entries(value: Any) -> bool:
+    kind = type(value)
+    return issubclass(kind, _SPACES) or (issubclass(kind, dict) and not is_container(value))
 
 
 def _numbers(settings: Any, called: str, depth: int) -> Iterator[tuple[Place, Any]]:
@@ -134,5 +142,5 @@ def _numbers(settings: Any, called: str, depth: int) -> Iterator[tuple[Place, An
     for name, value in list(dict.items(entries)):
         if type(value) in _NUMBERS and type(name) in _NAMES:
             yield (id(settings), called, str(name)), repr(value) if type(value) is float else value
-        elif depth and _are_settings(value):
+        elif depth and _have_entries(value):
             yield from _numbers(value, f"{called}.{name}", depth - 1)

@@ -148,7 +148,10 @@ def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
 def _say_counted(settings: int | str, name: str, first: int, then: int, now: Any) -> None:
     if isinstance(now, Elements):
         what, of = "numpy array", f"attribute {name!r} of {settings}"
-        instead = f"Keep it in a tensor (register_buffer), or set a new array: self.{name} = self.{name} + 1"
+        instead = (
+            "That does no harm where each step writes the elements before it reads them. Else keep them in a tensor "
+            f"(register_buffer), set a new array, as in self.{name} = self.{name} + 1"
+        )
     elif isinstance(now, Position):
         what, of = "iterator", f"attribute {name!r} of {settings}"
         instead = "Count in a number, as self.calls += 1, and derive the value from it"

@@ -5,6 +5,7 @@ Parameters must stay where they are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -113,7 +114,8 @@ def push_buffers(servers: _Writing, records: Iterable[RemoteRecord]) -> None:
             continue
         if local.shape != baseline.shape:
             found = tuple(local.shape)
-            local.resize_(baseline.shape).copy_(baseline)
+            with contextlib.suppress(RuntimeError):  # memory that numpy shares cannot be resized
+                local.resize_(baseline.shape).copy_(baseline)
             raise RuntimeError(
                 f"A scheduled function gave the buffer {record.local_name!r} the shape {found}; on the parameter "
                 f"servers it has {tuple(baseline.shape)}, and keeps that. Give it its size before: call the module "
