@@ -299,6 +299,11 @@ def test_what_is_copied_of_a_sample() -> None:
     assert same is not table
     assert same.requires_grad
     assert kept is lock
+    tree: dict[str, Any] = {"children": [{}]}
+    tree["children"][0]["parent"] = tree
+    ((other,),) = (copied([tree]),)
+    assert other is not tree
+    assert other["children"][0]["parent"] is other
 
 
 @pytest.mark.parametrize("collate", [list, lambda samples: torch.tensor([len(s.image) for s in samples])])

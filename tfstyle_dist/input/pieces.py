@@ -237,21 +237,34 @@ def _examples_of(batch: Any) -> int | None:
         return None
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, known: dict[int, Any] | None = None) -> Any:
     """Samples to which a collate function may write: their lists, tuples and dicts, tensors and arrays are others.
 
     Any other object is the same one: it may own a file, be looked for by its identity, or hold a whole dataset.
+
+    Args:
+        value: the samples.
+        known: what was copied already, by ``id``: samples may hold each other, or one tensor.
     """
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind(map(copied, value))
-    if kind in (dict, OrderedDict):
-        return kind((key, copied(entry)) for key, entry in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*map(copied, value))
-    if kind is torch.Tensor:
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value.copy() if kind is np.ndarray else value
+    known, kind = {} if known is None else known, type(value)
+    if id(value) in known:
+        return known[id(value)]
+    made: Any = value
+    if kind is list:
+        made = known[id(value)] = []
+        made += [copied(entry, known) for entry in value]
+    elif kind in (dict, OrderedDict):
+        made = known[id(value)] = kind()
+        made.update((key, copied(entry, known)) for key, entry in value.items())
+    elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        entries = [copied(entry, known) for entry in value]
+        made = tuple(entries) if kind is tuple else kind(*entries)
+    elif kind is torch.Tensor:
+        made = value.detach().clone().requires_grad_(value.requires_grad)
+    elif kind is np.ndarray:
+        made = value.copy()
+    known[id(value)] = made
+    return made
 
 
 def _random_numbers() -> Callable[[], None]:
