@@ -227,9 +227,12 @@ def test_batches_of_loader_processes_are_what_the_collate_function_made() -> Non
     assert np.array_equal(found["array"], expected["array"])
 
 
+def small_and_large(_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(MOST_BYTES, dtype=torch.uint8), torch.ones(MOST_BYTES + 1, dtype=torch.uint8)
+
+
 def test_small_tensors_travel_in_the_message_and_large_ones_in_shared_memory() -> None:
-    small, large = torch.ones(MOST_BYTES, dtype=torch.uint8), torch.ones(MOST_BYTES + 1, dtype=torch.uint8)
-    found = DataLoader(Recorded(1), num_workers=1, collate_fn=InlineCollate(lambda _: (small, large)))
+    found = DataLoader(Recorded(1), num_workers=1, collate_fn=InlineCollate(small_and_large))
     ((first, second),) = list(found)
     assert (first.is_shared(), second.is_shared()) == (False, True)
 
