@@ -12,8 +12,9 @@ import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.input.grouping import Lists, Path
 from tfstyle_dist.input.layouts import BATCHES_OF_ITS_OWN
-from tfstyle_dist.input.split import is_text_list, leading_size, slice_batch
+from tfstyle_dist.input.split import fresh, is_leaf, is_text_list, leading_size, slice_batch
 
 
 def empty_of(read: Callable[[int], Any], plain: bool) -> Any:
@@ -31,7 +32,7 @@ def empty_of(read: Callable[[int], Any], plain: bool) -> Any:
         if plain or 1 not in lengths(one):
             leading_size(one)
             return slice_batch(one, range(0))
-        return _without_examples(one, read(2))
+        return emptied(one, frozenset(lists_of(one, read(2))))
 
 
 @contextlib.contextmanager
@@ -47,22 +48,47 @@ def no_empty_one() -> Iterator[None]:
         raise
 
 
-def _without_examples(one: Any, two: Any) -> Any:
-    """``one`` with nothing in it; a list that is longer in ``two`` holds an entry for each sample.
+def emptied(batch: Any, lists: Lists, path: Path = ()) -> Any:
+    """A batch of no samples like another one; its tuples of samples are lists.
 
-    A tuple of samples becomes a list, because nothing can be noted of an empty tuple: there is but one.
+    Nothing can be noted of an empty tuple, because there is but one.
+
+    Args:
+        batch: of some samples.
+        lists: where its lists with an entry for each sample are.
+        path: where in the batch this is.
+
+    Raises:
+        IndexError, TypeError: there is something in it of which there is no empty one.
     """
-    kind = type(one)
-    if is_text_list(one) or not isinstance(one, dict | list | tuple):
-        leading_size(one)
-        return slice_batch(one, range(0))
-    if isinstance(one, dict):
-        entries = {key: _without_examples(value, two[key]) for key, value in one.items()}
-        return defaultdict(one.default_factory, entries) if isinstance(one, defaultdict) else kind(entries)
-    if len(one) != len(two):
+    if path in lists:
         return []
-    made = [_without_examples(*pair) for pair in zip(one, two, strict=True)]
-    return kind(*made) if hasattr(one, "_fields") else kind(made)
+    if batch is None or is_leaf(batch) or not isinstance(batch, dict | list | tuple):
+        return batch if batch is None else _nothing_of(batch)
+    kind: Any = type(batch)
+    if isinstance(batch, dict):
+        entries = {key: emptied(value, lists, (*path, key)) for key, value in batch.items()}
+        return defaultdict(batch.default_factory, entries) if isinstance(batch, defaultdict) else kind(entries)
+    made = [emptied(value, lists, (*path, number)) for number, value in enumerate(batch)]
+    return kind(*made) if hasattr(batch, "_fields") else kind(made)
+
+
+def _nothing_of(leaf: Any) -> Any:
+    leading_size(leaf)
+    return fresh(slice_batch(leaf, range(0)))
+
+
+def lists_of(batch: Any, other: Any, path: Path = ()) -> Iterator[Path]:
+    """Where lists and tuples are that are longer or shorter in a batch of another number of samples."""
+    if isinstance(batch, dict) and isinstance(other, dict):
+        for key in batch.keys() & other.keys():
+            yield from lists_of(batch[key], other[key], (*path, key))
+    elif isinstance(batch, list | tuple) and isinstance(other, list | tuple) and not is_text_list(batch):
+        if len(batch) != len(other):
+            yield path
+            return
+        for number, pair in enumerate(zip(batch, other, strict=True)):
+            yield from lists_of(*pair, (*path, number))
 
 
 def _sequences(batch: Any) -> Iterator[Any]:

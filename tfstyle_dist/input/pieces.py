@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import Subset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
-from tfstyle_dist.input.examples import lengths, no_empty_one, say_not_counted
+from tfstyle_dist.input.examples import emptied, lengths, lists_of, no_empty_one, say_not_counted
 from tfstyle_dist.input.grouping import Lists, Path
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sampler import random_numbers_of
 from tfstyle_dist.input.sharding import Layout, steps_of_batch
-from tfstyle_dist.input.split import first_size, fresh, is_leaf, is_text_list, leading_size, slice_batch
+from tfstyle_dist.input.split import first_size, fresh, is_text_list, leading_size
 
 _PARTS = "tfstyle_dist: the batches of a worker's replicas"
 
@@ -109,7 +109,7 @@ class PieceCollate:
             other = self._another(samples[:1] if count > 1 else [*samples, *samples])
             can = can and (other is None or sizes == lengths(other))
         if not can:
-            self.lists = frozenset(_lists_of(batch, other) if other is not None else _lists_of_length(batch, count))
+            self.lists = frozenset(lists_of(batch, other) if other is not None else _lists_of_length(batch, count))
         else:
             self.whole = count > 1  # what one sample has may be one by chance
         return can
@@ -173,47 +173,6 @@ class PieceCollate:
         for part, size in zip(parts, sizes, strict=True) if not self.lists else ():
             if (found := first_size(part)) is not None and found % size:
                 say_not_counted(found, size)
-
-
-def emptied(batch: Any, lists: Lists, path: Path = ()) -> Any:
-    """A batch of no samples like one that was collated for a replica; its tuples of samples are lists.
-
-    Args:
-        batch: of a replica with samples.
-        lists: where its lists with an entry for each sample are.
-        path: where in the batch this is.
-
-    Raises:
-        IndexError, TypeError: there is something in it of which there is no empty one.
-    """
-    if path in lists:
-        return []
-    if batch is None or is_leaf(batch) or not isinstance(batch, dict | list | tuple):
-        return batch if batch is None else _nothing_of(batch)
-    kind: Any = type(batch)
-    if isinstance(batch, dict):
-        entries = {key: emptied(value, lists, (*path, key)) for key, value in batch.items()}
-        return defaultdict(batch.default_factory, entries) if isinstance(batch, defaultdict) else kind(entries)
-    made = [emptied(value, lists, (*path, number)) for number, value in enumerate(batch)]
-    return kind(*made) if hasattr(batch, "_fields") else kind(made)
-
-
-def _nothing_of(leaf: Any) -> Any:
-    leading_size(leaf)
-    return fresh(slice_batch(leaf, range(0)))
-
-
-def _lists_of(batch: Any, other: Any, path: Path = ()) -> Iterator[Path]:
-    """Where lists and tuples are that are longer or shorter in a batch of another number of samples."""
-    if isinstance(batch, dict) and isinstance(other, dict):
-        for key in batch.keys() & other.keys():
-            yield from _lists_of(batch[key], other[key], (*path, key))
-    elif isinstance(batch, list | tuple) and isinstance(other, list | tuple) and not is_text_list(batch):
-        if len(batch) != len(other):
-            yield path
-            return
-        for number, pair in enumerate(zip(batch, other, strict=True)):
-            yield from _lists_of(*pair, (*path, number))
 
 
 def _lists_of_length(batch: Any, count: int, path: Path = ()) -> Iterator[Path]:
