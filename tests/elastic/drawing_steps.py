@@ -1,6 +1,7 @@
 """A worker whose samples and steps draw from torch, Python and numpy; worker 1 is killed in a step and comes back.
 
-Usage: drawing_steps.py SAMPLER KILLED: "shuffled", "weighted" or "in order"; the step of the kill or -1.
+Usage: drawing_steps.py SAMPLER KILLED: "shuffled", "weighted" or "in order", perhaps with " by processes"; the step of
+the kill or -1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def loader() -> torch.utils.data.DataLoader[torch.Tensor]:
     if SAMPLER == "weighted":
         sampler = torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 25.0).tolist(), 24)
         return torch.utils.data.DataLoader(Noisy(), 8, sampler=sampler)
-    return torch.utils.data.DataLoader(Noisy(), 8, shuffle=SAMPLER != "in order")
+    processes = 2 if SAMPLER.endswith(" by processes") else 0
+    return torch.utils.data.DataLoader(Noisy(), 8, shuffle=not SAMPLER.startswith("in order"), num_workers=processes)
 
 
 def main() -> None:

@@ -21,7 +21,13 @@ SCRIPT = "drawing_steps.py"
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("sampler", "comes_back"),
-    [("shuffled", 5), ("weighted", 4), ("in order", 4)],  # in the middle of an epoch
+    [  # in the middle of an epoch
+        ("shuffled", 5),
+        ("weighted", 4),
+        ("in order", 4),
+        ("shuffled by processes", 5),
+        ("in order by processes", 5),
+    ],
 )
 def test_a_worker_that_comes_back_draws_what_the_others_draw(run_job: Any, sampler: str, comes_back: int) -> None:
     (alone,) = run_job(1, sampler, -1, script=SCRIPT)

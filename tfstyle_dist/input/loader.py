@@ -110,9 +110,10 @@ class SamplerPipeline(Pipeline):
         return {"policy": self._policy.name, "samples": len(s.order), "global batch": s.batch_size}
 
     def seed(self) -> int | None:
-        return getattr(self.sampler.order, "seed", None)
+        return getattr(self.sampler.order, "seed", self.sampler.batch_seed)
 
     def set_seed(self, seed: int) -> None:
+        self.sampler.batch_seed = None if self.sampler.batch_seed is None else seed
         if hasattr(self.sampler.order, "seed"):
             if self.sampler.order.seed != seed:
                 self._loader = None  # its processes' seeds come from it

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.input.batch_seeds import SeededIndices
 from tfstyle_dist.input.options import AutoShardPolicy
 from tfstyle_dist.input.sharding import Cut, Layout, Pieces, Position, count_steps, steps_of_batch
 from tfstyle_dist.runtime.worker import Worker
@@ -183,13 +184,19 @@ class ShareSampler(Sampler[list[Any]]):
         drop_remainder: whether a smaller last batch is left out.
         layout: numbers of workers and replicas.
         policy: ``DATA`` or ``OFF``.
+
+    Attributes:
+        batch_seed: what the loader's processes draw for a batch comes from it; ``None``: from what they drew before.
     """
+
+    batch_seed: int | None = None
 
     def __init__(
         self, order: EpochOrder, batch_size: int, drop_remainder: bool, layout: Layout, policy: AutoShardPolicy
     ) -> None:
         self.order, self.batch_size, self.drop_remainder = order, batch_size, drop_remainder
         self.layout, self.policy = layout, policy
+        self._epoch = 0
         self._compared = None if isinstance(order, SampledOrder) else len(order)
         self._indices: Sequence[Any] | torch.Tensor = range(0)
         self._start: Position = (0, 0)
@@ -206,7 +213,7 @@ class ShareSampler(Sampler[list[Any]]):
                 "several workers a length must not change by itself, because it may differ between them. When it has "
                 "changed on all of them alike, distribute the dataset again (strategy.experimental_distribute_dataset)."
             )
-        self._indices, self._start = self.order.indices(epoch), position
+        self._indices, self._start, self._epoch = self.order.indices(epoch), position, epoch
 
     def some_index(self) -> Any:
         """The first index of the chosen epoch."""
@@ -229,8 +236,13 @@ class ShareSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the plan and the order are taken now, so that a later begin() does not disturb.
-        share_of = self.reader()
-        return (share_of(step.pieces) for step, _ in self.plan() if any(step.pieces))
+        share_of, seed, epoch = self.reader(), self.batch_seed, self._epoch
+
+        def seeded(pieces: Pieces) -> list[Any]:
+            share = share_of(pieces)
+            return share if seed is None else SeededIndices(share, seed, epoch, next(p for p in pieces if p).start)
+
+        return (seeded(step.pieces) for step, _ in self.plan() if any(step.pieces))
 
     def reader(self) -> Callable[[Pieces], list[Any]]:
         """A function that takes the ranges of a step of the epoch chosen now, and gives the samples' indices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -181,6 +182,9 @@ def _sampler_plan(
     request: Request,
 ) -> Plan:
     pipeline = SamplerPipeline(dataset, order, size, drop, request.layout, policy, options)
+    if request.worker.positions is not None and options.get("num_workers"):  # others may go on where one has read
+        own = request.worker.group.gather_objects(torch.initial_seed(), "input: seed of the loader's processes")[0]
+        pipeline.sampler.batch_seed = getattr(order, "seed", int(own))
     reads = "reads them all" if policy is AutoShardPolicy.OFF else "reads these only"
     notes = []
     if drop and len(order) < size:
