@@ -36,3 +36,13 @@ def test_replicas_that_use_different_parameters(run_job: Any, zeroed: str) -> No
         assert worker["code"] == 0, worker["output"]
         expected = [[0.5, 1.0], [5.5, 6.0], [10.5, 11.0]] if zeroed == "1" else [[0.5, 1.0], [6.0, 7.0], [16.5, 18.0]]
         assert worker["result"] == expected
+
+
+def test_a_worker_that_came_back_with_another_rate_ends_nothing_but_itself(run_job: Any) -> None:
+    alone = run_job(2, script="counting_rate.py")
+    assert [worker["code"] for worker in alone] == [0, 0], alone[0]["output"]
+    stays, came_back = run_job(2, script="counting_rate.py", restarts={1: 1}, REJOIN="6", WORKERS="2", limit=40)
+    assert stays["code"] == 0, stays["output"]
+    assert stays["result"] == alone[0]["result"]
+    assert came_back["code"] == 1
+    assert "different settings" in came_back["output"]

@@ -178,6 +178,18 @@ def test_without_a_majority_all_stop() -> None:
             members[me].take(packets, [None], [me])
 
 
+@pytest.mark.parametrize("late", [1, 2])
+def test_those_that_came_in_later_are_not_counted(late: int) -> None:
+    usual, other = settings_of(0.1, (0.9, 0.999)), settings_of(0.2, (0.9, 0.999))
+    members, packets = votes_of(usual, *[other] * late)
+    for me in range(1, late + 1):
+        packets[me].header["since"] = 5
+    assert members[0].take(packets, [None], [0]) == [None] * (late + 1)
+    for me in range(1, late + 1):
+        with pytest.raises(InvalidArgumentError, match="different settings"):
+            members[me].take(packets, [None], [me])
+
+
 def test_an_optimizer_that_is_gone_on_some_workers_is_not_compared() -> None:
     usual, old = settings_of(0.1, (0.9, 0.999)), settings_of(0.5, (0.8, 0.999))
     members, packets = votes_of({"1": old["3"], **usual}, usual)

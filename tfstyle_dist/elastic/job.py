@@ -118,6 +118,7 @@ class ElasticJob:
             self._hold((replica,), moved=True)
         view, parts = self.membership.join(limit)
         self._handover.take(parts)
+        self._votes.since = view.step
         self._enter(view, self._store.runs, moved=True)
         return True
 

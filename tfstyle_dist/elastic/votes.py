@@ -36,10 +36,12 @@ class Votes:
 
     Attributes:
         known: the newest of each value that a replica has of its own, by replica.
+        since: the step in which this worker came in; 0: it was there from the beginning.
     """
 
     def __init__(self, states: ReplicaStates, me: int, replicas: int) -> None:
         self._states, self._me, self._replicas = states, me, replicas
+        self.since = 0
         self.known: dict[int, Known] = {}
 
     def make(
@@ -77,6 +79,7 @@ class Votes:
             "replicas": replicas,
             "call": said(call),
             "settings": {name: _numbers_in(groups) for name, groups in settings.items()},
+            "since": self.since,
         }
         return Packet(header, [tensor.clone() for tensor in tensors])  # a vote may be sent again when more was written
 
@@ -114,10 +117,9 @@ class Votes:
             if name == "settings":  # an optimizer that nobody uses any more may be gone on some workers only
                 common = sorted(set.intersection(*(set(own) for own in prints.values())))
                 prints = {member: _small_number([own[number] for number in common]) for member, own in prints.items()}
-            here = list(prints.values()).count(prints[self._me])
-            if name == "settings" and 2 * here > len(prints):  # the gradients are good: those that differ leave
-                continue
-            if here < len(prints):
+            if name == "settings" and prints[self._me] == _right_one(prints, votes):
+                continue  # the gradients are good: those that differ leave
+            if len(set(prints.values())) > 1:
                 raise InvalidArgumentError(f"{what} (by worker: {prints}). {advice}")
 
     def _remember(self, replica: int, states: Known) -> None:
@@ -144,6 +146,16 @@ class Votes:
             self._states.install(replica, known)
 
 
+def _right_one(prints: Mapping[int, int], votes: Mapping[int, Packet]) -> int | None:
+    """What most of those have that are there longest; ``None`` if there is no such thing.
+
+    Those that came in later are not counted, however many they are: their programs began at the top.
+    """
+    first = min(packet.header["since"] for packet in votes.values())
+    longest = [prints[member] for member, packet in votes.items() if packet.header["since"] == first]
+    return next((found for found in set(longest) if 2 * longest.count(found) > len(longest)), None)
+
+
 _ADVICE = {
     "call": (
         "The workers made different calls of strategy.run: another function, another batch or other arguments",
@@ -155,7 +167,8 @@ _ADVICE = {
     "settings": (
         "The optimizers of the workers have different settings (learning rate, momentum, ...)",
         "Set them alike on all workers. A scheduler that no function given to strategy.run uses must be given to "
-        "tfd.experimental.join, or a worker that comes back begins with a new one.",
+        "tfd.experimental.join, or a worker that comes back begins with a new one; and what a rate is computed from "
+        "(the epoch, the step) belongs in a tfd.Variable.",
     ),
 }
 
