@@ -306,3 +306,30 @@ def test_an_object_that_is_given_to_join_is_sent_whole() -> None:
         assert (kept.best, kept.losses, kept.sums) == (0.5, [1.0, 0.5], {"loss": 1.5})
         assert kept.state["weight"].tolist() == [1.0, 1.0]
         assert [(float(value), number) for value, number in kept.replay] == [(1.0, 1), (2.0, 2), (3.0, 3)]
+
+
+def test_a_long_container_that_a_repeated_step_has_changed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging._said.discard("elastic long container in a step")
+    root = {"replay": list(range(20_001)), "other": list(range(20_001))}
+    held = HeldValues([root], [])
+    held.put_back()
+    assert not caplog.records
+    root["replay"].append(1)
+    held.put_back()
+    assert "a list of 20001 entries to one of 20002" in caplog.records[0].message
+
+
+def test_a_long_container_that_a_worker_is_not_sent_is_said(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = nn.Linear(1, 1)
+            self.replay: deque[int] = deque(range(20_001))
+            self.short = [1]
+
+    logging._said.discard("elastic long Trainer.replay")
+    strategy.experimental_adopt(trainer := Trainer())
+    WholeState(strategy.parameter_store).describe()
+    said = [record.message for record in caplog.records if "begins with its own" in record.message]
+    assert len(said) == 1
+    assert "'replay' of Trainer holds a deque of 20001 entries" in said[0]
+    assert len(trainer.replay) == 20_001

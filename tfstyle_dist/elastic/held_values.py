@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.copies import ATOMS, CONTAINERS, MOST_ENTRIES
 from tfstyle_dist.variables.state_objects import is_state
 
@@ -41,7 +42,7 @@ class HeldValues:
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any] | deque[Any]] = []
         self._sets: list[tuple[set[Any], list[Any]]] = []
-        self._long: list[Any] = []
+        self._long: list[tuple[Any, int]] = []
         self._of_graphs: list[torch.Tensor] = []
         for root in roots:
             self._look_at(root)
@@ -75,7 +76,7 @@ class HeldValues:
 
     def _look_into(self, box: Any) -> None:
         if len(box) > MOST_ENTRIES:
-            self._long.append(box)
+            self._long.append((box, len(box)))
             return
         self._seen.add(id(box))
         if isinstance(box, dict):
@@ -100,7 +101,7 @@ class HeldValues:
             and list(map(len, self._lists)) == self._list_sizes
             and all(map(is_, chain.from_iterable(self._lists), self._entries))
             and all(set(map(id, now)) == set(map(id, was)) for now, was in self._sets)
-            and all(len(box) > MOST_ENTRIES for box in self._long)
+            and all(len(box) == size for box, size in self._long)
             and all(tensor.requires_grad for tensor in self._of_graphs)
             and not any(tensor.requires_grad for tensor in self.tensors)
         )
@@ -120,6 +121,14 @@ class HeldValues:
         for members, had in self._sets:
             members.clear()
             members.update(had)
+        for box, size in self._long:
+            if len(box) != size:
+                warn_once(
+                    "elastic long container in a step",
+                    f"A step that is done again had changed a {type(box).__name__} of {size} entries to one of "
+                    f"{len(box)}, and an elastic job puts back containers of at most {MOST_ENTRIES} entries: what it "
+                    "added or took away is done twice. Keep many entries in tensors.",
+                )
 
 
 def _values(box: dict[Any, Any]) -> Any:

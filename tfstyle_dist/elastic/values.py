@@ -84,7 +84,7 @@ class ValueWriter:
             return ["n", self.put(torch.from_numpy(np.array(value))), isinstance(value, np.ndarray)]
         if isinstance(value, random.Random):
             return ["r", value.getstate()]
-        if depth > _MOST_DEPTH or not (kind in CONTAINERS or _is_plain_tuple(value)) or len(value) > MOST_ENTRIES:
+        if depth > _MOST_DEPTH or not _is_container(value) or is_long(value):
             return self._leave_out(value)
         if isinstance(value, dict):
             entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]
@@ -112,9 +112,16 @@ class ValueWriter:
         return _KEEP
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    """A tuple, maybe with names, whose class has not made something else of it."""
+def is_long(value: Any) -> bool:
+    """Whether a value is a container with more entries than are sent."""
+    return _is_container(value) and len(value) > MOST_ENTRIES
+
+
+def _is_container(value: Any) -> bool:
+    """A list, dict, set or deque, or a tuple, maybe with names, whose class has not made something else of it."""
     kind = type(value)
+    if kind in CONTAINERS:
+        return True
     return isinstance(value, tuple) and kind.__len__ is tuple.__len__ and kind.__iter__ is tuple.__iter__
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import CollectiveMismatchError
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.elastic.numbers import TensorNumbers
 from tfstyle_dist.elastic.replica_state import has_own_value, is_content
-from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, memories_among
+from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_long, memories_among
 from tfstyle_dist.variables.common_objects import HeldInCommon
+from tfstyle_dist.variables.copies import MOST_ENTRIES
 from tfstyle_dist.variables.record import Record, raw
 from tfstyle_dist.variables.store import ParameterStore
 
@@ -145,7 +147,18 @@ class WholeState:
 
 
 def _object(writer: ValueWriter, thing: Any, number: int) -> list[Any]:
-    attributes = {name: writer.value(v) for name, v in thing.__dict__.items() if is_content(thing, name)}
+    attributes = {}
+    for name, value in thing.__dict__.items():
+        if is_content(thing, name):
+            known = len(writer.left_out)
+            attributes[name] = writer.value(value)
+            for box in filter(is_long, writer.left_out[known:]):
+                warn_once(
+                    f"elastic long {type(thing).__name__}.{name}",
+                    f"The attribute {name!r} of {type(thing).__name__} holds a {type(box).__name__} of {len(box)} "
+                    f"entries, and an elastic job sends at most {MOST_ENTRIES} of one: a worker that comes back begins "
+                    "with its own. Keep many entries in tensors.",
+                )
     return [number, type(thing).__name__, attributes]
 
 
