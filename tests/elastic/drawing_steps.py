@@ -1,7 +1,7 @@
 """A worker whose samples and steps draw from torch, Python and numpy; worker 1 is killed in a step and comes back.
 
-Usage: drawing_steps.py SAMPLER KILLED: "shuffled", "weighted" or "in order", perhaps with " by processes"; the step of
-the kill or -1.
+Usage: drawing_steps.py SAMPLER KILLED: "shuffled", "weighted", "in order" or "stream", perhaps with " by processes";
+the step of the kill or -1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -31,12 +32,21 @@ class Noisy(torch.utils.data.Dataset[torch.Tensor]):
         return torch.randn(3) + index * random.random() + float(np.random.rand())
 
 
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """The same samples, without indices."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(Noisy().__getitem__, range(12))  # each of two processes
+
+
 def loader() -> torch.utils.data.DataLoader[torch.Tensor]:
     torch.manual_seed(3)
     if SAMPLER == "weighted":
         sampler = torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 25.0).tolist(), 24)
         return torch.utils.data.DataLoader(Noisy(), 8, sampler=sampler)
     processes = 2 if SAMPLER.endswith(" by processes") else 0
+    if SAMPLER.startswith("stream"):
+        return torch.utils.data.DataLoader(Stream(), 4, num_workers=processes)
     return torch.utils.data.DataLoader(Noisy(), 8, shuffle=not SAMPLER.startswith("in order"), num_workers=processes)
 
 

@@ -27,6 +27,7 @@ SCRIPT = "drawing_steps.py"
         ("in order", 4),
         ("shuffled by processes", 5),
         ("in order by processes", 5),
+        ("stream by processes", 8),
     ],
 )
 def test_a_worker_that_comes_back_draws_what_the_others_draw(run_job: Any, sampler: str, comes_back: int) -> None:

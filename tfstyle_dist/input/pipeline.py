@@ -128,6 +128,13 @@ class BatchPipeline(Pipeline):
     def facts(self) -> dict[str, Any]:
         return {"policy": self._policy.name} | ({"batches": self._length} if self.same_on_all else {})
 
+    def seed(self) -> int | None:
+        return getattr(self._source, "seed", None)
+
+    def set_seed(self, seed: int) -> None:
+        if self.seed() is not None:
+            self._source.seed = seed  # type: ignore[attr-defined]
+
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: batches before ``position`` are read and dropped."""
         steps = self._steps(iter(self._source(epoch)), (0, 0) if self.unit == "steps" else position)

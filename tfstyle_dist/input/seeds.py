@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.sampler import mixed_seed
+from tfstyle_dist.runtime.worker import Worker
 
 
 class LoaderSeeds:
@@ -54,3 +55,39 @@ class WithSeeds:
         self._seeds.begin_epoch()
         with on_the_cpu():
             return iter(self._loader)
+
+
+class SeededPass:
+    """One pass over a ``DataLoader``, whose processes' seeds depend on a seed and the epoch alone.
+
+    Args:
+        loader: as the program made it.
+        seed: the same on all workers.
+        epoch: number of the epoch.
+    """
+
+    def __init__(self, loader: Any, seed: int, epoch: int) -> None:
+        self._loader, self._seed = loader, mixed_seed(seed, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        own, self._loader.generator = self._loader.generator, torch.Generator().manual_seed(self._seed)
+        try:
+            with on_the_cpu():
+                return iter(self._loader)
+        finally:
+            self._loader.generator = own
+
+
+def seed_of_processes(worker: Worker, loader_options: Mapping[str, Any]) -> int | None:
+    """What a loader's processes draw comes from it, where a worker may go on in the middle of a pass of another one.
+
+    Args:
+        worker: the worker and its group.
+        loader_options: of the loader.
+
+    Returns:
+        The seed of torch's random numbers on the first worker; ``None``: the processes draw as in torch.
+    """
+    if worker.positions is None or not loader_options.get("num_workers"):
+        return None
+    return int(worker.group.gather_objects(torch.initial_seed(), "input: seed of the loader's processes")[0])
