@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from tfstyle_dist.runtime.clocks import UPDATE
 from tfstyle_dist.runtime.context import Frame, Replica, StrategyInForce, current_frame, pop, push
 from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.shared_writes import same_values
 
 
 class LeadingUpdateRunner(UpdateRunner):
@@ -27,6 +29,7 @@ class LeadingUpdateRunner(UpdateRunner):
     def __init__(self, strategy: StrategyInForce) -> None:
         super().__init__(strategy)
         self._open: list[_Update] = []
+        self._writing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # also with empty groups
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
@@ -41,7 +44,7 @@ class LeadingUpdateRunner(UpdateRunner):
         replica = frame.replica if frame is not None and frame.strategy is strategy else None
         if strategy is None or replica is None or frame is None or frame.component is not None:
             return None
-        own = _Update(strategy, replica, optimizer, records)
+        own = _Update(strategy, replica, optimizer, records, self._writing)
         replica.barrier(f"{type(optimizer).__name__}.step", None, lambda payloads: payloads)
         self._refuse_turns_within(own)
         self._open.append(own)
@@ -117,15 +120,21 @@ class _Update(Frame):
         is_in_step: in the step or a hook of it, not in a closure that the step has called.
     """
 
-    __slots__ = ("_attributes", "_records", "is_in_step", "optimizer", "told")
+    __slots__ = ("_attributes", "_before", "_records", "_writing", "is_in_step", "optimizer", "told")
     replica: Replica
 
     def __init__(
-        self, strategy: StrategyInForce, replica: Replica, optimizer: torch.optim.Optimizer, records: list[Record]
+        self,
+        strategy: StrategyInForce,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        records: list[Record],
+        writing: weakref.WeakSet[torch.optim.Optimizer],
     ) -> None:
         super().__init__(strategy, replica, component=0)
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
+        self._writing, self._before = writing, list[torch.Tensor]()
         own = vars(optimizer)
         self.told = {name: own.pop(name) for name in TOLD_BY_SCALERS if name in own}
         self.is_in_step = True
@@ -145,6 +154,8 @@ class _Update(Frame):
             vars(self.optimizer).update(self.told)
         else:
             own = self.optimizer
+            if own in self._writing:
+                self._before = [parameter.detach().clone() for parameter in contents.rows.inside]
             self._attributes = own.__dict__
             copy = Copier(lambda _: False, lambda tensor: copied(tensor, tensor.device))  # to be written in place
             groups = [{**{k: copy(v) for k, v in g.items() if k != "params"}, "params": []} for g in own.param_groups]
@@ -164,6 +175,34 @@ class _Update(Frame):
             contents.switch(0)
         else:
             self.drop()
+            if written := contents.rows.written():
+                self._look_at([contents.rows.inside[place] for place in written], written)
+
+    def _look_at(self, parameters: list[torch.Tensor], places: list[int]) -> None:
+        """A step with empty groups has written to parameters: from the next one on their values are compared.
+
+        Writes that change nothing, such as a limit to the weights in a hook, are good.
+
+        Raises:
+            RuntimeError: it has made the update once more.
+        """
+        if self.optimizer not in self._writing:
+            self._writing.add(self.optimizer)
+            return
+        before = dict(enumerate(self._before))
+        if all(
+            same_values(p.detach(), before.get(place, p.detach())) for p, place in zip(parameters, places, strict=True)
+        ):
+            return
+        self.is_in_step = False
+        name = type(self.optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step(), or a hook of it, changes parameters that it does not take from param_groups, but from a "
+            "list, dict or model that it keeps elsewhere. Under central storage in one process the first replica makes "
+            "the update for all, and the others call step() with empty param_groups: these steps, and the one before, "
+            "were made once for each replica. Let step() go through self.param_groups, or use MirroredStrategy, where "
+            "each replica makes its update."
+        )
 
     def drop(self) -> None:
         """The optimizer has its own attributes again."""

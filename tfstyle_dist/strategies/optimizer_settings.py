@@ -18,10 +18,27 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
     """The settings of each group of a ``torch.optim`` optimizer, as far as they are plain values.
 
     Another optimizer may tell its own (``hyperparameters()``), and takes them over on the servers.
+
+    Raises:
+        NotImplementedError: a group holds a tensor of several elements.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
-    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group in groups:
+        for name, value in group.items():
+            _refuse_tensors(optimizer, name, value)
+    return [{k: _plain(v) for k, v in group.items()} for group in groups]
+
+
+def _refuse_tensors(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(part, torch.Tensor) and part.numel() != 1:
+            raise NotImplementedError(
+                f"The parameter groups of {name_of(optimizer)} hold a tensor of shape {tuple(part.shape)} in {name!r}. "
+                "Parameter servers make its steps, and they are told of settings that are numbers or texts. Let step() "
+                "make such a tensor in self.state[parameter], which the servers keep."
+            )
 
 
 def changes(

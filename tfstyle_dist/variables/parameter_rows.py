@@ -169,6 +169,10 @@ class ParameterRows:
         if self._home is not None:
             self._write_all(self._writes.compare(replica, self.inside))
 
+    def written(self) -> list[int]:
+        """The places of the one copy's parameters that were written to in this turn."""
+        return [] if self._home is None else self._writes.written(self.inside)
+
     def data_is_read(self, parameter: torch.Tensor, is_set: bool) -> None:
         """A parameter's ``data`` was read, or set, in cross-replica context: what is written there leaves no mark."""
         self._read.note(parameter, is_set)

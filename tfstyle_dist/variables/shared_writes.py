@@ -78,22 +78,27 @@ class SharedWrites:
             RuntimeError: it has changed what another replica had written between the same two calls.
         """
         call = self._calls[replica] = self._calls.get(replica, 0) + 1
-        marks, read = list(map(_mark, parameters)), self._read
-        if marks == self._marks and not read:
-            return []
-        written = [
-            place
-            for place, (before, now) in enumerate(zip(self._marks, marks, strict=False))
-            if before != now or (place in read and not _same(parameters[place].detach(), read[place]))
-        ]
+        written = self.written(parameters)
         for place in written:
             value = parameters[place].detach()
             if (call, place) not in self._first:
                 self._first[call, place] = replica, value.clone()
-            elif not _same(value, self._first[call, place][1]):
+            elif not same_values(value, self._first[call, place][1]):
                 raise RuntimeError(_said(value, self._first[call, place][0], replica))
-        self.note(parameters)
+        if written or self._read or len(parameters) != len(self._marks):
+            self.note(parameters)
         return written
+
+    def written(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """The places of the parameters that were written to since ``note``, in the order of ``parameters``."""
+        marks, read = list(map(_mark, parameters)), self._read
+        if marks == self._marks and not read:
+            return []
+        return [
+            place
+            for place, (before, now) in enumerate(zip(self._marks, marks, strict=False))
+            if before != now or (place in read and not same_values(parameters[place].detach(), read[place]))
+        ]
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
@@ -109,7 +114,8 @@ def _said(parameter: torch.Tensor, first: int, then: int) -> str:
     )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+def same_values(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two tensors hold the same values, NaN included; what is not strided is never said to."""
     if other is None or one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided:
         return False
     other = other.to(one.device)

@@ -61,6 +61,7 @@ TABLES = {
         "steps_trained",
         "steps_gradients_changed",
         "steps_wrapped",
+        "steps_published",
     ),
     "torch": ("optimizers_torch", "schedulers"),
     "transformers": ("models_transformers",),
