@@ -83,14 +83,15 @@ def test_an_average_of_weights_in_a_hook_is_refused() -> None:
         trained(optimizer_of)
 
 
-def test_a_limit_to_weights_that_are_not_of_the_groups_is_good() -> None:
+@pytest.mark.parametrize("limited", [lambda p: p.clamp_(-0.2, 0.2), lambda p: p.div_(p.norm() * 1.1)])
+def test_a_limit_to_weights_that_are_not_of_the_groups_is_good(limited: Callable[[torch.Tensor], Any]) -> None:
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
         def limit(*_: Any) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.clamp_(-0.2, 0.2)
+                    limited(parameter)
 
         optimizer.register_step_post_hook(limit)
         return optimizer

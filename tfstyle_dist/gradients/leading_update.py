@@ -181,7 +181,7 @@ class _Update(Frame):
     def _look_at(self, parameters: list[torch.Tensor], places: list[int]) -> None:
         """A step with empty groups has written to parameters: from the next one on their values are compared.
 
-        Writes that change nothing, such as a limit to the weights in a hook, are good.
+        Writes that change nothing but a last bit, such as a limit to the weights in a hook, are good.
 
         Raises:
             RuntimeError: it has made the update once more.
@@ -190,9 +190,7 @@ class _Update(Frame):
             self._writing.add(self.optimizer)
             return
         before = dict(enumerate(self._before))
-        if all(
-            same_values(p.detach(), before.get(place, p.detach())) for p, place in zip(parameters, places, strict=True)
-        ):
+        if all(_nearly_same(p.detach(), before.get(place)) for p, place in zip(parameters, places, strict=True)):
             return
         self.is_in_step = False
         name = type(self.optimizer).__name__
@@ -208,3 +206,12 @@ class _Update(Frame):
         """The optimizer has its own attributes again."""
         if self._attributes:
             self.optimizer.__dict__, self._attributes = self._attributes, {}
+
+
+def _nearly_same(now: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Whether a write changed nothing, or rounded once more, as a norm that is made 1 again does."""
+    if before is None or same_values(now, before):
+        return True
+    if now.shape != before.shape or now.dtype not in (torch.float32, torch.float64):
+        return False
+    return torch.allclose(now, before.to(now.device), rtol=4 * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
