@@ -56,6 +56,7 @@ class ReplicaReducer(GradientReducer):
         tensor = record.tensor
         self._made |= record.maker is not None
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            self.forget_dead(at_once=False)
             self.states[id(record)] = [
                 GradientState(record, replica) for replica in range(self.worker.num_local_replicas)
             ]
