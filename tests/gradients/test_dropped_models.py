@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 import tfstyle_dist as td
+from tfstyle_dist.variables.record import Record
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -116,3 +118,38 @@ def test_a_model_whose_backward_raised_may_be_dropped(rank: int) -> None:
         optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
         strategy.run(step, args=(model, optimizer, torch.full((2, 3), rank + 1.0)))
         torch.testing.assert_close(model.weight.detach(), before - 0.3)
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_nothing_is_kept_of_models_and_variables_that_were_dropped(devices: list[str]) -> None:
+    """Also where no ``backward()`` cleans up: with ``gradients`` of a ``train`` optimizer, and for variables."""
+    with td.MirroredStrategy(devices) as strategy:
+
+        def one() -> None:
+            with strategy.scope():
+                model = torch.nn.Linear(2, 2)
+                variable = td.Variable(0.0, aggregation=td.VariableAggregation.MEAN)
+                optimizer = td.train.GradientDescentOptimizer(0.1)
+
+            def fn() -> None:
+                loss, parameters = model(torch.ones(2)).sum(), list(model.parameters())
+                pairs = zip(td.train.gradients(loss, parameters), parameters, strict=True)
+                optimizer.apply_gradients(pairs)
+                variable.assign_add(1.0)
+
+            strategy.run(fn)
+
+        def known() -> tuple[int, int]:
+            gc.collect()
+            things = gc.get_objects()
+            dead = sum(type(thing) is weakref.ref and thing() is None for thing in things)
+            return sum(type(thing) is Record for thing in things), dead
+
+        for _ in range(10):
+            one()
+        records, references = known()
+        for _ in range(40):  # three records each
+            one()
+        after = known()
+        assert after[0] < records + 20
+        assert after[1] < references + 30

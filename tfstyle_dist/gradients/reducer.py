@@ -100,6 +100,7 @@ class GradientReducer(abc.ABC):
             state = GradientState(record, replica)
             states.append(state)
             _hook(component, self._listener(state))
+        self.forget_dead(at_once=False)
         self.states[id(record)] = states
         if record.policy is not None and record.policy.scale is ReduceOp.SUM:
             self.watch_before(record)
@@ -189,9 +190,10 @@ class GradientReducer(abc.ABC):
                 "of the step outside accumulate()."
             )
 
-    def forget_dead(self) -> None:
-        """Drops the state of parameters that are gone, once after each adoption."""
-        if self._clean_version != self.store.version:
+    def forget_dead(self, at_once: bool = True) -> None:
+        """Drops the state of parameters that are gone: after any adoption, or after as many as there are states."""
+        adopted = self.store.version - self._clean_version
+        if adopted and (at_once or 2 * adopted > len(self.states)):
             self._clean_version = self.store.version
             self.states = {key: s for key, s in self.states.items() if s[0].record.tensor is not None}
 

@@ -121,7 +121,9 @@ class _Calls(threading.local):
 
     def was_quiet(self, optimizer: torch.optim.Optimizer) -> bool:
         """What ``is_quiet`` has said of the step that ends."""
-        return id(optimizer) in self.quiet
+        quiet = id(optimizer) in self.quiet
+        self.quiet.discard(id(optimizer))
+        return quiet
 
 
 _calls = _Calls()

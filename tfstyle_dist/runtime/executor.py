@@ -125,12 +125,15 @@ class ReplicaExecutor:
         self.content.enter(begins=True)
         team = self._acquire_team()
 
+        under_way: list[TurnRun] = []
+
         def start(replica: int) -> None:
-            job = self._job(run, replica, functions[replica], outcomes, ambient)
+            job = self._job(under_way[0], replica, functions[replica], outcomes, ambient)
             own = context.copy()
             team.queues[replica - 1].put(lambda: own.run(job))
 
         run = TurnRun(len(functions), self._timeout, start, self.content, self._clocks, signals)
+        under_way.append(run)
         team.cores[0] = Core()
         run.cores = team.cores
         try:
@@ -144,13 +147,18 @@ class ReplicaExecutor:
                 self._teams.remove(team)
                 team.stop()
             team.busy = False
-        if run.error is not None:
-            error = run.error
-            try:
+        error = run.error
+        if not run.lost:  # a thread that was abandoned looks at it when it comes back
+            run.error = None
+        try:
+            if error is not None:
                 raise error
-            finally:
-                del error, run, outcomes, start
-        return outcomes
+            return outcomes
+        finally:
+            # The run and `start` hold each other and the batch, and the error's traceback holds them: until the garbage
+            # collector came, all of it would stay.
+            under_way.clear()
+            del error, run
 
     def close(self) -> None:
         """Ends the threads."""

@@ -59,7 +59,7 @@ class TurnRun:
         self.count, self._timeout, self._start = count, timeout, start
         self._content: Content = content or NoContent()
         self._interrupts = interrupts or Interrupts()
-        self._clocks = [STOPPED] * count if clocks is None else clocks
+        self._turn, self._clocks = Turn(), [STOPPED] * count if clocks is None else clocks
         self._batons = [threading.Lock() for _ in range(count)]
         for baton in self._batons:
             baton.acquire()
@@ -67,9 +67,8 @@ class TurnRun:
         self._calls: list[Call | None] = [None] * count  # those whose joint work is not done
         self._waiting: list[Call | None] = [None] * count
         self._started, self._done = [True] + [False] * (count - 1), [False] * count
-        self._turn = Turn()
         self._acting: Call | None = None
-        self._interrupted, self._others_go_on = False, False
+        self._interrupted = self._others_go_on = False
         self._updates, self._most_updates = [0] * count, 0  # steps of optimizers: by replica; of the one that raised
         self.error: BaseException | None = None
         self.lost: list[int] = []
@@ -120,7 +119,8 @@ class TurnRun:
     def finish(self, replica: int) -> None:
         """Called by each replica's thread after the user's function, whatever came of it."""
         with self._lock:
-            self.threads[replica], self._done[replica] = None, True
+            self.threads[replica] = self._calls[replica] = self._waiting[replica] = None  # a call's frame names the run
+            self._done[replica] = True
             if replica in self.lost:
                 return
             if self.error is None:

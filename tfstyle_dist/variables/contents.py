@@ -69,13 +69,11 @@ class ReplicaContents:
         self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
         self._buffers = HomeBuffers(home, worker.torch_device(0))
         self._objects: list[ObjectContent] = []
-        self.generators = GeneratorStates()
+        self.generators, self.settings = GeneratorStates(), SharedSettings()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = False
-        self.settings = SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._marks = ObjectMarks()
-        self._shared = SharedTensors()
+        self._marks, self._shared = ObjectMarks(), SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
@@ -107,6 +105,8 @@ class ReplicaContents:
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
         self._data.count()
+        if begins and not self._running:
+            self._marks.free_cycles(self._objects, self.taken)
         self._resolve()
         self.finish_taking()
         if begins:

@@ -65,7 +65,7 @@ class ParameterStore:
             self._taken = -1
             worker.executor.content = self.contents
         self.version, self.runs, self.made = 0, 0, MadeInTurns()
-        self._all: list[weakref.ref[Record]] = []
+        self._all: WeakOrderedSet[Record] = WeakOrderedSet()
         self._pending: list[Record] = []
         # With each the records of its buffers, which live as long: another tensor may take a buffer's place.
         self._modules: WeakOrderedSet[torch.nn.Module] = WeakOrderedSet()
@@ -194,7 +194,7 @@ class ParameterStore:
         record.local_name, record.number = name, self.version
         if module is not None:
             self._tie(record, module, name)
-        self._all.append(weakref.ref(record))
+        self._all.add(record)
         keep = record.tensor
         if keep is not None:
             remember(keep, record)
@@ -220,11 +220,10 @@ class ParameterStore:
 
     def records(self, kind: str | None = None) -> Iterator[Record]:
         """The living records in the order of adoption."""
-        for reference in self._all:
-            record = reference()
-            if record is not None and record.kind == "buffer":
+        for record in self._all:
+            if record.kind == "buffer":
                 follow_buffer(record)
-            if record is not None and record.tensor is not None and (kind is None or record.kind == kind):
+            if record.tensor is not None and (kind is None or record.kind == kind):
                 yield record
 
     def alive_everywhere(self, records: Iterable[Record]) -> Living:

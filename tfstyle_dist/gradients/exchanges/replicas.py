@@ -56,9 +56,8 @@ class ReplicaReducer(GradientReducer):
         tensor = record.tensor
         self._made |= record.maker is not None
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            self.states[id(record)] = [
-                GradientState(record, replica) for replica in range(self.worker.num_local_replicas)
-            ]
+            self.forget_dead(at_once=False)
+            self.states[id(record)] = [GradientState(record, r) for r in range(self.worker.num_local_replicas)]
 
     def on_gradient(self, parameter: torch.Tensor, state: GradientState) -> None:
         """Not called: new gradients are seen when ``backward()`` has returned."""
