@@ -90,6 +90,23 @@ def test_a_manager_inside_run_is_refused_by_its_name(tmp_path: Path) -> None:
         strategy.run(manager.save)
 
 
+def test_slots_that_were_not_saved_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def made(updates: int) -> Checkpoint:
+        layer, optimizer = torch.nn.Linear(2, 1), td.train.MomentumOptimizer(0.1, 0.9)
+        for _ in range(updates):
+            optimizer.minimize(layer(torch.ones(1, 2)).sum(), var_list=list(layer.parameters()))
+        return Checkpoint(model=layer, optimizer=optimizer)
+
+    path = made(0).save(tmp_path / "ckpt")
+    status = made(1).restore(path)
+    with pytest.raises(AssertionError, match=r"does not have optimizer/slots/model/bias, optimizer/slots/model/weight"):
+        status.assert_consumed()
+    made(1).restore(path)
+    assert "not in it: optimizer/slots/model/bias" in caplog.text
+    made(0).restore(path).assert_consumed()
+    made(0).restore(made(1).save(tmp_path / "ckpt")).assert_consumed()
+
+
 # ---- without the objects ------------------------------------------------------------------------------------------
 
 

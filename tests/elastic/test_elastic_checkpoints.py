@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tfstyle_dist as tfd
 from tfstyle_dist.checkpoint.restoring import restore
 from tfstyle_dist.checkpoint.tracking import find_leaves
 from tfstyle_dist.strategies.elastic import ElasticGroup
@@ -73,3 +74,34 @@ def test_every_worker_gets_random_numbers_of_its_own(tmp_path: Path) -> None:
         drawn.append((float(torch.rand(())), random.random()))
     assert drawn[0][0] == expected
     assert len(set(drawn)) == 3
+
+
+class _Drawing:
+    """A job of four replicas whose steps draw, and its checkpoint."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.strategy = tfd.MultiWorkerMirroredStrategy(elastic=tfd.experimental.Elastic(replicas=4))
+        with self.strategy.scope():
+            self.checkpoint = Checkpoint(count=tfd.Variable(0), random=RandomState())
+
+    def draw(self, steps: int) -> list[list[float]]:
+        return [[float(own) for own in self.strategy.run(lambda: torch.rand(())).values] for _ in range(steps)]
+
+
+@pytest.mark.timeout(60)
+def test_the_numbers_of_the_steps_go_on_after_a_restore(tmp_path: Path) -> None:
+    job = _Drawing(1)
+    with job.strategy:
+        job.draw(2)
+        path = job.checkpoint.save(tmp_path / "ckpt")
+        expected = job.draw(3)
+        job.checkpoint.restore(path)
+        assert job.draw(1) == expected[:1]
+        again = job.checkpoint.save(tmp_path / "ckpt")
+    job = _Drawing(9)
+    with job.strategy:
+        job.checkpoint.restore(path).assert_consumed()
+        assert job.draw(3) == expected
+        job.checkpoint.restore(again).assert_consumed()
+        assert job.draw(2) == expected[1:]

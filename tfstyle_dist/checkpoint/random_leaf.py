@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfstyle_dist.checkpoint import codec
@@ -36,19 +36,23 @@ class RandomStateLeaf(Leaf):
         get = all_of(tree, read)
         states = {int(worker): codec.decode(state, get) for worker, state in tree.items()}
         self.target.load_states(states, self.worker)
-        kept = states.get(self.worker, {}).get(_REPLICAS)
-        if kept is None:
-            return
-        saved, here = len(kept["torch"]), 1 if self._streams is None else len(self._streams)
-        if self._streams is not None and saved == here:
+        kept = states.get(self.worker, {}).get(_REPLICAS) or _of_the_job(states)
+        if kept is not None and self._streams is not None and self._streams.takes(kept):
             self._streams.put_back(kept)
-            return
-        warn_once(
-            "random streams of another number of replicas",
-            f"The checkpoint has seeded random streams of {saved} replicas for this worker, which has {here} now: its "
-            "first replica goes on where it was, the others do not. Call strategy.seed_replicas after the restore to "
-            "begin streams of a known seed.",
-        )
+        elif kept is not None and "torch" in kept:
+            here = 1 if self._streams is None else len(self._streams)
+            warn_once(
+                "random streams of another number of replicas",
+                f"The checkpoint has seeded random streams of {len(kept['torch'])} replicas for this worker, which has "
+                f"{here} now: its first replica goes on where it was, the others do not. Call strategy.seed_replicas "
+                "after the restore to begin streams of a known seed.",
+            )
+
+
+def _of_the_job(states: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """What makes the numbers of an elastic job: one worker has written it for all."""
+    kept = states.get(0, {}).get(_REPLICAS)
+    return kept if kept is not None and "root" in kept else None
 
 
 def _streams_of(leaves: Sequence[Leaf]) -> RandomStreams | None:

@@ -24,7 +24,7 @@ class RandomState:
 
     A checkpoint restored on more workers than it was saved by has nothing for the last ones: they are seeded from the
     first worker's state and their own number, and a warning says so. In an elastic job one worker writes for all: its
-    states go to worker 0, and all others are seeded so.
+    states go to worker 0, and all others are seeded so. What its steps draw goes on, with any number of workers.
 
     Example:
         >>> checkpoint = Checkpoint(model=model, random=RandomState())

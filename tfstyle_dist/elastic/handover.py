@@ -61,7 +61,7 @@ class Handover:
                 **sent,
                 "known": known,
                 "first known": first,
-                "seed": self._streams.root,
+                "seed": [self._streams.root, self._streams.ahead],
                 "python": None if self.random[1] is None else described(self.random[1]),
                 "threads": torch.get_num_threads(),
                 "runs": self._store.runs,
@@ -95,7 +95,7 @@ class Handover:
         state = next(part.header["state"] for part in parts if "state" in part.header)
         self._pending = state, tensors
         self._install(complete=False)
-        self._streams.root = state["seed"]
+        self._streams.root, self._streams.ahead = state["seed"]
         use_threads(state["threads"])
         # The run that comes counts itself; the others have counted it already.
         self._store.runs = state["runs"] - 1

@@ -130,10 +130,10 @@ class ElasticJob:
         if not self._agreed:
             self._agreed = True
             seed = _seed_of_generator() if self._streams.root is None else self._streams.root
-            threads = torch.get_num_threads()
-            came = self.agreements.agree("numbers", lambda lowest: Packet({"seed": seed, "threads": threads}))
+            own = {"seed": [seed, self._streams.ahead], "threads": torch.get_num_threads()}
+            came = self.agreements.agree("numbers", lambda lowest: Packet(own))
             told = came[min(came)].header
-            self._streams.root = told["seed"]
+            self._streams.root, self._streams.ahead = told["seed"]
             use_threads(told["threads"])
 
     # ---- the transaction --------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class ElasticJob:
             self._enter(view, self._store.runs - 1, moved=True)  # this run is counted already
             self._undo.keep()  # another replica may be the first one here now
         self._states.mark(self.held)
-        self._streams.step = view.step
+        self._streams.step = self._store.runs - 1
         self._streams.begin_step()
         return view
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,8 @@ class StepStreams(RandomStreams):
     Attributes:
         root: the seed of the job; ``None`` before the workers have agreed on one.
         python: whether a replica has streams of ``random`` and numpy, too.
-        step: the step under way.
+        step: the step under way, or the last one; -1 before the first.
+        ahead: the steps that were made before the checkpoint that the job was restored from.
         held: the replicas of this worker.
     """
 
@@ -33,16 +34,26 @@ class StepStreams(RandomStreams):
         super().__init__(devices, 0)
         self.root: int | None = None
         self.python = False
-        self.step = 0
+        self.step, self.ahead = -1, 0
         self.held: Sequence[int] = ()
         self._running, self._joint = False, 0
         self._own_python: dict[int, Any] = {}  # of replicas inside of an optimizer's step
 
     def seed(self, seed: int, python: bool = False) -> None:
         """Starts all streams anew."""
-        self.root, self.python = seed, python
+        self.root, self.python, self.ahead = seed, python, 0
         if python:
             seed_python(seed)
+
+    def kept(self) -> dict[str, Any] | None:
+        """What makes the numbers of the steps to come, to be put back in another job."""
+        return None if self.root is None else {"root": self.root, "steps": self.step + 1 + self.ahead}
+
+    def takes(self, kept: Mapping[str, Any]) -> bool:
+        return "root" in kept
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        self.root, self.ahead = kept["root"], kept["steps"] - (self.step + 1)
 
     def of_process(self) -> ProcessNumbers:
         """The process' own numbers between steps; those of ``random`` and numpy where each replica has its own."""
@@ -121,5 +132,5 @@ class StepStreams(RandomStreams):
                 set_python_state(python)
 
     def _number(self, what: str) -> int:
-        name = f"{self.root} {self.step} {what}"
+        name = f"{self.root} {self.step + self.ahead} {what}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

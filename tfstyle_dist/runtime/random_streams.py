@@ -67,6 +67,10 @@ class RandomStreams:
         others = [None if r == self._active or state is None else list(state) for r, state in enumerate(self._states)]
         return {"torch": others, "python": self._python}
 
+    def takes(self, kept: Mapping[str, Any]) -> bool:
+        """Whether ``put_back`` can go on with these: they are of as many replicas, and not of an elastic job."""
+        return len(kept.get("torch", ())) == len(self)
+
     def put_back(self, kept: Mapping[str, Any]) -> None:
         """Goes on with streams of as many replicas; the process' own has been put back before."""
         self._seed = torch.initial_seed()

@@ -59,10 +59,15 @@ class TFOptimizerLeaf(Leaf):
         return {"slots": slots, "common": codec.encode(state["common"], f"{self.path}/common", put)}
 
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
-        """See ``Leaf``: slots are made at the first update, so any variable with the name will do."""
+        """See ``Leaf``: slots are made at the first update, so any variable with the name will do.
+
+        Those that are here and were not saved keep their values, as in TensorFlow, and are missing.
+        """
         known = self._variables(tree)
         used = [entry for name, entry in tree["slots"].items() if name in known]
-        return Match(used=set(codec.tensor_names([used, tree["common"]])))
+        here = {self._name(place, variable) for place, variable in enumerate(self.target.slot_variables())}
+        missing = [f"{self.path}/slots/{name}" for name in sorted(here - set(tree["slots"]))]
+        return Match(used=set(codec.tensor_names([used, tree["common"]])), missing=missing)
 
     def _remote(self) -> tuple[ParameterServerStrategy | None, dict[str, RemoteRecord]]:
         """The tracked variables on parameter servers, by name."""

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
@@ -133,5 +134,7 @@ def _within(mark: Mark) -> Iterator[torch.Tensor]:
 
 
 def _count_write(tensor: torch.Tensor) -> None:
-    if not tensor.is_inference():
+    if (
+        not is_lazy(tensor) and not tensor.is_inference()
+    ):  # a lazy one is not content yet: it has a number of one that is
         torch.autograd.graph.increment_version(tensor)

@@ -80,10 +80,11 @@ def _is_optimizer(thing: Any) -> bool:
 def _is_unfinished(thing: Any) -> bool:
     """Whether a lazy module, or a layer of Keras that is not built, makes its variables in its first call.
 
-    Until then all replicas have it in common; then it is looked at again.
+    Until then all replicas have it in common; then it is looked at again. A lazy module whose variables came with a
+    state that was loaded gets another class in its first call all the same.
     """
     if isinstance(thing, torch.nn.modules.lazy.LazyModuleMixin):
-        return bool(thing.has_uninitialized_params())  # type: ignore[misc]
+        return thing.cls_to_become is not None or bool(thing.has_uninitialized_params())  # type: ignore[misc]
     return hasattr(thing, "_post_build") and getattr(thing, "built", True) is False
 
 
