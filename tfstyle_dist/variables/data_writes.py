@@ -134,7 +134,6 @@ def _within(mark: Mark) -> Iterator[torch.Tensor]:
 
 
 def _count_write(tensor: torch.Tensor) -> None:
-    if (
-        not is_lazy(tensor) and not tensor.is_inference()
-    ):  # a lazy one is not content yet: it has a number of one that is
+    # A lazy one is not content yet: it has the number of one that is gone.
+    if not is_lazy(tensor) and not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
