@@ -300,3 +300,24 @@ def _break_off(strategy: td.Strategy, is_module: bool) -> None:
 
 def replica_of(strategy: td.Strategy) -> int:
     return int(strategy.run(replica))
+
+
+@pytest.mark.distributed(**_RANKS)
+@pytest.mark.cpu_only("shares memory")
+def test_a_momentum_of_rows_that_ranks_over_one_copy_share() -> None:
+    with td.experimental.CentralStorageStrategy() as strategy:
+        model, reference = built(strategy, _Remainders), plain(_Remainders)
+        mine, expected = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
+
+        def step(k: int) -> None:
+            mine.zero_grad()
+            _loss(model, _numbers(2, k).chunk(2)[replica()], k).backward()
+            mine.step()
+
+        for k in range(4):
+            strategy.run(step, args=(k,))
+            expected.zero_grad()
+            _loss(reference, _numbers(2, k), k).backward()
+            expected.step()
+        for found, known in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.detach().clone(), known.detach())

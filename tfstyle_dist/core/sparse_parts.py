@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ def is_sparse(tensor: torch.Tensor) -> bool:
     """Whether ``parts_of`` can take a tensor apart: COO, CSR, CSC, BSR and BSC."""
     with torch_internals.DisableTorchFunctionSubclass():
         return tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED.values()
+
+
+def make_dense(states: Iterable[dict[str, Any]]) -> None:
+    """Puts dense tensors in the place of sparse ones: zeros that are written out change no sum, such as a momentum."""
+    for state in states:
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and is_sparse(value):
+                state[name] = value.to_dense()
 
 
 def about(tensor: torch.Tensor) -> list[Any]:

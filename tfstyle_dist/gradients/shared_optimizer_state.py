@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.comm.group import WorkerGroup
+from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.gradients.update_shards import Part
 from tfstyle_dist.shm import pages
 from tfstyle_dist.shm.segment import Segment, Written, open_segment, written_in
@@ -57,10 +58,8 @@ class SharedState:
         self._places: dict[int, _Places] = {}
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._own: dict[Part, State] = {}
-        self._first: set[int] = set()
-        self._loose: list[tuple[int, str]] = []
-        self._parts: list[Part] = []
-        self._parameters: list[torch.Tensor] = []
+        self._first, self._loose = set[int](), list[tuple[int, str]]()
+        self._parts, self._parameters = list[Part](), list[torch.Tensor]()
 
     def divide(self, parts: Sequence[Part], parameters: Sequence[torch.Tensor]) -> None:
         """Says which parts this worker updates from now on; nobody may be updating.
@@ -175,6 +174,7 @@ class SharedState:
             parameters: all of the optimizer.
             pending: the state of this worker's parts; emptied.
         """
+        sparse_parts.make_dense(pending.values())
         mine = {
             part.index: _describe(parameters[part.index], part, state)
             for part, state in pending.items()
