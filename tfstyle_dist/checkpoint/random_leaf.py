@@ -37,16 +37,22 @@ class RandomStateLeaf(Leaf):
         states = {int(worker): codec.decode(state, get) for worker, state in tree.items()}
         self.target.load_states(states, self.worker)
         kept = states.get(self.worker, {}).get(_REPLICAS) or _of_the_job(states)
-        if kept is not None and self._streams is not None and self._streams.takes(kept):
+        if kept is None:
+            return
+        if self._streams is not None and self._streams.takes(kept):
             self._streams.put_back(kept)
-        elif kept is not None and "torch" in kept:
-            here = 1 if self._streams is None else len(self._streams)
-            warn_once(
-                "random streams of another number of replicas",
-                f"The checkpoint has seeded random streams of {len(kept['torch'])} replicas for this worker, which has "
-                f"{here} now: its first replica goes on where it was, the others do not. Call strategy.seed_replicas "
-                "after the restore to begin streams of a known seed.",
-            )
+            return
+        here = 1 if self._streams is None else len(self._streams)
+        if "torch" in kept and len(kept["torch"]) != here:
+            what = f"of {len(kept['torch'])} replicas for this worker, which has {here} now: its first replica goes on"
+            what += " where it was, the others do not"
+        else:
+            what = "that an elastic job and a job that is not elastic make in different ways: they do not go on"
+        warn_once(
+            "random streams of another number of replicas",
+            f"The checkpoint has seeded random streams {what}. Call strategy.seed_replicas after the restore to begin "
+            "streams of a known seed.",
+        )
 
 
 def _of_the_job(states: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -149,11 +149,17 @@ class Votes:
 def _right_one(prints: Mapping[int, int], votes: Mapping[int, Packet]) -> int | None:
     """What most of those have that are there longest; ``None`` if there is no such thing.
 
-    Those that came in later are not counted, however many they are: their programs began at the top.
+    Those that came in later decide only between as many on both sides: their programs began at the top.
     """
     first = min(packet.header["since"] for packet in votes.values())
     longest = [prints[member] for member, packet in votes.items() if packet.header["since"] == first]
-    return next((found for found in set(longest) if 2 * longest.count(found) > len(longest)), None)
+    everyone = [found for found in prints.values() if found in longest]
+    return _most(longest) if _most(longest) is not None else _most(everyone)
+
+
+def _most(prints: Sequence[int]) -> int | None:
+    """What more than half of them are."""
+    return next((found for found in set(prints) if 2 * prints.count(found) > len(prints)), None)
 
 
 _ADVICE = {

@@ -15,6 +15,7 @@ from tfstyle_dist.elastic.values import MISSING, ValueReader, ValueWriter, is_lo
 from tfstyle_dist.variables.common_objects import HeldInCommon
 from tfstyle_dist.variables.copies import MOST_ENTRIES
 from tfstyle_dist.variables.record import Record, raw
+from tfstyle_dist.variables.state_objects import BOXES
 from tfstyle_dist.variables.store import ParameterStore
 
 Sent = dict[str, Any]
@@ -41,7 +42,7 @@ class WholeState:
             A JSON-able description, the tensors that it names by number, and of each tensor whether it is the same on
             all workers.
         """
-        writer = ValueWriter(self._contents)
+        writer, looker = ValueWriter(self._contents), ValueWriter(self._contents)
         tensors = writer.tensors
         with raw(), torch.no_grad():
             parameters = [
@@ -71,6 +72,7 @@ class WholeState:
             "variables": variables,
             "generators": generators,
             "memories": memories_among(tensors),
+            "long": [[content.number, long] for thing, content in others if (long := _lengths(looker, thing))],
         }
         return sent, tensors, [number < equal for number in range(len(tensors))]
 
@@ -104,6 +106,9 @@ class WholeState:
                 "names (a scheduler), to tfd.experimental.join(strategy, ...)."
             )
         self._check_variables(sent)
+        for number, theirs in sent["long"] if complete else ():
+            here = _lengths(ValueWriter(self._contents), found[number]) if number in found else theirs
+            _say_not_sent(found.get(number), theirs, here)
         reader = ValueReader(self._contents, tensors, writes_arrays=True, memories=sent["memories"])
         with raw(), torch.no_grad():
             for parameter, (number, trains, grad) in zip(self._contents.parameters(), sent["parameters"], strict=True):
@@ -147,19 +152,25 @@ class WholeState:
 
 
 def _object(writer: ValueWriter, thing: Any, number: int) -> list[Any]:
-    attributes = {}
-    for name, value in thing.__dict__.items():
-        if is_content(thing, name):
-            known = len(writer.left_out)
-            attributes[name] = writer.value(value)
-            for box in filter(is_long, writer.left_out[known:]):
-                warn_once(
-                    f"elastic long {type(thing).__name__}.{name}",
-                    f"The attribute {name!r} of {type(thing).__name__} holds a {type(box).__name__} of {len(box)} "
-                    f"entries, and an elastic job sends at most {MOST_ENTRIES} of one: a worker that comes back begins "
-                    "with its own. Keep many entries in tensors.",
-                )
+    attributes = {name: writer.value(v) for name, v in thing.__dict__.items() if is_content(thing, name)}
     return [number, type(thing).__name__, attributes]
+
+
+def _lengths(writer: ValueWriter, thing: Any) -> dict[str, list[int]]:
+    """The lengths of the containers that are too long to be sent, by attribute."""
+    boxes = {n: box for n, box in thing.__dict__.items() if is_content(thing, n) and isinstance(box, BOXES)}
+    found = {name: [len(part) for part in filter(is_long, writer.describe(box)[2])] for name, box in boxes.items()}
+    return {name: lengths for name, lengths in found.items() if lengths}
+
+
+def _say_not_sent(thing: Any, theirs: dict[str, list[int]], here: dict[str, list[int]]) -> None:
+    for name in [name for name, lengths in theirs.items() if lengths != here.get(name)]:
+        warn_once(
+            f"elastic long {type(thing).__name__}.{name}",
+            f"The attribute {name!r} of {type(thing).__name__} holds {theirs[name]} entries on the workers that this "
+            f"one joins, and {here.get(name, 'fewer')} here. An elastic job sends at most {MOST_ENTRIES} entries of a "
+            "list, dict, set or deque, so this worker goes on with its own. Keep many entries in tensors.",
+        )
 
 
 def _common(writer: ValueWriter, thing: HeldInCommon, number: int, numbers: TensorNumbers) -> list[Any]:

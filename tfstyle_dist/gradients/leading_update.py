@@ -16,6 +16,9 @@ from tfstyle_dist.variables.copies import Copier, copied
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_writes import same_values
 
+_Places = weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]]
+_ROUNDING = 64  # of the last bit of the largest element
+
 
 class LeadingUpdateRunner(UpdateRunner):
     """Runs the step of plain optimizers once for all local replicas, which share parameters and optimizer state.
@@ -29,7 +32,8 @@ class LeadingUpdateRunner(UpdateRunner):
     def __init__(self, strategy: StrategyInForce) -> None:
         super().__init__(strategy)
         self._open: list[_Update] = []
-        self._writing: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # also with empty groups
+        # The places of the parameters that steps with empty groups have written to.
+        self._writing: _Places = weakref.WeakKeyDictionary()
 
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
@@ -129,12 +133,12 @@ class _Update(Frame):
         replica: Replica,
         optimizer: torch.optim.Optimizer,
         records: list[Record],
-        writing: weakref.WeakSet[torch.optim.Optimizer],
+        writing: _Places,
     ) -> None:
         super().__init__(strategy, replica, component=0)
         self.optimizer, self._records = optimizer, records
         self._attributes: dict[str, Any] = {}
-        self._writing, self._before = writing, list[torch.Tensor]()
+        self._writing, self._before = writing, dict[int, torch.Tensor]()
         own = vars(optimizer)
         self.told = {name: own.pop(name) for name in TOLD_BY_SCALERS if name in own}
         self.is_in_step = True
@@ -154,8 +158,8 @@ class _Update(Frame):
             vars(self.optimizer).update(self.told)
         else:
             own = self.optimizer
-            if own in self._writing:
-                self._before = [parameter.detach().clone() for parameter in contents.rows.inside]
+            inside = contents.rows.inside
+            self._before = {place: inside[place].detach().clone() for place in self._writing.get(own, ())}
             self._attributes = own.__dict__
             copy = Copier(lambda _: False, lambda tensor: copied(tensor, tensor.device))  # to be written in place
             groups = [{**{k: copy(v) for k, v in g.items() if k != "params"}, "params": []} for g in own.param_groups]
@@ -175,29 +179,32 @@ class _Update(Frame):
             contents.switch(0)
         else:
             self.drop()
-            if written := contents.rows.written():
-                self._look_at([contents.rows.inside[place] for place in written], written)
+            before, self._before = self._before, {}
+            self._look_at({place: contents.rows.inside[place].detach() for place in contents.rows.written()}, before)
 
-    def _look_at(self, parameters: list[torch.Tensor], places: list[int]) -> None:
+    def _look_at(self, written: dict[int, torch.Tensor], before: dict[int, torch.Tensor]) -> None:
         """A step with empty groups has written to parameters: from the next one on their values are compared.
 
-        Writes that change nothing but a last bit, such as a limit to the weights in a hook, are good.
+        Writes that change nothing but last bits, such as a limit to the weights in a hook, are good and taken back: the
+        first replica has made them.
 
         Raises:
             RuntimeError: it has made the update once more.
         """
-        if self.optimizer not in self._writing:
-            self._writing.add(self.optimizer)
-            return
-        before = dict(enumerate(self._before))
-        if all(_nearly_same(p.detach(), before.get(place)) for p, place in zip(parameters, places, strict=True)):
+        if written:
+            self._writing.setdefault(self.optimizer, set()).update(written)
+        changed = {place: now for place, now in written.items() if not same_values(now, before.get(place, now))}
+        if all(_is_rounding(now, before[place]) for place, now in changed.items()):
+            with torch.no_grad():
+                for place, now in changed.items():
+                    now.copy_(before[place])
             return
         self.is_in_step = False
         name = type(self.optimizer).__name__
         raise RuntimeError(
             f"{name}.step(), or a hook of it, changes parameters that it does not take from param_groups, but from a "
             "list, dict or model that it keeps elsewhere. Under central storage in one process the first replica makes "
-            "the update for all, and the others call step() with empty param_groups: these steps, and the one before, "
+            "the update for all, and the others call step() with empty param_groups: these steps, and an earlier one, "
             "were made once for each replica. Let step() go through self.param_groups, or use MirroredStrategy, where "
             "each replica makes its update."
         )
@@ -208,10 +215,9 @@ class _Update(Frame):
             self.optimizer.__dict__, self._attributes = self._attributes, {}
 
 
-def _nearly_same(now: torch.Tensor, before: torch.Tensor | None) -> bool:
-    """Whether a write changed nothing, or rounded once more, as a norm that is made 1 again does."""
-    if before is None or same_values(now, before):
-        return True
-    if now.shape != before.shape or now.dtype not in (torch.float32, torch.float64):
+def _is_rounding(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a projection, such as a norm that is made 1 again, gives the second time what it gave the first time."""
+    if now.shape != before.shape or not (now.is_floating_point() or now.is_complex()) or not now.numel():
         return False
-    return torch.allclose(now, before.to(now.device), rtol=4 * torch.finfo(now.dtype).eps, atol=0, equal_nan=True)
+    most = _ROUNDING * torch.finfo(now.dtype).eps * before.abs().max()
+    return bool((now - before.to(now.device)).abs().max() <= most)

@@ -19,14 +19,13 @@ class SeededIndices(list[Any]):
 
     Args:
         indices: of the samples.
-        seed: of the dataset.
-        epoch: number of the epoch.
-        place: of the batch in the epoch.
+        seed: of the pass.
+        place: of the batch in the pass.
     """
 
-    def __init__(self, indices: list[Any], seed: int, epoch: int, place: int) -> None:
+    def __init__(self, indices: list[Any], seed: int, place: int) -> None:
         super().__init__(indices)
-        name = f"{seed} {epoch} {place}"
+        name = f"{seed} {place}"
         self._seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
     def __reduce__(self) -> tuple[Callable[..., list[Any]], tuple[Any, ...]]:

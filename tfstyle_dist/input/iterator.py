@@ -44,6 +44,7 @@ class DistributedIterator:
         self._epoch, self._made = epoch, 0
         self._position: Position = (0, 0)
         self._steps: Iterator[Step] | None = None
+        self._pass_seed: int | None = None
         self._template: Any = None
         self._ended = False
         self._raised = ""  # not the error: its traceback would keep this, and what is read ahead, in a circle
@@ -145,7 +146,7 @@ class DistributedIterator:
             "layout": [layout.workers, layout.replicas],
             "seed": self._pipeline.seed(),
             "facts": self._pipeline.facts(),
-        }
+        } | ({} if self._pass_seed is None else {"pass seed": self._pass_seed})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where ``state_dict`` was taken; the passes after it follow in order. On all workers alike.
@@ -163,6 +164,7 @@ class DistributedIterator:
         first, second = state["position"]
         self._epoch, self._made, self._position = state["epoch"], state["steps"], (first, second)
         self._steps, self._ended, self._raised = None, state["ended"], ""
+        self._pass_seed = state.get("pass seed")
         self._dataset.continue_after(self._epoch)
 
     def _check_state(self, state: dict[str, Any]) -> None:
@@ -201,7 +203,9 @@ class DistributedIterator:
 
     def _next_step(self) -> Step | None:
         if self._steps is None:
+            self._pipeline.pass_seed = self._pass_seed
             self._steps = self._dataset.to_devices(self._pipeline.begin(self._epoch, self._position_to_begin()))
+            self._pass_seed = self._pipeline.pass_seed
         step = next(self._steps, None)
         if self._worker.group.size > 1 and not self._pipeline.same_on_all:
             step = self._agreed(step)

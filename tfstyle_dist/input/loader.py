@@ -71,8 +71,8 @@ class SamplerPipeline(Pipeline):
         loader_options: further arguments of ``DataLoader``.
     """
 
-    unit = "samples"
-    same_on_all = True
+    unit, same_on_all = "samples", True
+    seeds_batches = False  # the processes draw by batch: other workers may go on in the middle of a pass
 
     def __init__(
         self,
@@ -110,10 +110,9 @@ class SamplerPipeline(Pipeline):
         return {"policy": self._policy.name, "samples": len(s.order), "global batch": s.batch_size}
 
     def seed(self) -> int | None:
-        return getattr(self.sampler.order, "seed", self.sampler.batch_seed)
+        return getattr(self.sampler.order, "seed", None)
 
     def set_seed(self, seed: int) -> None:
-        self.sampler.batch_seed = None if self.sampler.batch_seed is None else seed
         if hasattr(self.sampler.order, "seed"):
             if self.sampler.order.seed != seed:
                 self._loader = None  # its processes' seeds come from it
@@ -127,7 +126,8 @@ class SamplerPipeline(Pipeline):
         with on_the_cpu(), nullcontext() if position == (0, 0) else torch.random.fork_rng(devices=[]):
             # A pass that goes on drew its number when it began.
             if seeds is not None:
-                seeds.begin_epoch()
+                drawn = seeds.begin_epoch(self.pass_seed)
+                self.pass_seed = self.sampler.batch_seed = drawn if self.seeds_batches else None
             batches: Iterator[Any] | None = iter(loader)  # made in any case: it draws a random number from torch
         if loader.num_workers == 0 and not loader.pin_memory:
             batches = None  # what it would read in this process is read without its cost for each batch
@@ -169,7 +169,8 @@ class SamplerPipeline(Pipeline):
         if generator is None and isinstance(self.sampler.order, ShuffledOrder):
             generator = self._generator = torch.Generator().manual_seed(self.sampler.order.seed)
             self._drawn = 0
-        seeds = LoaderSeeds(generator, self.layout.worker) if self.layout.workers > 1 else None
+        seeded = self.seeds_batches or self.layout.workers > 1
+        seeds = LoaderSeeds(generator, self.layout.worker) if seeded else None
         collate = self.by_pieces or self._collate
         loader: DataLoader[Any] = DataLoader(
             self._dataset,

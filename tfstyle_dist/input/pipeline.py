@@ -12,6 +12,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.input.examples import lengths, refuse_list_of_tensors
 from tfstyle_dist.input.grouping import Lists
 from tfstyle_dist.input.options import AutoShardPolicy
+from tfstyle_dist.input.seeds import WithSeeds
 from tfstyle_dist.input.sharding import Layout, Pieces, Position, steps_of_batch
 from tfstyle_dist.input.split import empty_like, first_size, is_scalar, leading_size, slice_batch
 from tfstyle_dist.values import Division
@@ -46,12 +47,15 @@ class Pipeline(abc.ABC):
         unit: what a saved position counts: ``"samples"``, ``"batches"``, or ``"steps"`` of this very layout.
         same_on_all: whether all workers make the same number of steps, which each knows without asking.
         compares: whether all workers must read the same batches.
+        pass_seed: what a loader's processes draw in a pass that others may enter comes from it; ``None`` before one
+            begins, which draws it.
     """
 
     layout: Layout
     unit: str = "batches"
     same_on_all: bool = False
     compares: bool = False
+    pass_seed: int | None = None
 
     @abc.abstractmethod
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
@@ -128,16 +132,14 @@ class BatchPipeline(Pipeline):
     def facts(self) -> dict[str, Any]:
         return {"policy": self._policy.name} | ({"batches": self._length} if self.same_on_all else {})
 
-    def seed(self) -> int | None:
-        return getattr(self._source, "seed", None)
-
-    def set_seed(self, seed: int) -> None:
-        if self.seed() is not None:
-            self._source.seed = seed  # type: ignore[attr-defined]
-
     def begin(self, epoch: int, position: Position) -> Iterator[Step]:
         """See ``Pipeline``: batches before ``position`` are read and dropped."""
-        steps = self._steps(iter(self._source(epoch)), (0, 0) if self.unit == "steps" else position)
+        source = self._source(epoch)
+        if isinstance(source, WithSeeds):
+            source.pass_seed = self.pass_seed
+        steps = self._steps(iter(source), (0, 0) if self.unit == "steps" else position)
+        if isinstance(source, WithSeeds) and self.layout.workers == 1:  # else each worker has one of its own
+            self.pass_seed = source.pass_seed
         if self.unit == "steps":
             for _ in range(position[0]):
                 next(steps, None)

@@ -186,7 +186,8 @@ class ShareSampler(Sampler[list[Any]]):
         policy: ``DATA`` or ``OFF``.
 
     Attributes:
-        batch_seed: what the loader's processes draw for a batch comes from it; ``None``: from what they drew before.
+        batch_seed: what the loader's processes draw for a batch of the pass that begins comes from it; ``None``: from
+            what they drew before.
     """
 
     batch_seed: int | None = None
@@ -196,7 +197,6 @@ class ShareSampler(Sampler[list[Any]]):
     ) -> None:
         self.order, self.batch_size, self.drop_remainder = order, batch_size, drop_remainder
         self.layout, self.policy = layout, policy
-        self._epoch = 0
         self._compared = None if isinstance(order, SampledOrder) else len(order)
         self._indices: Sequence[Any] | torch.Tensor = range(0)
         self._start: Position = (0, 0)
@@ -213,7 +213,7 @@ class ShareSampler(Sampler[list[Any]]):
                 "several workers a length must not change by itself, because it may differ between them. When it has "
                 "changed on all of them alike, distribute the dataset again (strategy.experimental_distribute_dataset)."
             )
-        self._indices, self._start, self._epoch = self.order.indices(epoch), position, epoch
+        self._indices, self._start = self.order.indices(epoch), position
 
     def some_index(self) -> Any:
         """The first index of the chosen epoch."""
@@ -236,11 +236,11 @@ class ShareSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the plan and the order are taken now, so that a later begin() does not disturb.
-        share_of, seed, epoch = self.reader(), self.batch_seed, self._epoch
+        share_of, seed = self.reader(), self.batch_seed
 
         def seeded(pieces: Pieces) -> list[Any]:
             share = share_of(pieces)
-            return share if seed is None else SeededIndices(share, seed, epoch, next(p for p in pieces if p).start)
+            return share if seed is None else SeededIndices(share, seed, next(p for p in pieces if p).start)
 
         return (seeded(step.pieces) for step, _ in self.plan() if any(step.pieces))
 

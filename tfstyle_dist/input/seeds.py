@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,11 +28,20 @@ class LoaderSeeds:
         self._given, self._number = given, worker + 1
         self.generator = torch.Generator()
 
-    def begin_epoch(self) -> None:
-        """To be called before the loader is iterated."""
+    def begin_epoch(self, again: int | None = None) -> int:
+        """To be called before the loader is iterated.
+
+        Args:
+            again: what was drawn when a pass began that goes on now.
+
+        Returns:
+            The number that was drawn, or this one.
+        """
         device = torch.device("cpu") if self._given is None else self._given.device
         drawn = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=self._given))
+        drawn = drawn if again is None else again
         self.generator.manual_seed(mixed_seed(drawn, self._number))
+        return drawn
 
 
 def on_the_cpu() -> AbstractContextManager[Any]:
@@ -46,48 +55,21 @@ class WithSeeds:
     Args:
         loader: with their generator.
         seeds: begin another epoch.
+
+    Attributes:
+        pass_seed: what was drawn when the pass began, for one that goes on.
     """
 
     def __init__(self, loader: Any, seeds: LoaderSeeds) -> None:
         self._loader, self._seeds = loader, seeds
+        self.pass_seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._seeds.begin_epoch()
-        with on_the_cpu():
+        with on_the_cpu(), nullcontext() if self.pass_seed is None else torch.random.fork_rng(devices=[]):
+            self.pass_seed = self._seeds.begin_epoch(self.pass_seed)
             return iter(self._loader)
 
 
-class SeededPass:
-    """One pass over a ``DataLoader``, whose processes' seeds depend on a seed and the epoch alone.
-
-    Args:
-        loader: as the program made it.
-        seed: the same on all workers.
-        epoch: number of the epoch.
-    """
-
-    def __init__(self, loader: Any, seed: int, epoch: int) -> None:
-        self._loader, self._seed = loader, mixed_seed(seed, epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        own, self._loader.generator = self._loader.generator, torch.Generator().manual_seed(self._seed)
-        try:
-            with on_the_cpu():
-                return iter(self._loader)
-        finally:
-            self._loader.generator = own
-
-
-def seed_of_processes(worker: Worker, loader_options: Mapping[str, Any]) -> int | None:
-    """What a loader's processes draw comes from it, where a worker may go on in the middle of a pass of another one.
-
-    Args:
-        worker: the worker and its group.
-        loader_options: of the loader.
-
-    Returns:
-        The seed of torch's random numbers on the first worker; ``None``: the processes draw as in torch.
-    """
-    if worker.positions is None or not loader_options.get("num_workers"):
-        return None
-    return int(worker.group.gather_objects(torch.initial_seed(), "input: seed of the loader's processes")[0])
+def may_be_entered(worker: Worker, num_workers: int) -> bool:
+    """Whether another worker may go on where this one is in a pass, and is to draw what its loader's processes draw."""
+    return worker.positions is not None and num_workers > 0

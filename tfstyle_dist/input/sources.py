@@ -29,7 +29,7 @@ from tfstyle_dist.input.options import AutoShardPolicy, check_policy
 from tfstyle_dist.input.pipeline import BatchPipeline, tell_epoch
 from tfstyle_dist.input.request import Plan, Request
 from tfstyle_dist.input.sampler import EpochOrder, SampledOrder, SequentialOrder, ShuffledOrder
-from tfstyle_dist.input.seeds import LoaderSeeds, SeededPass, WithSeeds, seed_of_processes
+from tfstyle_dist.input.seeds import LoaderSeeds, WithSeeds, may_be_entered
 from tfstyle_dist.input.sharding import check_files, resolve_policy, shard_files
 
 _KEPT = (
@@ -181,8 +181,7 @@ def _sampler_plan(
     request: Request,
 ) -> Plan:
     pipeline = SamplerPipeline(dataset, order, size, drop, request.layout, policy, options)
-    seed = seed_of_processes(request.worker, options)
-    pipeline.sampler.batch_seed = None if seed is None else getattr(order, "seed", seed)
+    pipeline.seeds_batches = may_be_entered(request.worker, options.get("num_workers", 0))
     reads = "reads them all" if policy is AutoShardPolicy.OFF else "reads these only"
     notes = []
     if drop and len(order) < size:
@@ -233,6 +232,9 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
         seeds = LoaderSeeds(loader.generator, layout.worker)
     if own:
         source = dataset if loader is None else _with_dataset(loader, dataset, seeds)
+    elif loader is not None and may_be_entered(request.worker, loader.num_workers):
+        seeds = LoaderSeeds(loader.generator, layout.worker)
+        loader.generator = seeds.generator
     notes = []
     if layout.workers > 1 and policy is AutoShardPolicy.DATA:
         notes.append(
@@ -248,9 +250,7 @@ def _plan_stream(source: Any, request: Request, reads: str) -> Plan:
     size = size if isinstance(size, int) else None
     fields = getattr(source, "collate_fn", None) is default_collate  # in its lists
     samples = None if fields else size or _samples_of(getattr(source, "batch_sampler", None))
-    options = {} if loader is None else vars(loader)
-    epochs = _Epochs(source, seeds, seed_of_processes(request.worker, options))
-    pipeline = BatchPipeline(epochs, layout, policy, length, size, samples)
+    pipeline = BatchPipeline(_Epochs(source, seeds), layout, policy, length, size, samples)
     return Plan(pipeline, policy, size, None, reads, files, notes)
 
 
@@ -263,19 +263,13 @@ def _samples_of(batch_sampler: Any) -> int | None:
 
 
 class _Epochs:
-    """Reads a source once for each epoch, and tells it the epoch where it wants to know.
+    """Reads a source once for each epoch, and tells it the epoch where it wants to know."""
 
-    Attributes:
-        seed: of the processes of a loader in an elastic job.
-    """
-
-    def __init__(self, source: Any, seeds: LoaderSeeds | None, seed: int | None) -> None:
-        self._source, self._seeds, self.seed = source, seeds, seed
+    def __init__(self, source: Any, seeds: LoaderSeeds | None) -> None:
+        self._source, self._seeds = source, seeds
 
     def __call__(self, epoch: int) -> Iterable[Any]:
         tell_epoch(self._source, epoch)
-        if self.seed is not None:
-            return SeededPass(self._source, self.seed, epoch)
         return self._source if self._seeds is None else WithSeeds(self._source, self._seeds)
 
 

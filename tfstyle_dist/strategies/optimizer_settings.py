@@ -32,13 +32,12 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
 
 
 def _refuse_tensors(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
-    for part in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(part, torch.Tensor) and part.numel() != 1:
-            raise NotImplementedError(
-                f"The parameter groups of {name_of(optimizer)} hold a tensor of shape {tuple(part.shape)} in {name!r}. "
-                "Parameter servers make its steps, and they are told of settings that are numbers or texts. Let step() "
-                "make such a tensor in self.state[parameter], which the servers keep."
-            )
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise NotImplementedError(
+            f"The parameter groups of {name_of(optimizer)} hold a tensor of shape {tuple(value.shape)} in {name!r}. "
+            "Parameter servers make its steps, and they are told of settings that are numbers or texts. Let step() "
+            "make such a tensor in self.state[parameter], which the servers keep."
+        )
 
 
 def changes(

@@ -61,13 +61,19 @@ class TFOptimizerLeaf(Leaf):
     def match(self, tree: Any, facts: Mapping[str, Mapping[str, Any]]) -> Match:
         """See ``Leaf``: slots are made at the first update, so any variable with the name will do.
 
-        Those that are here and were not saved keep their values, as in TensorFlow, and are missing.
+        Those of tracked variables that are here and were not saved keep their values, as in TensorFlow, and are
+        missing.
         """
         known = self._variables(tree)
         used = [entry for name, entry in tree["slots"].items() if name in known]
-        here = {self._name(place, variable) for place, variable in enumerate(self.target.slot_variables())}
-        missing = [f"{self.path}/slots/{name}" for name in sorted(here - set(tree["slots"]))]
+        missing = [f"{self.path}/slots/{name}" for name in sorted(self._slots_here() - set(tree["slots"]))]
         return Match(used=set(codec.tensor_names([used, tree["common"]])), missing=missing)
+
+    def _slots_here(self) -> set[str]:
+        """The tracked variables that have slots, by name; without tracked ones all."""
+        tracked, entries = set(self._names.by_name()), self.target.state_dict()["slots"]
+        names = [self._name(place, variable) for place, variable in enumerate(self.target.slot_variables())]
+        return {n for n, entry in zip(names, entries, strict=True) if entry and (n in tracked or not tracked)}
 
     def _remote(self) -> tuple[ParameterServerStrategy | None, dict[str, RemoteRecord]]:
         """The tracked variables on parameter servers, by name."""

@@ -105,8 +105,6 @@ class ReplicaContents:
     def enter(self, begins: bool = False) -> None:
         """See ``Content``."""
         self._data.count()
-        if begins and not self._running:
-            self._marks.free_cycles(self._objects, self.taken)
         self._resolve()
         self.finish_taking()
         if begins:

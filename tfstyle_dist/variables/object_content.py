@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -12,9 +11,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.variables.copies import PLAIN_TENSORS, Mark, is_container
-
-_LENT = "_tfstyle_content"  # an attribute that objects have while the garbage collector looks for cycles
-_MANY = 256  # objects that may come before it looks
 
 
 class ObjectContent:
@@ -43,17 +39,6 @@ class ObjectContent:
     def clear(self) -> None:
         """The object is gone."""
         self.dicts, self._values, self._deep, self._boxes = [], [], [], []
-
-    def lend(self) -> None:
-        """Lets the object itself, and nothing else, hold what is known of it, until ``take_back``."""
-        if (thing := self.reference()) is not None:
-            thing.__dict__[_LENT] = self.dicts, self._values, self._deep, self._boxes
-            self.clear()
-
-    def take_back(self) -> None:
-        """Holds it again, if the object lives."""
-        if (thing := self.reference()) is not None and _LENT in thing.__dict__:
-            self.dicts, self._values, self._deep, self._boxes = thing.__dict__.pop(_LENT)
 
     def mark(self, now: dict[str, Any]) -> None:
         """Remembers replica 0's attributes as they are."""
@@ -193,31 +178,6 @@ class ObjectMarks:
 
     def __init__(self) -> None:
         self._all: AllObjects | None = None
-        self._seen, self._collections = 0, _collections()
-
-    def free_cycles(self, contents: Sequence[ObjectContent], taken: int) -> None:
-        """Lets go of objects that nothing but their own content keeps alive; called between runs.
-
-        An attribute may name its own object: a method of a model, a part that knows the whole. The garbage collector
-        frees such a cycle, but the attributes of the replicas that an object does not show are held here, out of its
-        sight. So each object holds them itself while it looks again: after it has looked by itself, or as the program
-        told it, or where many objects have come.
-
-        Args:
-            contents: of all objects.
-            taken: how many objects there have been.
-        """
-        if not contents or (taken - self._seen < _MANY and self._collections == _collections()):
-            return
-        self.forget()
-        try:
-            for content in contents:
-                content.lend()
-            gc.collect()
-        finally:
-            for content in contents:
-                content.take_back()
-        self._seen, self._collections = taken, _collections()
 
     def forget(self) -> None:
         """There are other objects now."""
@@ -238,12 +198,6 @@ class ObjectMarks:
         for thing, content in things:
             content.mark(thing.__dict__)
         self._all = AllObjects(things)
-
-
-def _collections() -> int:
-    """How often the garbage collector has looked at everything."""
-    collections: int = gc.get_stats()[-1]["collections"]
-    return collections
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

@@ -84,7 +84,8 @@ def _is_unfinished(thing: Any) -> bool:
     state that was loaded gets another class in its first call all the same.
     """
     if isinstance(thing, torch.nn.modules.lazy.LazyModuleMixin):
-        return thing.cls_to_become is not None or bool(thing.has_uninitialized_params())  # type: ignore[misc]
+        becomes = thing.cls_to_become not in (None, type(thing))
+        return becomes or bool(thing.has_uninitialized_params())  # type: ignore[misc]
     return hasattr(thing, "_post_build") and getattr(thing, "built", True) is False
 
 
