@@ -19,3 +19,10 @@ def test_a_list_of_tensors_that_nothing_changes_stays_with_the_optimizer() -> No
     group = {"params": [torch.nn.Parameter(torch.ones(3))], "masks": [torch.ones(3), torch.ones(3)]}
     (settings,) = hyperparameters(torch.optim.SGD([group], lr=0.1)) or []
     assert settings["lr"] == 0.1
+
+
+def test_a_rate_that_is_a_tensor_is_a_number() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=torch.tensor(0.5))
+    told = hyperparameters(optimizer)
+    assert told is not None
+    assert told[0]["lr"] == 0.5
