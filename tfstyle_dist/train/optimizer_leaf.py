@@ -70,10 +70,10 @@ class TFOptimizerLeaf(Leaf):
         return Match(used=set(codec.tensor_names([used, tree["common"]])), missing=missing)
 
     def _slots_here(self) -> set[str]:
-        """The tracked variables that have slots, by name; without tracked ones all."""
+        """The tracked variables that have slots, by name."""
         tracked, entries = set(self._names.by_name()), self.target.state_dict()["slots"]
         names = [self._name(place, variable) for place, variable in enumerate(self.target.slot_variables())]
-        return {n for n, entry in zip(names, entries, strict=True) if entry and (n in tracked or not tracked)}
+        return {n for n, entry in zip(names, entries, strict=True) if entry and n in tracked}
 
     def _remote(self) -> tuple[ParameterServerStrategy | None, dict[str, RemoteRecord]]:
         """The tracked variables on parameter servers, by name."""
