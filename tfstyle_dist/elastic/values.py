@@ -84,7 +84,7 @@ class ValueWriter:
             return ["n", self.put(torch.from_numpy(np.array(value))), isinstance(value, np.ndarray)]
         if isinstance(value, random.Random):
             return ["r", value.getstate()]
-        if depth > _MOST_DEPTH or not _is_container(value) or is_long(value):
+        if depth > _MOST_DEPTH or not _is_container(value) or len(value) > MOST_ENTRIES:
             return self._leave_out(value)
         if isinstance(value, dict):
             entries = [[self.value(k, depth + 1), self.value(v, depth + 1)] for k, v in value.items()]

@@ -24,20 +24,18 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]] | None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer.hyperparameters() if hasattr(optimizer, "hyperparameters") else None
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for group in groups:
-        for name, value in group.items():
-            _refuse_tensors(optimizer, name, value)
-    return [{k: _plain(v) for k, v in group.items()} for group in groups]
+    groups = optimizer.param_groups
+    return [{k: _setting(optimizer, k, v) for k, v in group.items() if k != "params"} for group in groups]
 
 
-def _refuse_tensors(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+def _setting(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise NotImplementedError(
             f"The parameter groups of {name_of(optimizer)} hold a tensor of shape {tuple(value.shape)} in {name!r}. "
             "Parameter servers make its steps, and they are told of settings that are numbers or texts. Let step() "
             "make such a tensor in self.state[parameter], which the servers keep."
         )
+    return _plain(value)
 
 
 def changes(
