@@ -153,16 +153,25 @@ def regroup(per_replica: Sequence[Any], what: str = "return values", wrap: type[
     return nest.unflatten(grouped, spec)
 
 
+_PLAIN = frozenset({torch.Tensor, int, float, bool, str, type(None)})
+
+
 def select_replica(local_replica_id: int, structure: Any) -> Any:
     """``structure`` as one replica sees it: ``PerReplica`` leaves unpacked, all else (variables too) as it is."""
 
     def pick(leaf: Any) -> Any:
         return leaf.values[local_replica_id] if isinstance(leaf, PerReplica) else leaf
 
-    return nest.map_structure(pick, structure)
+    def select(part: Any) -> Any:
+        # Lists, tuples and dicts by hand: texts and tokens may be lists of many thousands.
+        kind = type(part)
+        if kind is list or kind is tuple:
+            return kind([one if type(one) in _PLAIN else select(one) for one in part])
+        if kind is dict:
+            return {key: one if type(one) in _PLAIN else select(one) for key, one in part.items()}
+        return nest.map_structure(pick, part)
 
-
-_PLAIN = frozenset({torch.Tensor, int, float, bool, str, type(None)})
+    return select(structure)
 
 
 def select_arguments(local_replica_id: int, args: Sequence[Any]) -> list[Any]:
