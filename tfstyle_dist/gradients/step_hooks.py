@@ -242,14 +242,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _step_schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """A ``scheduler.step()``; torch has no hook for it. With one optimizer for all it would advance L times a step."""
-    frame = current_frame()
-    if frame is not None and frame.replica is not None and frame.strategy.update_runner.shares_optimizers:
-        raise RuntimeError(
-            f"{type(scheduler).__name__}.step() inside strategy.run would run once per replica "
-            f"({frame.strategy.worker.num_local_replicas} times a step), but under central storage there is one "
-            "optimizer for all of them. Call it after strategy.run(...), or in merge_call."
-        )
+    """A ``scheduler.step()``; torch has no hook for it."""
     _take(scheduler)
     return original(scheduler, *args, **kwargs)
 

@@ -120,7 +120,7 @@ def _run_replicas(
             result = regroup(strategy.worker.executor.run(functions))
     except BaseException as error:
         store.contents.distrust()
-        store.contents.settings.explain(error)
+        store.contents.settings.of_groups.explain(error)
         _report_failure(strategy, error)
         raise
     say_drift(store.contents, store.runs, strategy.worker.replica_id)

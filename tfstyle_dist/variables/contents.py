@@ -97,7 +97,7 @@ class ReplicaContents:
             self.generators.switch(before, after)
             self.random.switch(after)
         self.active = replica
-        self.settings.note()
+        self.settings.note(replica)
 
     def pause(self, replica: int) -> None:
         """See ``Content``."""
@@ -193,7 +193,7 @@ class ReplicaContents:
             for parameter in state_objects.optimized_by(value):
                 self._take_tensor(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
-                self.settings.add(value)
+                self.settings.of_groups.add(value)
                 for held in state_objects.parts_of_optimizer(value):
                     self.take(held, part=True)
                 return False

@@ -99,8 +99,6 @@ def _of_transformers(name: str, options: dict[str, Any]) -> Callable[[Any], Any]
 
 
 FORMS = BROAD
-IN_COMMON = {"central": "under central storage there is one optimizer"}
-"""Of the message: under central storage a scheduler that steps inside of run would step the one optimizer twice."""
 
 
 def _add(library: str, name: str, make: Callable[[Any], Any]) -> None:
@@ -108,7 +106,7 @@ def _add(library: str, name: str, make: Callable[[Any], Any]) -> None:
     add("schedulers", f"{title}-after-run", _scheduled(make, True, False), forms=FORMS)
     for place in ("in-scope", "outside"):
         program = _scheduled(make, place == "in-scope", True)
-        add("schedulers", f"{title}-{place}-in-step", program, forms=FORMS, refused=IN_COMMON)
+        add("schedulers", f"{title}-{place}-in-step", program, forms=FORMS)
 
 
 for _name, _make in TORCH.items():

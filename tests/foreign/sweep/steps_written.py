@@ -32,7 +32,6 @@ def _program(name: str) -> Program:
 _WRITES = "there is one copy of the parameters"
 REFUSED = {
     "optimizer_in_an_optimizer": {"central": r"Lookahead.step\(\) called SGD.step"},
-    "scheduler_and_scaler_in_the_step": {"central": "there is one optimizer for all"},
     **{name: {"central": _WRITES} for name in ("sharpness_aware", "teacher_by_deepcopy", "averaged_model")},
 }
 """Of the message, where replicas of one process share parameters and optimizer."""

@@ -1,0 +1,236 @@
+"""The settings in an optimizer's parameter groups where all replicas have one optimizer: central storage.
+
+A step that changes them, as a learning rate scheduler does, changes them once: between two calls that all make, each
+replica finds the values of the first of these calls, whatever another replica has made of them meanwhile, and all must
+come to the same ones. So a scheduler, of which each replica has its own counters, steps as it does on one device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tfstyle_dist.core import torch_internals
+from tfstyle_dist.variables.shared_writes import same_values
+
+Place = tuple[int, int, str]
+"""An optimizer by its ``id``, the number of a group, and the name of a setting."""
+_GONE: Any = object()
+_PARAMETERS = "params"
+_NO_SETTINGS = "param_names"
+_PLAIN = (int, float, complex, str, type(None), np.generic)
+_ONE_OPTIMIZER = (
+    "Under central storage there is one optimizer for all replicas: the others find its parameters, and its state, as "
+    "they are then. Do it after strategy.run(...), or use MirroredStrategy, where each replica has its own."
+)
+
+
+@dataclass(slots=True)
+class _Value:
+    """A setting, and what was in it if it is a tensor, which is written to in place."""
+
+    value: Any
+    inside: torch.Tensor | None = None
+
+    @property
+    def may_be_put_back(self) -> bool:
+        """Whether nothing but its owner refers to what is in it."""
+        return self.inside is not None or self.value is _GONE or _is_plain(self.value)
+
+    def is_as(self, other: _Value) -> bool:
+        """Whether both have one value."""
+        if self.inside is not None:
+            return same_values(self.inside, other.inside)
+        return bool(_mark(self.value) == _mark(other.value))
+
+    def __str__(self) -> str:
+        return "none" if self.value is _GONE else repr(self.value if self.inside is None else self.inside)
+
+
+@dataclass(slots=True)
+class _Change:
+    """What a replica has made of a setting between two calls that all make."""
+
+    replica: int
+    before: _Value
+    after: _Value
+
+
+class GroupSettings:
+    """The settings of some optimizers during runs."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._found: dict[Place, Any] = {}  # by the replica whose turn it is
+        self._marks: dict[Place, Any] = {}  # of those that may be written to in place
+        self._inside: dict[Place, torch.Tensor] = {}  # of tensors: their values
+        self._changes: dict[tuple[Place, int], _Change] = {}  # between which calls
+        self._lent: dict[Place, _Change] = {}  # those that have their old values again for a replica
+
+    def __bool__(self) -> bool:
+        return bool(self._optimizers)
+
+    def add(self, optimizer: Any) -> None:
+        """Looks at an optimizer from now on."""
+        number = id(optimizer)
+        if number not in self._optimizers:
+            self._optimizers[number] = weakref.ref(optimizer, lambda _: self._optimizers.pop(number, None))
+            self._remember(self._found | _settings(number, optimizer))
+
+    def begin(self) -> None:
+        """A run begins: nobody has changed anything in it."""
+        self._changes.clear()
+
+    def note(self, replica: int | None, call: int) -> None:
+        """The turn passes; what is set now is not what the replica whose turn begins has done.
+
+        Args:
+            replica: which finds what it would find alone; ``None``: cross-replica context, which sees what was done.
+            call: how many calls that all make it will have made when its turn ends.
+        """
+        self._settle()
+        for (place, number), change in self._changes.items():
+            others = number == call and change.replica != replica and replica is not None
+            if others and change.before.may_be_put_back and change.after.may_be_put_back:
+                self._put(place, change.before)
+                self._lent[place] = change
+        self._remember(self._now())
+
+    def compare(self, replica: int, call: int) -> None:
+        """A replica comes to a call that all make, or to its end.
+
+        Args:
+            replica: local number.
+            call: how many such calls it has made now.
+
+        Raises:
+            RuntimeError: it has given a setting another value than a replica before it.
+        """
+        now = self._now()
+        lent = dict(self._lent)
+        for place in self._changed(now):
+            after = _value(now.get(place, _GONE))
+            change = self._changes.get((place, call))
+            if change is None:
+                self._changes[place, call] = _Change(replica, self._before(place), after)
+            elif change.replica == replica:
+                change.after = after
+            elif place not in lent or not after.is_as(change.after):
+                raise RuntimeError(self._said(place, change, replica, after, place in lent))
+        if lent:
+            self._settle()
+        self._remember(self._now())
+
+    def explain(self, error: BaseException) -> None:
+        """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""
+        for ((number, group, name), _), change in self._changes.items():
+            optimizer = self._optimizer(number)
+            if name == _PARAMETERS and optimizer is not None and _ONE_OPTIMIZER not in str(error):
+                error.add_note(
+                    f"[tfstyle_dist] in this call of strategy.run replica {change.replica} gave "
+                    f"{type(optimizer).__name__}.param_groups[{group}] other parameters. {_ONE_OPTIMIZER}"
+                )
+
+    def _settle(self) -> None:
+        """What was lent has its last values again."""
+        lent, self._lent = self._lent, {}
+        for place, change in lent.items():
+            self._put(place, change.after)
+
+    def _put(self, place: Place, known: _Value) -> None:
+        number, group, name = place
+        groups = getattr(self._optimizer(number), "param_groups", ())
+        if group >= len(groups):
+            return
+        if known.value is _GONE:
+            groups[group].pop(name, None)
+            return
+        if known.inside is not None:
+            known.value.detach().copy_(known.inside)
+        groups[group][name] = known.value
+
+    def _remember(self, values: dict[Place, Any]) -> None:
+        others = {place: value for place, value in values.items() if not isinstance(value, _PLAIN)}
+        self._found, self._marks = values, {place: _mark_at(place, value) for place, value in others.items()}
+        self._inside = {p: v.detach().clone() for p, v in others.items() if isinstance(v, torch.Tensor)}
+
+    def _before(self, place: Place) -> _Value:
+        return _Value(self._found.get(place, _GONE), self._inside.get(place))
+
+    def _changed(self, now: dict[Place, Any]) -> list[Place]:
+        found, marks = self._found, self._marks
+        gone = [place for place in found if place not in now]
+        others = [p for p, value in now.items() if p in marks or value is not found.get(p, _GONE)]
+        return gone + [
+            p for p in others if (marks[p] if p in marks else _mark(found.get(p, _GONE))) != _mark_at(p, now[p])
+        ]
+
+    def _now(self) -> dict[Place, Any]:
+        found: dict[Place, Any] = {}
+        for number, reference in list(self._optimizers.items()):
+            if (optimizer := reference()) is not None:
+                found |= _settings(number, optimizer)
+        return found
+
+    def _optimizer(self, number: int) -> Any:
+        reference = self._optimizers.get(number)
+        return None if reference is None else reference()
+
+    def _said(self, place: Place, change: _Change, then: int, after: _Value, lent: bool) -> str:
+        number, group, name = place
+        setting = f"{type(self._optimizer(number)).__name__}.param_groups[{group}]"
+        if name == _PARAMETERS:
+            return (
+                f"The parameters of {setting} were exchanged by replica {change.replica} and then by replica {then} in "
+                f"one call of strategy.run. {_ONE_OPTIMIZER}"
+            )
+        if lent:
+            return (
+                f"{setting}[{name!r}] became {change.after} in replica {change.replica} and {after} in replica {then}, "
+                "in one call of strategy.run. Under central storage there is one optimizer for all replicas, so its "
+                "settings must be the same in all. Make them of what is the same in all replicas, such as a loss that "
+                "get_replica_context().all_reduce('MEAN', loss) gave, or change them after strategy.run(...)."
+            )
+        return (
+            f"{setting}[{name!r}] was changed by replica {change.replica} and then by replica {then} in one call of "
+            "strategy.run. Under central storage there is one optimizer for all replicas, and a setting that is no "
+            "number, text, tensor or tuple of these is changed once for each of them. Change it after "
+            "strategy.run(...), or in merge_call."
+        )
+
+
+def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
+    groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
+    return {
+        (number, place, name): value
+        for place, group in enumerate(groups)
+        for name, value in group.items()
+        if name != _NO_SETTINGS
+    }
+
+
+def _value(value: Any) -> _Value:
+    return _Value(value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _mark_at(place: Place, value: Any) -> Any:
+    return tuple(map(id, value)) if place[2] == _PARAMETERS else _mark(value)
+
+
+def _mark(value: Any) -> Any:
+    """Something that changes when the value does; equal to itself, as NaN is not."""
+    if isinstance(value, torch.Tensor):
+        return id(value), torch_internals.version_of(value)
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_mark, value))
+    return id(value)
