@@ -123,11 +123,10 @@ class TurnRun:
             self._done[replica] = True
             if replica in self.lost:
                 return
-            if self.error is None:
-                try:
-                    self._content.pause(replica)
-                except RuntimeError as error:
-                    self._abort_locked(error)
+            try:
+                self._content.pause(replica)
+            except RuntimeError as error:
+                self._abort_locked(error)  # the first error counts
             if self.error is None and differ(self._calls, self._done):
                 self._abort_locked(different_calls(self._calls, self._done))
             if self.error is not None:

@@ -89,7 +89,7 @@ class ReplicaContents:
         if replica == self.active:
             return
         before, after = self.shown, self.first if replica is None else replica
-        self.rows.switch(self.rows.base if replica is None else replica)
+        self.rows.switch(replica)
         if before != after:
             for thing, content in self._things:
                 content.dicts[before] = thing.__dict__

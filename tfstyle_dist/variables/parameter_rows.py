@@ -61,7 +61,7 @@ class ParameterRows:
         self._vessels, self._marks = [list[torch.Tensor]() for _ in range(len(devices) + elsewhere)], list[Any]()
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._read = ValuesRead()
-        self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(), HomeRow()
+        self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(len(devices)), HomeRow()
         self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------
@@ -182,12 +182,15 @@ class ParameterRows:
         if self._home is not None:
             self._writes.data_is_read(place, data, self.inside)
 
-    def switch(self, row: int) -> None:
-        """Exchanges the insides of all parameters with those of another row."""
+    def switch(self, replica: int | None) -> None:
+        """Exchanges the insides of all parameters with those of a replica, or of cross-replica context."""
+        row = self.base if replica is None else replica
+        if self._home is not None:
+            self._writes.settle(self.inside)
         if row != self.row:
             self._swap(row)
         if self._home is not None:
-            self._writes.note(self.inside)
+            self._writes.note(self.inside, replica)
 
     def _swap(self, row: int) -> None:
         self.twins.forget()
@@ -221,7 +224,7 @@ class ParameterRows:
         Returns: see ``left_memory``.
         """
         if begins:
-            self._writes.begin()
+            self._writes.begin(self.inside)
         dirty, left = self._read.take() | self.twins.written, list[int]()
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
             left = left_memory(self.inside, self._marks)
@@ -294,6 +297,7 @@ class ParameterRows:
     def mark(self) -> None:
         """Remembers the parameters as they are, and lets them go; compute devices keep values with a view alone."""
         self.take_back(range(len(self.inside)))
+        self._writes.end()
         self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
             self._home_row.free(v for row in range(len(self._devices)) for v in self._vessels[row])

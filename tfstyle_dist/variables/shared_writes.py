@@ -1,13 +1,15 @@
-"""Central storage: notices when several replicas write to the one copy of a parameter in their steps.
+"""Central storage: what replicas write to the one copy of a parameter in their steps is written once.
 
-A step that writes to parameters itself, as sharpness-aware optimizers and running averages of weights do, would do it
-once for each replica. A write that leaves the parameter as the first replica's did, such as a limit to its values, is
-good.
+Sharpness-aware steps, running averages of weights and updates by hand write to parameters themselves. Between two calls
+that all make, each replica finds the values of the first of these calls, whatever another one has written meanwhile,
+and all must come to the same ones. For that the values before a write must be known: those of parameters that steps
+were seen to write to are kept, and for some time those of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +17,100 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.parameter_marks import address_of, memory_of, overlap
 
+_MOST_KEPT = 1 << 30
+"""Bytes of all parameters, whose values are kept until it is known what steps write to; more are not."""
+_MOST_COPIED = 16 << 30
+"""Bytes that are copied for it, some seconds in all; again where new parameters come."""
+
+
+@dataclass(slots=True)
+class _Write:
+    """What a replica has written to a parameter between two calls that all make.
+
+    Attributes:
+        replica: local number.
+        before: the values at the first of these calls; ``None``: not known, or it has other memory now.
+        after: the values at the second one.
+    """
+
+    replica: int
+    before: torch.Tensor | None
+    after: torch.Tensor
+
 
 class SharedWrites:
-    """The parameters of which there is one copy."""
+    """The parameters of which there is one copy.
 
-    def __init__(self) -> None:
+    Args:
+        count: of the replicas.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._replicas = range(count)
         self._marks: list[tuple[int, Any]] = []  # by place: as the replica whose turn it is found it
         self._read: dict[int, torch.Tensor | None] = {}  # by place, those whose data it asked for: the values before
         self._places: dict[int, list[int]] | None = None  # by memory; looked up when it is asked for
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
-        self._first: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}  # by call and place: who wrote it, and what
+        self._writes: dict[int, dict[int, _Write]] = {}  # by the call before which they are, and place: the first one
+        self._kept: dict[int, torch.Tensor] | None = None  # by place: the values when the last call was made
+        self._lent: dict[int, _Write] = {}  # by place: those that have their old values again for a replica
+        self._habits: dict[int, set[int]] = {}  # by id of the parameter: before which calls steps write to it
+        self._left, self._count = 0, 0  # bytes that may be copied to keep all; parameters that are known
 
-    def begin(self) -> None:
+    def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """A run begins: nobody has written anything in it."""
         self._calls.clear()
-        self._first.clear()
+        self.end()
+        if len(parameters) > self._count:
+            self._left = _MOST_COPIED
+        self._count = len(parameters)
+        if self._habits:
+            known = set(map(id, parameters))
+            self._habits = {number: calls for number, calls in self._habits.items() if number in known}
 
-    def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """What was written until now is not what the replica whose turn begins has done."""
+    def note(self, parameters: Sequence[torch.Tensor], replica: int | None) -> None:
+        """What was written until now is not what the replica whose turn begins has done.
+
+        Args:
+            parameters: all.
+            replica: which finds what it would find alone; ``None``: cross-replica context, which sees what was done.
+        """
+        if replica is None:
+            self._kept = None
+        else:
+            call = self._calls.get(replica, 0) + 1
+            if call not in self._writes:
+                self._writes, self._kept = {call: {}}, None
+            if self._kept is None:
+                self._kept = self._values(parameters, call)
+            for place, write in self._writes[call].items():
+                if write.replica != replica and write.before is not None:
+                    parameters[place].data.copy_(write.before)
+                    self._lent[place] = write
         self._marks = list(map(_mark, parameters))
         self._read.clear()
         self._places = None
+
+    def _values(self, parameters: Sequence[torch.Tensor], call: int) -> dict[int, torch.Tensor]:
+        strided = {place: p for place, p in enumerate(parameters) if p.layout is torch.strided}
+        size = sum(parameter.nbytes for parameter in strided.values()) if self._left > 0 else 0
+        if 0 < size <= _MOST_KEPT:
+            self._left -= size
+            kept = strided
+        else:
+            kept = {place: p for place, p in strided.items() if call in self._habits.get(id(p), ())}
+        return {place: parameter.detach().clone() for place, parameter in kept.items()}
+
+    def end(self) -> None:
+        """A run ends, or is at a call that all make: nothing is kept any more."""
+        self._writes.clear()
+        self._kept = None
+
+    def settle(self, parameters: Sequence[torch.Tensor]) -> None:
+        """What was lent has the values again that were written."""
+        for place, write in self._lent.items():
+            parameters[place].data.copy_(write.after)
+        self._lent = {}
 
     def data_is_read(self, place: int, data: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
         """The replica whose turn it is has a tensor's ``data``: what it writes there leaves no mark.
@@ -75,19 +150,32 @@ class SharedWrites:
             The places of the parameters that it has written to.
 
         Raises:
-            RuntimeError: it has changed what another replica had written between the same two calls.
+            RuntimeError: it has written other values than another replica between the same two calls, or once more.
         """
         call = self._calls[replica] = self._calls.get(replica, 0) + 1
-        written = self.written(parameters)
+        written, lent = self.written(parameters), self._lent
+        self._lent = {place: write for place, write in lent.items() if place not in written}
+        writes = self._writes.setdefault(call, {})
         for place in written:
+            self._habits.setdefault(id(parameters[place]), set()).add(call)
             value = parameters[place].detach()
-            if (call, place) not in self._first:
-                self._first[call, place] = replica, value.clone()
-            elif not same_values(value, self._first[call, place][1]):
-                raise RuntimeError(_said(value, self._first[call, place][0], replica))
-        if written or self._read or len(parameters) != len(self._marks):
-            self.note(parameters)
+            first = writes.get(place)
+            if first is None or first.replica == replica:
+                before = self._before(place, value) if first is None else first.before
+                writes[place] = _Write(replica, before, value.clone())
+            elif not same_values(value, first.after):
+                raise RuntimeError(_said(value, first, replica, place in lent))
+        if self._lent:
+            self.settle(parameters)
+        if all(self._calls.get(other, 0) >= call for other in self._replicas):  # the last one may go on at once
+            self.note(parameters, replica)
         return written
+
+    def _before(self, place: int, now: torch.Tensor) -> torch.Tensor | None:
+        """The values of a parameter at the last call, if they were kept and it has the memory of then."""
+        known = (self._kept or {}).get(place, self._read.get(place))
+        in_place = place < len(self._marks) and self._marks[place][1] == address_of(now)
+        return known if in_place and known is not None and _are_alike(known, now) else None
 
     def written(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The places of the parameters that were written to since ``note``, in the order of ``parameters``."""
@@ -105,11 +193,26 @@ def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
     return torch_internals.version_of(parameter), address_of(parameter)
 
 
-def _said(parameter: torch.Tensor, first: int, then: int) -> str:
-    return (
-        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {first} and then by replica {then} "
-        "in one call of strategy.run, and the second write changed it again. Under central storage there is one copy "
-        "of the parameters for all replicas, so what each of them writes is written once per replica. Write to it in "
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _said(parameter: torch.Tensor, first: _Write, then: int, lent: bool) -> str:
+    what = (
+        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {first.replica} and then by replica "
+        f"{then} in one call of strategy.run, and the second write "
+    )
+    if lent:
+        return what + (
+            "gave it other values. Under central storage there is one copy of the parameters for all replicas, so all "
+            "must write the same values. Make them of what is the same in all replicas, such as gradients after "
+            "backward() or what get_replica_context().all_reduce(...) gave, or use MirroredStrategy, where each "
+            "replica has its own parameters."
+        )
+    return what + (
+        "changed it again. Under central storage there is one copy of the parameters for all replicas, and the values "
+        "before the first write are not known: the parameter got other memory (p.data = ...), or steps began to write "
+        "to it late, or the parameters are very large. Write to it in place, from the first run on, or do it in "
         "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has its own parameters."
     )
 
