@@ -61,7 +61,11 @@ class ParameterRows:
         self._vessels, self._marks = [list[torch.Tensor]() for _ in range(len(devices) + elsewhere)], list[Any]()
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._read = ValuesRead()
-        self._nothing, self._writes, self._home_row = torch.empty(0), SharedWrites(len(devices)), HomeRow()
+        self._nothing, self._writes, self._home_row = (
+            torch.empty(0),
+            SharedWrites(len(devices), not elsewhere),
+            HomeRow(),
+        )
         self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------

@@ -24,18 +24,37 @@ _MOST_COPIED = 16 << 30
 
 
 @dataclass(slots=True)
+class _Values:
+    """The values of a parameter at some time, and the memory in which they were."""
+
+    memory: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> _Values:
+        """Those of now."""
+        return cls(parameter.detach(), parameter.detach().clone())
+
+    def put_back(self, parameter: torch.Tensor, memory: bool) -> None:
+        """Gives them to the parameter again; ``memory``: in the memory of then, which another one may have now."""
+        if memory and address_of(parameter) != address_of(self.memory):
+            parameter.data = self.memory
+        parameter.data.copy_(self.values)
+
+
+@dataclass(slots=True)
 class _Write:
     """What a replica has written to a parameter between two calls that all make.
 
     Attributes:
         replica: local number.
-        before: the values at the first of these calls; ``None``: not known, or it has other memory now.
-        after: the values at the second one.
+        before: at the first of these calls; ``None``: not known.
+        after: at the second one.
     """
 
     replica: int
-    before: torch.Tensor | None
-    after: torch.Tensor
+    before: _Values | None
+    after: _Values
 
 
 class SharedWrites:
@@ -43,16 +62,17 @@ class SharedWrites:
 
     Args:
         count: of the replicas.
+        in_place: whether all replicas compute with the memory of the one copy.
     """
 
-    def __init__(self, count: int) -> None:
-        self._replicas = range(count)
+    def __init__(self, count: int, in_place: bool) -> None:
+        self._replicas, self._in_place = range(count), in_place
         self._marks: list[tuple[int, Any]] = []  # by place: as the replica whose turn it is found it
-        self._read: dict[int, torch.Tensor | None] = {}  # by place, those whose data it asked for: the values before
+        self._read: dict[int, _Values | None] = {}  # by place, those whose data it asked for: as it found them
         self._places: dict[int, list[int]] | None = None  # by memory; looked up when it is asked for
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
         self._writes: dict[int, dict[int, _Write]] = {}  # by the call before which they are, and place: the first one
-        self._kept: dict[int, torch.Tensor] | None = None  # by place: the values when the last call was made
+        self._kept: dict[int, _Values] | None = None  # by place: as they were when the last call was made
         self._lent: dict[int, _Write] = {}  # by place: those that have their old values again for a replica
         self._habits: dict[int, set[int]] = {}  # by id of the parameter: before which calls steps write to it
         self._left, self._count = 0, 0  # bytes that may be copied to keep all; parameters that are known
@@ -85,13 +105,13 @@ class SharedWrites:
                 self._kept = self._values(parameters, call)
             for place, write in self._writes[call].items():
                 if write.replica != replica and write.before is not None:
-                    parameters[place].data.copy_(write.before)
+                    write.before.put_back(parameters[place], self._in_place)
                     self._lent[place] = write
         self._marks = list(map(_mark, parameters))
         self._read.clear()
         self._places = None
 
-    def _values(self, parameters: Sequence[torch.Tensor], call: int) -> dict[int, torch.Tensor]:
+    def _values(self, parameters: Sequence[torch.Tensor], call: int) -> dict[int, _Values]:
         strided = {place: p for place, p in enumerate(parameters) if p.layout is torch.strided}
         size = sum(parameter.nbytes for parameter in strided.values()) if self._left > 0 else 0
         if 0 < size <= _MOST_KEPT:
@@ -99,7 +119,7 @@ class SharedWrites:
             kept = strided
         else:
             kept = {place: p for place, p in strided.items() if call in self._habits.get(id(p), ())}
-        return {place: parameter.detach().clone() for place, parameter in kept.items()}
+        return {place: _Values.of(parameter) for place, parameter in kept.items()}
 
     def end(self) -> None:
         """A run ends, or is at a call that all make: nothing is kept any more."""
@@ -109,7 +129,7 @@ class SharedWrites:
     def settle(self, parameters: Sequence[torch.Tensor]) -> None:
         """What was lent has the values again that were written."""
         for place, write in self._lent.items():
-            parameters[place].data.copy_(write.after)
+            write.after.put_back(parameters[place], self._in_place)
         self._lent = {}
 
     def data_is_read(self, place: int, data: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
@@ -124,7 +144,7 @@ class SharedWrites:
         for where in (place, *others):
             if 0 <= where < len(self._marks) and where not in self._read:
                 same = _mark(parameters[where]) == self._marks[where]
-                self._read[where] = parameters[where].detach().clone() if same else None
+                self._read[where] = _Values.of(parameters[where]) if same else None
 
     def _at(self, data: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The places of the parameters that a tensor lies in, as an entry of a state dict lies in one."""
@@ -162,8 +182,8 @@ class SharedWrites:
             first = writes.get(place)
             if first is None or first.replica == replica:
                 before = self._before(place, value) if first is None else first.before
-                writes[place] = _Write(replica, before, value.clone())
-            elif not same_values(value, first.after):
+                writes[place] = _Write(replica, before, _Values.of(value))
+            elif not same_values(value, first.after.values):
                 raise RuntimeError(_said(value, first, replica, place in lent))
         if self._lent:
             self.settle(parameters)
@@ -171,11 +191,11 @@ class SharedWrites:
             self.note(parameters, replica)
         return written
 
-    def _before(self, place: int, now: torch.Tensor) -> torch.Tensor | None:
-        """The values of a parameter at the last call, if they were kept and it has the memory of then."""
+    def _before(self, place: int, now: torch.Tensor) -> _Values | None:
         known = (self._kept or {}).get(place, self._read.get(place))
-        in_place = place < len(self._marks) and self._marks[place][1] == address_of(now)
-        return known if in_place and known is not None and _are_alike(known, now) else None
+        if known is None or self._in_place:
+            return known
+        return known if (known.values.shape, known.values.dtype) == (now.shape, now.dtype) else None
 
     def written(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The places of the parameters that were written to since ``note``, in the order of ``parameters``."""
@@ -185,16 +205,16 @@ class SharedWrites:
         return [
             place
             for place, (before, now) in enumerate(zip(self._marks, marks, strict=False))
-            if before != now or (place in read and not same_values(parameters[place].detach(), read[place]))
+            if before != now or (place in read and _differs(parameters[place], read[place]))
         ]
+
+
+def _differs(parameter: torch.Tensor, known: _Values | None) -> bool:
+    return known is None or not same_values(parameter.detach(), known.values)
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
     return torch_internals.version_of(parameter), address_of(parameter)
-
-
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _said(parameter: torch.Tensor, first: _Write, then: int, lent: bool) -> str:
@@ -211,9 +231,9 @@ def _said(parameter: torch.Tensor, first: _Write, then: int, lent: bool) -> str:
         )
     return what + (
         "changed it again. Under central storage there is one copy of the parameters for all replicas, and the values "
-        "before the first write are not known: the parameter got other memory (p.data = ...), or steps began to write "
-        "to it late, or the parameters are very large. Write to it in place, from the first run on, or do it in "
-        "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has its own parameters."
+        "before the first write are not known: steps began to write to it late, or the parameters are very large, or "
+        "it got another shape. Write to it from the first run on, or do it in merge_call or after strategy.run(...), "
+        "or use MirroredStrategy, where each replica has its own parameters."
     )
 
 
