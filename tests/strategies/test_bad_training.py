@@ -118,83 +118,11 @@ def test_parameters_of_no_strategy(two: Any) -> None:
         two.run(mixed.step)
 
 
-def test_lbfgs_and_schedulers(two: Any) -> None:
+def test_lbfgs(two: Any) -> None:
     with two.scope():
         model = torch.nn.Linear(2, 1)
     with pytest.raises(RuntimeError, match="LBFGS calls its closure a different number of times"):
         two.run(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(())))
-    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
-        with central.scope():
-            model = torch.nn.Linear(2, 1)
-        scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
-        with pytest.raises(RuntimeError, match=r"StepLR.step\(\) inside strategy.run would run once per replica \(2 "):
-            central.run(scheduler.step)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(RuntimeError, match=r"ReduceLROnPlateau.step\(\) inside strategy.run would run once per"):
-            central.run(plateau.step, args=(1.0,))
-    assert "tfstyle_dist" not in torch.optim.lr_scheduler.ReduceLROnPlateau.step.__module__
-
-
-class HalvingSchedule:
-    """A scheduler of nobody's: of no class of torch's, with a ``step`` of its own."""
-
-    __slots__ = ("optimizer",)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 2
-
-
-class HalvingInTorch(torch.optim.lr_scheduler.LRScheduler):
-    """A subclass whose ``step`` calls nothing of torch's."""
-
-    def step(self, epoch: int | None = None) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 2
-
-
-@pytest.mark.parametrize("kind", [HalvingSchedule, HalvingInTorch])
-@pytest.mark.parametrize("place", ["before", "between", "after"])
-def test_schedulers_that_only_their_work_shows(kind: Any, place: str) -> None:
-    """Central storage has one optimizer: what changes its rate once per replica is noticed, wherever it stands."""
-    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
-        with central.scope():
-            model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        scheduler = kind(optimizer)
-
-        def step(scheduled: str) -> None:
-            if scheduled == "before":
-                scheduler.step()
-            model(torch.ones(1, 2)).sum().backward()
-            if scheduled == "between":
-                scheduler.step()
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduled == "after":
-                scheduler.step()
-
-        central.run(step, args=("nowhere",))
-        with pytest.raises(RuntimeError, match=r"SGD.param_groups\[0\]\['lr'\] was changed by replica \d and then by"):
-            central.run(step, args=(place,))
-
-
-def test_a_rate_that_a_step_multiplies_is_refused_in_words_of_its_own() -> None:
-    with td.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]) as central:
-        with central.scope():
-            model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-        def step() -> None:
-            optimizer.param_groups[0]["lr"] *= 0.9
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-
-        with pytest.raises(RuntimeError, match=r"as .* group\['lr'\] \*= 0.9 does, is done once per replica"):
-            central.run(step)
 
 
 @pytest.mark.parametrize("mask_of", ["the module", "the optimizer"])

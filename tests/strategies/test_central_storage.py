@@ -162,40 +162,6 @@ def test_one_compute_device_is_also_the_parameter_device() -> None:
         assert strategy.num_replicas_in_sync == 1
 
 
-ON_CPUS = pytest.mark.cpu_only("devices compute with copies, which the memory that was kept is none of")
-
-
-@pytest.mark.parametrize(
-    "write", ["add_", "lerp_", "copy_", "data.add_", "data =", pytest.param("kept", marks=ON_CPUS), "part"]
-)
-def test_what_each_replica_writes_to_the_one_copy_is_refused(central: Any, write: str) -> None:
-    """It would be written once for each replica, without a word."""
-    with central.scope():
-        model = nn.Linear(2, 1)
-    kept = model.state_dict()
-
-    def step() -> None:
-        ones, weight = torch.ones_like(model.weight), model.weight
-        with torch.no_grad():
-            if write == "add_":
-                weight.add_(ones)
-            elif write == "lerp_":
-                weight.lerp_(ones, 0.5)
-            elif write == "copy_":
-                weight.copy_(ones * td.get_replica_context().replica_id_in_sync_group)
-            elif write == "data.add_":
-                weight.data.add_(ones)
-            elif write == "kept":  # a running average that keeps state dicts
-                kept["weight"].data.copy_(kept["weight"].data * 0.5 + ones)
-            elif write == "part":
-                weight.detach()[:, 1].data.add_(1.0)
-            else:
-                weight.data = weight + ones
-
-    with pytest.raises(RuntimeError, match=r"A parameter of shape \(1, 2\) was written to by replica 0 and then by"):
-        central.run(step)
-
-
 def test_writes_that_can_be_made_again_are_good(central: Any) -> None:
     """Limits to weights, values of one's own, the write of one replica."""
     with central.scope():

@@ -29,11 +29,7 @@ def _program(name: str) -> Program:
     return program
 
 
-_WRITES = "there is one copy of the parameters"
-REFUSED = {
-    "optimizer_in_an_optimizer": {"central": r"Lookahead.step\(\) called SGD.step"},
-    **{name: {"central": _WRITES} for name in ("sharpness_aware", "teacher_by_deepcopy", "averaged_model")},
-}
+REFUSED = {"optimizer_in_an_optimizer": {"central": r"Lookahead.step\(\) called SGD.step"}}
 """Of the message, where replicas of one process share parameters and optimizer."""
 
 for _name in idioms.CASES:
