@@ -351,3 +351,46 @@ def test_a_setting_that_is_an_object_of_the_programs(central: Any) -> None:
 
     with pytest.raises(RuntimeError, match=r"\['seen'\] was changed by replica 0 and then by replica 1"):
         central.run(lambda: optimizer.param_groups[0]["seen"].append(1))
+
+
+# ---- the state of the optimizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["in place", "other", "number"])
+def test_state_that_each_replica_writes_to_is_refused(central: Any, write: str) -> None:
+    """Values before it are not known."""
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        if write == "in place":
+            state["exp_avg"].mul_(0.5)
+        elif write == "other":
+            state["exp_avg"] = state["exp_avg"] * 0.5
+        else:
+            state["counted"] = state.get("counted", 0) + 1
+
+    with pytest.raises(RuntimeError, match=r"optimizer.state\[...\]\['\w+'\] was written to by replica 0 and then by"):
+        central.run(step)
+
+
+def test_state_that_is_set_to_something_is_good(central: Any) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["restarted"] = True
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    for _ in range(3):
+        central.run(step)
+    assert not optimizer.state[model.weight]["exp_avg"].any()

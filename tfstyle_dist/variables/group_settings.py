@@ -16,6 +16,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.variables.shared_writes import same_values
+from tfstyle_dist.variables.state_writes import StateWrites
 
 Place = tuple[int, int, str]
 """An optimizer by its ``id``, the number of a group, and the name of a setting."""
@@ -70,6 +71,7 @@ class GroupSettings:
         self._inside: dict[Place, torch.Tensor] = {}  # of tensors: their values
         self._changes: dict[tuple[Place, int], _Change] = {}  # between which calls
         self._lent: dict[Place, _Change] = {}  # those that have their old values again for a replica
+        self._state = StateWrites()
 
     def __bool__(self) -> bool:
         return bool(self._optimizers)
@@ -84,6 +86,7 @@ class GroupSettings:
     def begin(self) -> None:
         """A run begins: nobody has changed anything in it."""
         self._changes.clear()
+        self._state.begin()
 
     def note(self, replica: int | None, call: int) -> None:
         """The turn passes; what is set now is not what the replica whose turn begins has done.
@@ -99,6 +102,7 @@ class GroupSettings:
                 self._put(place, change.before)
                 self._lent[place] = change
         self._remember(self._now())
+        self._state.note(self._all())
 
     def compare(self, replica: int, call: int) -> None:
         """A replica comes to a call that all make, or to its end.
@@ -124,6 +128,7 @@ class GroupSettings:
         if lent:
             self._settle()
         self._remember(self._now())
+        self._state.compare(replica, call, self._all())
 
     def explain(self, error: BaseException) -> None:
         """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""
@@ -171,10 +176,12 @@ class GroupSettings:
 
     def _now(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
-        for number, reference in list(self._optimizers.items()):
-            if (optimizer := reference()) is not None:
-                found |= _settings(number, optimizer)
+        for optimizer in self._all():
+            found |= _settings(id(optimizer), optimizer)
         return found
+
+    def _all(self) -> list[Any]:
+        return [known for reference in list(self._optimizers.values()) if (known := reference()) is not None]
 
     def _optimizer(self, number: int) -> Any:
         reference = self._optimizers.get(number)
