@@ -47,6 +47,17 @@ def test_each_reason_is_found() -> None:
     assert kinds(times(0, comm=5)) == [], "one replica has nobody to talk to"
 
 
+def test_waiting_for_the_turn_is_no_communication(capsys: pytest.CaptureFixture[str]) -> None:
+    with tfd.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        strategy.monitor.every = 1
+        for _ in range(4):
+            strategy.run(lambda: time.sleep(0.02))
+        report = strategy.monitor.report()
+        assert report.mean("wait") > 0.015
+        assert "communication" not in [finding.kind for finding in report.findings]
+        assert "of 2 replicas of a process, which take turns" in str(report)
+
+
 def test_a_straggler_is_named_with_its_reason() -> None:
     # Where nothing tells waiting from transfer (sockets), the time in the collective differs by who came last.
     fast = [times(r, comm=8.4) for r in (0, 1, 3)]

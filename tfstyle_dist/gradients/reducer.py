@@ -2,8 +2,9 @@
 
 ``GradientReducer.divisor`` says it: the number of replicas for MEAN, nothing for SUM. Where several passes accumulate,
 only the new part is summed. ``exchanges`` start the sums, and whoever makes the last addition divides: in one process
-``ops.aggregate``, in memory that workers share ``bucket_views``, after a transport ``_store`` of the exchange; sparse
-gradients between workers ``reduce_sparse`` below.
+``ops.aggregate``, in memory that workers share ``bucket_views`` (or the compiled sum, ``comm/host_memory``), after a
+transport ``exchanges/overlapped.py``, for workers of several replicas ``exchanges/replicas.py``, on XLA devices
+``exchanges/xla.py``; sparse gradients between workers ``reduce_sparse`` below.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -87,8 +88,14 @@ def _of_phase(replicas: Sequence[ReplicaTimes], step: float, phase: int) -> Find
     return _above(limit, kind, median(r.seconds[phase] for r in replicas) / step, text)
 
 
+def in_turns(replicas: Sequence[ReplicaTimes]) -> int:
+    """How many replicas take turns, at most, as those of one process do: all but one of them wait."""
+    return max(Counter(r.worker for r in replicas).values(), default=1)
+
+
 def _communication(replicas: Sequence[ReplicaTimes], step: float) -> Finding | None:
-    share = min(r.seconds[COMMUNICATION] + r.seconds[WAIT] for r in replicas) / step
+    waits = in_turns(replicas) == 1  # else for its turn
+    share = min(r.seconds[COMMUNICATION] + waits * r.seconds[WAIT] for r in replicas) / step
     return _above(
         COMMUNICATION_LIMIT,
         "communication",

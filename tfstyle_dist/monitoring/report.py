@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from tfstyle_dist.monitoring import figure
-from tfstyle_dist.monitoring.diagnosis import Finding, diagnose
+from tfstyle_dist.monitoring.diagnosis import Finding, diagnose, in_turns
 from tfstyle_dist.runtime.clocks import COMPUTE, PHASES, UPDATE
 
 _SAID = {
@@ -172,10 +172,19 @@ class Report:
             lines.append(self._line(_SAID[name], [r.seconds[phase] for r in self.replicas]))
         lines.append(self._line("together", [sum(r.seconds) for r in self.replicas]))
         lines.append(self._line("communication, overlapped", [r.overlapped for r in self.replicas]))
-        lines.append(f"{self.busy_share:.0%} of a step is compute and update; more is not to be had from scaling.")
+        lines.append(self._busy())
         lines += [f"- {finding.text}" for finding in self.findings] or ["- Nothing stands out."]
         lines += [f"Also: {name!r}, {count} steps of {_ms(seconds)}." for name, count, seconds in self.others]
         return "\n".join(lines)
+
+    def _busy(self) -> str:
+        turns = in_turns(self.replicas)
+        if turns > 1:
+            return (
+                f"{self.busy_share * turns:.0%} of a step is compute and update of {turns} replicas of a process, which "
+                "take turns: the others wait. For speed start a process for each replica (torchrun)."
+            )
+        return f"{self.busy_share:.0%} of a step is compute and update; more is not to be had from scaling."
 
     def _line(self, name: str, values: Sequence[float]) -> str:
         mean, ids = fmean(values), [r.replica for r in self.replicas]
