@@ -14,6 +14,7 @@ from tfstyle_dist.parameter_server.protocol import byte_streams
 from tfstyle_dist.parameter_server.protocol.header import CHUNK, Header, Kind, ProtocolError
 from tfstyle_dist.parameter_server.protocol.operations import Op, Operation, dtype_number, padded
 from tfstyle_dist.parameter_server.server.shared_variables import SharedVariables
+from tfstyle_dist.parameter_server.server.stored_variable import write
 from tfstyle_dist.parameter_server.server.table import VariableTable
 from tfstyle_dist.parameter_server.transports.transfer_segment import TransferSegment
 from tfstyle_dist.parameter_server.transports.value_reader import ValueReader
@@ -113,6 +114,26 @@ def test_only_files_of_a_server_are_mapped(tmp_path: Any) -> None:
     table.shared.close()
     other.shared.close()
     assert SharedVariables().describe({})["variables"] == []
+
+
+@needs_x86
+def test_small_variables_that_are_made_one_after_another_share_a_file() -> None:
+    """Each file takes descriptors of the server and of every client; a process may have 1,024."""
+    table, reader, sizes = VariableTable(), None, [5, 3000, 40_000]
+    for number in range(300):
+        size = sizes[number % 3]
+        table.create(number, "v", (size,), torch.float32, torch.full((size,), float(number)))
+        told = table.shared.describe(table.variables)
+        reader = ValueReader(told) if reader is None else reader
+        reader.update(told)
+    assert reader is not None
+    assert len(told["files"]) < 25  # with 17 MB in them
+    write(table.variables[3], Op.ADD, torch.ones(5), None)
+    for number in range(300):
+        target = torch.empty(sizes[number % 3])
+        assert reader.copy(number, target) is not None
+        assert target.eq(number + (number == 3)).all()
+    table.shared.close()
 
 
 def test_only_the_segment_that_was_announced_is_mapped_and_no_file_is_left_open() -> None:

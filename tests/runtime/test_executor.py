@@ -140,6 +140,9 @@ class Journal:
     def pause(self, replica: int) -> None:
         """Nothing that only one may do was done."""
 
+    def release(self) -> None:
+        self.entries.append("release")
+
 
 def test_the_content_is_that_of_whoever_has_the_turn(executor: ReplicaExecutor) -> None:
     journal = executor.content = Journal()
@@ -194,3 +197,20 @@ def test_threads_have_freed_what_torch_keeps_for_them_when_they_are_closed() -> 
         assert libc.access(path, 0) == 0
         executor.close()
         assert libc.access(path, 0) != 0
+
+
+def test_content_is_let_go_when_closed_and_no_run_is_under_way() -> None:
+    executor = ReplicaExecutor([ReplicaDevice("cpu", 0), ReplicaDevice("cpu", 1)], timedelta(seconds=20))
+    journal = executor.content = Journal()
+
+    def closing(run: Any) -> None:
+        if run.barrier(0, "close", None, lambda _: [executor.close()] * 2) is None:
+            journal.entries.append("goes on")
+
+    executor.run([closing, lambda run: run.barrier(1, "close", None, list)])
+    assert journal.entries.count("release") == 1
+    assert journal.entries[-1] == "release"
+    assert "goes on" in journal.entries
+    executor.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        executor.run([lambda run: None, lambda run: None])

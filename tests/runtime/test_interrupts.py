@@ -54,6 +54,9 @@ class SignalInside:
     def leave(self) -> None:
         self._work("leave")
 
+    def release(self) -> None:
+        """Nothing is held."""
+
 
 @pytest.fixture
 def executor() -> Iterator[ReplicaExecutor]:

@@ -60,6 +60,9 @@ class HeldContent:
         """See ``Content``."""
         self._contents.pause(self._held[replica])
 
+    def release(self) -> None:
+        """The job goes on with other turns."""
+
 
 class ElasticRun:
     """One run, as the replicas of this worker see it.

@@ -24,12 +24,16 @@ from tfstyle_dist.runtime.context import StrategyInForce, current_frame
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.state_objects import optimized_by
+from tfstyle_dist.variables.store import ParameterStore
 
 
 class _Ownership:
-    """Which strategy an optimizer's parameters belong to; ``plain``: none of them is of a class of its own."""
+    """Which strategy an optimizer's parameters belong to; ``plain``: none of them is of a class of its own.
 
-    __slots__ = ("foreign", "key", "plain", "records", "strategies")
+    It keeps no strategy alive: what a strategy holds may lead to the optimizer.
+    """
+
+    __slots__ = ("foreign", "key", "plain", "records", "stores")
 
     def __init__(self, optimizer: torch.optim.Optimizer, key: list[int]) -> None:
         self.key = key
@@ -38,7 +42,7 @@ class _Ownership:
         )
         self.records: list[Record] = []
         self.foreign: list[str] = []
-        self.strategies: list[Any] = []
+        self.stores: list[ParameterStore] = []
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 record = find_record(parameter)
@@ -46,8 +50,13 @@ class _Ownership:
                     self.foreign.append(f"param_groups[{number}]['params'][{place}] of shape {tuple(parameter.shape)}")
                     continue
                 self.records.append(record)
-                if not any(s is record.store.strategy for s in self.strategies):
-                    self.strategies.append(record.store.strategy)
+                if record.store not in self.stores:
+                    self.stores.append(record.store)
+
+    @property
+    def strategy(self) -> Any:
+        """The first one; ``None`` where there is none, or it is gone."""
+        return self.stores[0].strategy if self.stores else None
 
 
 _ownership: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ownership] = weakref.WeakKeyDictionary()
@@ -181,19 +190,20 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     owner = _owner(optimizer)
     frame = current_frame()
     _take(optimizer)
+    strategy = owner.strategy
     in_run = frame is not None and frame.replica is not None and frame.strategy.num_replicas_in_sync > 1
-    if owner.records and owner.foreign and owner.strategies[0].num_replicas_in_sync > 1:
+    if strategy is not None and owner.foreign and strategy.num_replicas_in_sync > 1:
         raise RuntimeError(
-            f"{type(optimizer).__name__} mixes parameters of {owner.strategies[0]!r} with {len(owner.foreign)} "
+            f"{type(optimizer).__name__} mixes parameters of {strategy!r} with {len(owner.foreign)} "
             f"that belong to no strategy ({', '.join(owner.foreign[:3])}): those would differ from replica to "
             "replica. Build the whole model inside strategy.scope(), or call strategy.experimental_adopt(module), and "
             "strategy.experimental_adopt(tensor) for a tensor of no module; deepcopy, to_empty, peft and "
             "load_state_dict(assign=True) make new parameters that must be adopted again."
         )
-    if len(owner.strategies) > 1:
+    if len(owner.stores) > 1:
         raise RuntimeError(
-            f"{type(optimizer).__name__} holds parameters of several strategies ({owner.strategies}). Use one "
-            "optimizer for each."
+            f"{type(optimizer).__name__} holds parameters of several strategies "
+            f"({[store.strategy for store in owner.stores]}). Use one optimizer for each."
         )
     if not owner.records:
         if in_run and owner.key:
@@ -205,20 +215,21 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
                 "strategy.experimental_adopt(tensor) for a tensor of no module."
             )
         return None
-    if in_run and frame is not None and owner.strategies[0] is not frame.strategy:
+    if in_run and frame is not None and strategy is not frame.strategy:
+        known = "a strategy that is gone" if strategy is None else repr(strategy)
         raise RuntimeError(
-            f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of "
-            f"{owner.strategies[0]!r} but steps inside the run of {frame.strategy!r}."
+            f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of {known} but "
+            f"steps inside the run of {frame.strategy!r}."
         )
-    runner: UpdateRunner | None = owner.strategies[0].update_runner
+    runner: UpdateRunner | None = None if strategy is None else strategy.update_runner
     if runner is None:
         return None
     if in_run and frame is not None and frame.replica is not None:
         frame.replica.begin_update()
-    clock = _clock(owner.strategies[0])
+    clock = _clock(strategy)
     clock.enter(UPDATE)
     if not _calls.is_quiet(optimizer, owner, args, kwargs):
-        _tell_contents(owner.strategies[0], begins=True)
+        _tell_contents(strategy, begins=True)
     try:
         changed = runner.before_step(optimizer, owner.records, args, kwargs)
         return _closure_counted(clock, *(changed or (args, kwargs))) or changed
@@ -232,12 +243,13 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     # As it was found before the step: the groups may hold parts of the parameters until the runner puts them back.
     owner = _ownership.get(optimizer) or _owner(optimizer)
-    if owner.records and owner.strategies[0].update_runner is not None:
-        clock = _clock(owner.strategies[0])
-        owner.strategies[0].update_runner.after_step(optimizer, owner.records)
+    strategy = owner.strategy
+    if strategy is not None and strategy.update_runner is not None:
+        clock = _clock(strategy)
+        strategy.update_runner.after_step(optimizer, owner.records)
         if not _calls.was_quiet(optimizer):
-            _tell_contents(owner.strategies[0], begins=False)
-        _count_writes(owner.strategies[0], optimizer)
+            _tell_contents(strategy, begins=False)
+        _count_writes(strategy, optimizer)
         clock.leave()
 
 

@@ -27,6 +27,8 @@ class StrategyInForce(Protocol):
     parameter_store: Any
     gradient_reducer: Any
     update_runner: Any
+    cross_device_ops: Any
+    first_replica_is_global: bool
     closed: bool
 
     @property

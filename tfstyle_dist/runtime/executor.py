@@ -92,7 +92,7 @@ class ReplicaExecutor:
         self._teams: list[Team] = []
         self._running = threading.RLock()  # one run at a time: there is one set of objects
         self._pid = os.getpid()
-        self._closed = False
+        self._closed, self._under_way = False, 0
 
     def run(self, functions: Sequence[Callable[[TurnRun], Any]]) -> list[Any]:
         """Calls each function with the run object; returns their results in replica order.
@@ -105,22 +105,25 @@ class ReplicaExecutor:
                 as a note.
             DeadlineExceededError: a replica did not come to a call, or did not finish, within the timeout.
         """
-        if self._closed:
-            raise RuntimeError("This strategy was closed; make a new one to run again.")
         if self._places:
             torch_internals.share_graph_trees()
         if self._pid != os.getpid():  # threads and their locks do not survive a fork
             self._teams, self._pid, self._running = [], os.getpid(), threading.RLock()
         signals, this = interrupts.of_this_thread(), object()
         with self._running:
+            self._under_way += 1
             try:
                 signals.begin(this)
                 return self._run(functions, signals)
             finally:
                 signals.end(this)
+                self._under_way -= 1
+                self._release()
 
     def _run(self, functions: Sequence[Callable[[TurnRun], Any]], signals: interrupts.Interrupts) -> list[Any]:
         outcomes: list[Any] = [None] * len(functions)
+        if self._closed:
+            raise RuntimeError("This strategy was closed; make a new one to run again.")
         ambient, context = _Ambient(self._kinds, self._places), contextvars.copy_context()
         self.content.enter(begins=True)
         team = self._acquire_team()
@@ -161,12 +164,17 @@ class ReplicaExecutor:
             del error, run
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads; the content of a run that is under way is let go at its end."""
         self._closed = True
         for team in self._teams:
             team.stop()
             team.join()
         self._teams.clear()
+        self._release()
+
+    def _release(self) -> None:
+        if self._closed and not self._under_way:
+            self.content.release()
 
     # ---- one replica ------------------------------------------------------------------------------------------
 

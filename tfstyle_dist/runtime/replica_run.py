@@ -81,6 +81,9 @@ class Content(Protocol):
             RuntimeError: it has done what only one of the replicas may do.
         """
 
+    def release(self) -> None:
+        """There will be no run any more, and none is under way."""
+
 
 class NoContent:
     """Nothing is swapped."""
@@ -96,3 +99,6 @@ class NoContent:
 
     def pause(self, replica: int) -> None:
         """Nothing is forbidden."""
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -232,8 +232,6 @@ class Strategy:
         """Makes the variable that ``Variable(...)`` asks for under this strategy."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it makes variables")
 
-    # ---- monitoring -------------------------------------------------------------------------------------------
-
     def report(self, function: str | None = None, *, quiet: bool = False) -> Report:
         """Says where the time of a training step goes, and what keeps it from scaling.
 

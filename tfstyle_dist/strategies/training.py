@@ -87,7 +87,6 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
     if worker.num_replicas == 1:
         return
     store.settle()
-    ops = store.strategy.cross_device_ops
     groups: dict[tuple[torch.dtype, VariableAggregation, torch.device], list[Record]] = {}
     living = store.alive_everywhere(store.records("buffer"))
     for record in living:
@@ -102,7 +101,9 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
     with torch.no_grad(), raw():
         for (dtype, aggregation, _), records in groups.items():
             if aggregation is VariableAggregation.MEAN:
-                flat = torch.cat([ops.sum_values([c.detach() for c in r.components]).reshape(-1) for r in records])
+                flat = torch.cat(
+                    [store.ops.sum_values([c.detach() for c in r.components]).reshape(-1) for r in records]
+                )
                 flat = reduce_over_workers(worker, ReduceOp.MEAN, flat, f"buffers ({dtype})")
             else:
                 flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])

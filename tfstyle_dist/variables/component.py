@@ -193,7 +193,7 @@ def combine(record: Record, values: Sequence[torch.Tensor], shares: Sequence[Sha
     worker = record.store.worker
     if record.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         first = values[0].detach().clone()
-        if worker.group.size > 1 and record.store.strategy.first_replica_is_global:
+        if worker.group.size > 1 and record.store.first_replica_is_global:
             worker.group.broadcast(first, 0, f"first replica's value of {record.local_name!r}")
         return first
     op = ReduceOp.SUM if record.aggregation is VariableAggregation.SUM else ReduceOp.MEAN
@@ -207,7 +207,7 @@ def combine(record: Record, values: Sequence[torch.Tensor], shares: Sequence[Sha
 
 def _reduced(record: Record, op: ReduceOp, values: Sequence[torch.Tensor]) -> torch.Tensor:
     worker = record.store.worker
-    total = record.store.strategy.cross_device_ops.sum_values(widened(worker, values))
+    total = record.store.ops.sum_values(widened(worker, values))
     return reduce_over_workers(worker, op, total, f"variable {record.local_name!r}").to(values[0].dtype)
 
 

@@ -16,7 +16,7 @@ import torch
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
-from tfstyle_dist.variables import metrics, state_objects
+from tfstyle_dist.variables import kept_buffers, metrics, state_objects
 from tfstyle_dist.variables.common_objects import CommonObjects
 from tfstyle_dist.variables.counterparts import Counterparts
 from tfstyle_dist.variables.data_reads import DataReads
@@ -37,13 +37,11 @@ class ReplicaContents:
     Args:
         worker: the local replicas.
         home: under central storage the device of the one copy of all parameters; ``None`` otherwise.
-        adopt: called with a parameter that a module of the strategy got outside of every scope, and the module.
-        run: the strategy's.
+        adopt, run: called with a parameter that a module got outside of every scope, and the module; the strategy's.
 
     Attributes:
-        count: the local replicas.
         active: the replica whose content the objects hold; ``None``: that of cross-replica context.
-        first: the replica whose content cross-replica context shows.
+        count, first: the local replicas; the one whose content cross-replica context shows.
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
         generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
@@ -71,7 +69,7 @@ class ReplicaContents:
         self._objects: list[ObjectContent] = []
         self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
-        self._gone = self._failed = False
+        self._gone = self._failed = self._ends = self._released = False
         self.settings = SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
         self._marks = ObjectMarks()
@@ -130,10 +128,7 @@ class ReplicaContents:
             self._shared.say_written()
         self._marks.renew(self._things)
         if self.common is None and self._counterparts.find(self._things, self._others):
-            self._marks.forget()
-            self._marks.renew(self._things)
-            for _, content in self._things:
-                content.fresh = ()  # what was taken meanwhile has been looked at
+            self._marks.renew_all(self._things)
         self.rows.mark()
         self.generators.mark()
         self._data.begin()
@@ -148,6 +143,8 @@ class ReplicaContents:
         if self.active is None:
             self.enter()
             self.leave(ran=False)
+            if self._ends:  # the strategy has gone meanwhile
+                self.release()
 
     def take_back(self, parameters: Iterable[torch.Tensor | None]) -> None:
         """Central storage: cross-replica context, inside a run, sees what the first replica did to parameters."""
@@ -185,13 +182,13 @@ class ReplicaContents:
                 self._places[id(value)] = True
                 self.generators.add(value, self.count, when_gone(self._let_go, id(value)))
             return True
-        if not state_objects.is_state(value, part):
+        if self._released or not state_objects.is_state(value, part):
             for own in () if self.common is None else self.common.add(value):
                 self.take(own)
             return False
         if isinstance(value, torch.optim.Optimizer):  # what it optimises is a parameter, whatever its class
             for parameter in state_objects.optimized_by(value):
-                self._take_tensor(parameter)
+                self.take(parameter)
             if self._one_copy and torch_internals.has_step_hooks(value):  # one update is made for all
                 self.settings.of_groups.add(value)
                 for held in state_objects.parts_of_optimizer(value):
@@ -201,8 +198,6 @@ class ReplicaContents:
         return True
 
     def _take_tensor(self, value: torch.Tensor) -> bool:
-        if id(value) in self._places:
-            return True
         if not state_objects.is_trained(value) or isinstance(value, (Replicated, torch.nn.UninitializedParameter)):
             return False
         self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
@@ -214,7 +209,7 @@ class ReplicaContents:
         Raises:
             TypeError: it has none that could be exchanged.
         """
-        if id(value) in self._places:
+        if id(value) in self._places or self._released:
             return
         if type(value) is torch.Tensor and not value.requires_grad:
             self._places[id(value)] = self.rows.add(value, when_gone(self._let_go, id(value)), self._running)
@@ -222,9 +217,8 @@ class ReplicaContents:
         state_objects.check_adoptable(value)
         now, active = value.__dict__, self.shown
         dicts: list[dict[str, Any]] = [now if r == active else {} for r in range(self.count)]
-        content = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
+        content = self._places[id(value)] = ObjectContent(value, dicts, when_gone(self._let_go, id(value)), self.taken)
         self.taken += 1
-        self._places[id(value)] = content
         self._objects.append(content)
         self._marks.forget()
         if self._running:
@@ -250,8 +244,6 @@ class ReplicaContents:
         """Whether something is content already."""
         return id(value) in self._places
 
-    # ---- looking ----------------------------------------------------------------------------------------------
-
     def objects(self) -> list[tuple[Any, ObjectContent]]:
         """The living objects whose attributes are content, in the order in which they were taken."""
         return [(thing, content) for content in self._objects if (thing := content.reference()) is not None]
@@ -264,7 +256,7 @@ class ReplicaContents:
         """The tensor that has a replica's data and gradient of a parameter now."""
         if (self.active is None and replica == self.first) or replica == self.rows.row:
             return parameter
-        self._take_tensor(parameter)
+        self.take(parameter)
         return self.rows.vessel(self._places[id(parameter)], replica)
 
     def attributes(self, thing: Any, replica: int) -> dict[str, Any]:
@@ -278,8 +270,6 @@ class ReplicaContents:
         """Says it, once, if a step writes to tensors that all replicas share, or carries some from step to step."""
         self._shared.watch((t for t in tensors if id(t) not in self._places), carrying)
 
-    # ---- life -------------------------------------------------------------------------------------------------
-
     def _let_go(self, number: int) -> None:
         """Something is gone; as a run holds all, the next one cleans the lists."""
         self._gone = True
@@ -289,6 +279,15 @@ class ReplicaContents:
             known.clear()
         elif type(known) is int:
             self.rows.let_go(known)
+
+    def release(self, _: int = 0) -> None:
+        """See ``Content``: lets go what nobody can see now, and what the garbage collector would not find in here."""
+        self._ends = True
+        if self._released or self._running or self.common is not None:
+            return
+        self._released = True
+        self._objects = kept_buffers.keep_buffers(self.objects(), self._places, self.first)
+        self._marks.forget()
 
     def _resolve(self) -> None:
         """Forgets what is gone, also what goes with it, and holds all else for the time of a run."""

@@ -61,7 +61,7 @@ class Discovery:
             arguments: its arguments.
         """
         seen: set[int] = set()
-        self.tensors, self.carrying = [], []
+        self.forget()
         self._value(function, seen, (), 0)
         if isinstance(called := vars(type(function)).get("__call__"), types.FunctionType):
             self._value(called, seen, (), 0)
@@ -69,6 +69,10 @@ class Discovery:
         for argument in arguments:
             self._value(argument, seen, (), 0)
         self.tensors = named
+
+    def forget(self) -> None:
+        """What was found is not needed any more."""
+        self.tensors, self.carrying = [], []
 
     def _value(self, value: Any, seen: set[int], names: Sequence[str], depth: int) -> None:
         kind = type(value)

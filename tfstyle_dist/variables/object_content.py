@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -26,7 +27,7 @@ class ObjectContent:
     __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "fresh", "number", "own", "reference")
 
     def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None], number: int = 0) -> None:
-        self.reference: weakref.ref[Any] = weakref.ref(thing, gone)
+        self.reference: Callable[[], Any] = weakref.ref(thing, gone)
         self.dicts, self.number = dicts, number
         self._keys: list[str] = []
         self._values: list[Any] = []
@@ -37,8 +38,23 @@ class ObjectContent:
         self.own: frozenset[str] = frozenset()
 
     def clear(self) -> None:
-        """The object is gone."""
+        """The object is gone, or nobody asks for its attributes any more."""
         self.dicts, self._values, self._deep, self._boxes = [], [], [], []
+
+    def alone(self, name: str, reference: Callable[[], Any]) -> ObjectContent:
+        """The content of one attribute, as it was marked, of what ``reference`` gives."""
+        part = copy.copy(self)
+        part.reference, part.fresh, part.own = reference, (), frozenset()
+        part.dicts = [{name: attributes[name]} if name in attributes else {} for attributes in self.dicts]
+        part._forget_others(name)
+        return part
+
+    def _forget_others(self, name: str) -> None:
+        known = dict(zip(self._keys, self._values, strict=True))
+        self._keys, self._values = ([name], [known[name]]) if name in known else ([], [])
+        sizes = [(box, size) for box, size in zip(self._boxes, self._sizes, strict=True) if box is known.get(name)]
+        self._boxes, self._sizes = [box for box, _ in sizes], [size for _, size in sizes]
+        self._deep = [mark for mark in self._deep if mark.value is known.get(name)]
 
     def mark(self, now: dict[str, Any]) -> None:
         """Remembers replica 0's attributes as they are."""
@@ -198,6 +214,13 @@ class ObjectMarks:
         for thing, content in things:
             content.mark(thing.__dict__)
         self._all = AllObjects(things)
+
+    def renew_all(self, things: Sequence[tuple[Any, ObjectContent]]) -> None:
+        """Remembers other objects than before, all of which were looked at."""
+        self.forget()
+        self.renew(things)
+        for _, content in things:
+            content.fresh = ()
 
 
 def when_gone(let_go: Callable[[int], None], number: int) -> Callable[[Any], None]:

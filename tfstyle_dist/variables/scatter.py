@@ -252,7 +252,7 @@ def _combined(record: Record, payloads: list[Rows], central: bool) -> Rows:
     local = payloads[:1] if first else payloads
     values = torch.cat([v.to(device) for v, _ in local])
     numbers = torch.cat([n.to(device) for _, n in local])
-    if worker.group.size > 1 and not (first and not record.store.strategy.first_replica_is_global):
+    if worker.group.size > 1 and not (first and not record.store.first_replica_is_global):
         name = f"rows of variable {record.local_name!r}"
         counts = worker.group.numbers(len(numbers), f"{name} (counts)")
         values = gather_over_workers(worker, [values], 0, name)

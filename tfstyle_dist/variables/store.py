@@ -18,6 +18,7 @@ from tfstyle_dist.variables.copies import move_in_place
 from tfstyle_dist.variables.discovery import Discovery
 from tfstyle_dist.variables.first_values import of_the_same_structure, send_first_values
 from tfstyle_dist.variables.known_tensors import find_record, follow_buffer, remember, remember_components
+from tfstyle_dist.variables.object_content import when_gone
 from tfstyle_dist.variables.ordered import WeakOrderedSet
 from tfstyle_dist.variables.record import Living, MadeInTurns, Placement, Record
 from tfstyle_dist.variables.shared_home import SharedHome
@@ -54,6 +55,8 @@ class ParameterStore:
         self, strategy: StrategyInForce, worker: Worker, parameter_device: ReplicaDevice | None = None
     ) -> None:
         self._strategy = weakref.ref(strategy)
+        # Variables are read after it is gone, too.
+        self.ops, self.first_replica_is_global = strategy.cross_device_ops, strategy.first_replica_is_global
         self.worker, self.parameter_device = worker, parameter_device
         self.placement = Placement.MIRRORED if parameter_device is None else Placement.CENTRAL
         elsewhere = parameter_device is not None and worker.computes_elsewhere(parameter_device.torch_device)
@@ -64,6 +67,7 @@ class ParameterStore:
             self._discovery = Discovery(self.contents.take)
             self._taken = -1
             worker.executor.content = self.contents
+            self._gone = weakref.ref(strategy, when_gone(self.contents.release, 0))
         self.version, self.runs, self.made = 0, 0, MadeInTurns()
         self._all: WeakOrderedSet[Record] = WeakOrderedSet()
         self._pending: list[Record] = []
@@ -108,8 +112,6 @@ class ParameterStore:
     def _run(self, function: Callable[[], None]) -> None:
         self.strategy.run(function)
 
-    # ---- replicas of one process ------------------------------------------------------------------------------
-
     def prepare(self, function: Any, arguments: Iterable[Any]) -> None:
         """Finds what the replicas of this process will use, and makes its content theirs.
 
@@ -129,6 +131,7 @@ class ParameterStore:
         self._discovery.look(function, arguments)
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
             contents.watch(self._discovery.tensors, self._discovery.carrying)
+        self._discovery.forget()
         contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:
@@ -195,8 +198,7 @@ class ParameterStore:
         if module is not None:
             self._tie(record, module, name)
         self._all.add(record)
-        keep = record.tensor
-        if keep is not None:
+        if (keep := record.tensor) is not None:
             remember(keep, record)
         self._pending.append(record)
         self.version += 1

@@ -26,6 +26,9 @@ LEASED_BYTES = 1 << 18
 """Variables from this size on have several buffers; smaller ones are copied."""
 _HUGE = 1 << 21
 _MOST_FILES = 256
+_SMALL_FILE = 1 << 20
+"""Bytes that small variables share, made one after the other; no memory is taken before a variable is there."""
+_APART = 64
 _MOST_GROUPS = 16
 _LARGEST_MOVED = 1 << 30
 """Moving a variable needs its memory twice for a moment."""
@@ -40,6 +43,7 @@ class SharedVariables:
         self._page: VersionedPage | None = None
         self._known: dict[int, list[int]] = {}  # variable: index, number of its marks or -1, first file, offset, bytes
         self._leased = self._groups = 0
+        self._small, self._used = (0, torch.empty(0)), 0  # the number and memory of a file with room, and what is taken
         self._columns: set[int] = set()
 
     def _file(self, nbytes: int) -> mmap.mmap:
@@ -106,12 +110,12 @@ class SharedVariables:
         chosen = {v.number for v in large}
         small = [v for v in new if v.number not in chosen]
         if small:
-            locations, total = _locations(small, 64)
-            memory = self._file(max(total, mmap.PAGESIZE))
-            os.posix_fallocate(self._files[-1], 0, total)
-            data = torch.frombuffer(memory, dtype=torch.uint8)
-            for variable, location in zip(small, locations, strict=True):
-                index = self._note(variable, -1, len(self._files) - 1, location)
+            locations, total = _locations(small, _APART)
+            start = self._room_for(total)
+            file, data = self._small
+            for variable, (offset, nbytes) in zip(small, locations, strict=True):
+                location = start + offset, nbytes
+                index = self._note(variable, -1, file, location)
                 _settle(variable, data, location, CopiedSegment(words, index))
         if large:
             self._groups += 1
@@ -130,6 +134,16 @@ class SharedVariables:
                 owner = LeasedSegment(words, index, self._page.marks(self._leased), buffers)
                 self._leased += 1
                 _settle(variable, all_bytes[0], (offset, nbytes), owner)
+
+    def _room_for(self, total: int) -> int:
+        """Where small variables begin in their file. One that is made alone gets no file: each takes descriptors."""
+        if self._used + total > len(self._small[1]):
+            memory = self._file(max(total, _SMALL_FILE))
+            self._small, self._used = (len(self._files) - 1, torch.frombuffer(memory, dtype=torch.uint8)), 0
+        start = self._used
+        os.posix_fallocate(self._files[self._small[0]], start, total)
+        self._used += -(-total // _APART) * _APART
+        return start
 
     def _note(self, variable: Any, marks: int, file: int, location: tuple[int, int]) -> int:
         index = len(self._known)
@@ -168,6 +182,7 @@ class SharedVariables:
             os.close(handle)
         self._files.clear()
         self._known.clear()
+        self._small, self._used = (0, torch.empty(0)), 0
 
 
 def _movable(variable: Any) -> bool:
