@@ -55,7 +55,7 @@ def test_waiting_for_the_turn_is_no_communication(capsys: pytest.CaptureFixture[
         report = strategy.monitor.report()
         assert report.mean("wait") > 0.015
         assert "communication" not in [finding.kind for finding in report.findings]
-        assert "of 2 replicas of a process, which take turns" in str(report)
+        assert "of 2 replicas of a process; they take turns" in str(report)
 
 
 def test_a_straggler_is_named_with_its_reason() -> None:

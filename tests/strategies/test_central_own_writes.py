@@ -15,7 +15,7 @@ import tfstyle_dist as td
 from tfstyle_dist.variables import shared_writes
 
 ON_CPUS = pytest.mark.cpu_only("devices compute with copies, which the memory that was kept is none of")
-ROWS = torch.arange(24.0).reshape(3, 4, 2) / 10  # three batches
+ROWS = torch.arange(24, dtype=torch.float64).reshape(3, 4, 2) / 10  # three batches
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -27,14 +27,15 @@ def central(request: pytest.FixtureRequest) -> Any:
 
 
 def _trained(build: Callable[[], tuple[nn.Module, Step]], strategy: Any = None) -> dict[str, torch.Tensor]:
-    """The state of the model after a step with each batch: the same rows for all replicas."""
+    """The state of the model after a step with each batch, thrice: the same rows for all replicas."""
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
     if strategy is None:
         model, step = build()
     else:
         with strategy.scope():
             model, step = build()
-    for rows in ROWS:
+    for rows in (*ROWS, *ROWS, *ROWS):
         step(rows) if strategy is None else strategy.run(step, args=(rows,))
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -257,7 +258,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "own": Halving,
     "of torch's class": HalvingInTorch,
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
-    "cycles": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=8),
+    "cycles": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12),
     "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)]
     ),
@@ -327,6 +328,23 @@ def test_settings_of_ones_own_are_refused(central: Any) -> None:
 
     with pytest.raises(RuntimeError, match=r"\['lr'\] became 0.0 in replica 0 and 0.1 in replica 1.*all_reduce"):
         central.run(step)
+
+
+def test_optimizers_that_a_step_makes(central: Any) -> None:
+    """One may get the ``id`` of another replica's, which is gone."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Linear(2, 1)
+
+        def step(rows: torch.Tensor) -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+
+        return model, step
+
+    _assert_as_one_device(build, central)
 
 
 def test_a_setting_that_one_replica_alone_gives_counts(central: Any) -> None:

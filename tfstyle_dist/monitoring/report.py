@@ -181,8 +181,8 @@ class Report:
         turns = in_turns(self.replicas)
         if turns > 1:
             return (
-                f"{self.busy_share * turns:.0%} of a step is compute and update of {turns} replicas of a process, which "
-                "take turns: the others wait. For speed start a process for each replica (torchrun)."
+                f"{self.busy_share * turns:.0%} of a step is compute and update of {turns} replicas of a process; "
+                "they take turns, and the others wait. For speed start a process for each replica (torchrun)."
             )
         return f"{self.busy_share:.0%} of a step is compute and update; more is not to be had from scaling."
 

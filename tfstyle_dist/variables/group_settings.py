@@ -80,7 +80,7 @@ class GroupSettings:
         """Looks at an optimizer from now on."""
         number = id(optimizer)
         if number not in self._optimizers:
-            self._optimizers[number] = weakref.ref(optimizer, lambda _: self._optimizers.pop(number, None))
+            self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
             self._remember(self._found | _settings(number, optimizer))
 
     def begin(self) -> None:
@@ -139,6 +139,14 @@ class GroupSettings:
                     f"[tfstyle_dist] in this call of strategy.run replica {change.replica} gave "
                     f"{type(optimizer).__name__}.param_groups[{group}] other parameters. {_ONE_OPTIMIZER}"
                 )
+
+    def _forget(self, number: int) -> None:
+        """An optimizer is gone; another one may get its ``id`` in the same step."""
+        self._optimizers.pop(number, None)
+        self._found = {place: value for place, value in self._found.items() if place[0] != number}
+        self._changes = {key: change for key, change in self._changes.items() if key[0][0] != number}
+        self._lent = {place: change for place, change in self._lent.items() if place[0] != number}
+        self._state.forget(number)
 
     def _settle(self) -> None:
         """What was lent has its last values again."""

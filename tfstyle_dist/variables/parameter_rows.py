@@ -61,25 +61,19 @@ class ParameterRows:
         self._vessels, self._marks = [list[torch.Tensor]() for _ in range(len(devices) + elsewhere)], list[Any]()
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._read = ValuesRead()
-        self._nothing, self._writes, self._home_row = (
-            torch.empty(0),
-            SharedWrites(len(devices), not elsewhere),
-            HomeRow(),
-        )
+        self._nothing, self._home_row = torch.empty(0), HomeRow()
+        self._writes = SharedWrites(len(devices), in_place=not elsewhere)
         self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------
 
     def add(self, value: torch.Tensor, forget: Callable[[Any], None], running: bool) -> int:
-        """One more parameter.
+        """One more parameter; returns its place.
 
         Args:
             value: its inside now is that of the present row; the other rows begin as copies.
             forget: called when it is gone.
             running: whether a run is under way.
-
-        Returns:
-            Its place.
         """
         others = {row: self._vessel(value, row) for row in range(len(self._vessels)) if row != self.row}
         for row, vessel in others.items():
@@ -189,8 +183,7 @@ class ParameterRows:
     def switch(self, replica: int | None) -> None:
         """Exchanges the insides of all parameters with those of a replica, or of cross-replica context."""
         row = self.base if replica is None else replica
-        if self._home is not None:
-            self._writes.settle(self.inside)
+        self._writes.settle(self.inside)
         if row != self.row:
             self._swap(row)
         if self._home is not None:
@@ -219,13 +212,11 @@ class ParameterRows:
         self.row = row
 
     def renew(self, everything: bool = False, begins: bool = False) -> list[int]:
-        """Copies what was written to the parameters in cross-replica context to the other rows.
+        """Copies what was written in cross-replica context to the other rows; returns what ``left_memory`` says.
 
         Args:
             everything: values, gradients, hooks and attributes of all parameters are copied.
             begins: a run begins.
-
-        Returns: see ``left_memory``.
         """
         if begins:
             self._writes.begin(self.inside)

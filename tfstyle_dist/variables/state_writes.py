@@ -32,6 +32,14 @@ class StateWrites:
         self._runs += 1
         self._written.clear()
 
+    def forget(self, number: int) -> None:
+        """The optimizer with this ``id`` is gone."""
+        self._found = {place: mark for place, mark in self._found.items() if place[0] != number}
+        self._written = {
+            call: {place: write for place, write in writes.items() if place[0] != number}
+            for call, writes in self._written.items()
+        }
+
     @property
     def _looks(self) -> bool:
         return not self._runs & (self._runs - 1)
