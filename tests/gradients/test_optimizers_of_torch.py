@@ -194,6 +194,30 @@ def test_only_foreign_parameters_inside_run_raises(strategy: td.Strategy, proces
 
 
 @both_process_models
+def test_what_each_replica_changes_on_its_own(strategy: td.Strategy, process_model: str) -> None:
+    model, reference = built(strategy, small), plain(small)
+
+    def gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(model(x).pow(2).sum(), x)[0]
+
+    def attack(how: str) -> tuple[torch.Tensor, torch.Tensor]:
+        example = half()[0].requires_grad_()
+        if how == "adopted":
+            strategy.experimental_adopt(example)
+        if how == "with an optimizer":
+            torch.optim.SGD([example], lr=1.0).step()
+        return gradient(model, example), gradient(reference, example)
+
+    with pytest.raises(RuntimeError, match=r"none of its parameters.*such as the examples of an attack"):
+        strategy.run(attack, args=("with an optimizer",))
+    with pytest.raises(RuntimeError, match=r"to be trained must be called in cross-replica.*examples of an attack"):
+        strategy.run(attack, args=("adopted",))
+    found, expected = (strategy.experimental_local_results(v) for v in strategy.run(attack, args=("by hand",)))
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@both_process_models
 def test_adopting_cures_both(strategy: td.Strategy, process_model: str) -> None:
     model, reference = plain(small), plain(small)
     assert strategy.experimental_adopt(model) is model

@@ -212,7 +212,9 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
                 f"{type(optimizer).__name__}.step() inside strategy.run of {frame.strategy!r}, but none of its "
                 "parameters belongs to the strategy: nothing would keep the replicas equal. Build the model inside "
                 "strategy.scope(), or call strategy.experimental_adopt(module) before building the optimizer, and "
-                "strategy.experimental_adopt(tensor) for a tensor of no module."
+                "strategy.experimental_adopt(tensor) for a tensor of no module that all replicas train. What each "
+                "replica changes on its own in a step, such as the examples of an attack, takes its gradient from "
+                "torch.autograd.grad and is changed without an optimizer."
             )
         return None
     if in_run and frame is not None and strategy is not frame.strategy:

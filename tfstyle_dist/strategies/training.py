@@ -44,7 +44,8 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
             trained tensor that is no ``nn.Parameter``.
         ValueError: the module has uninitialised (lazy) parameters, or is in a ``DistributedDataParallel`` whose
             buckets its gradients are views of.
-        RuntimeError: a parameter belongs to another strategy.
+        RuntimeError: a parameter belongs to another strategy, or a tensor to be trained is given inside of ``run``,
+            where each of several replicas has made one of its own.
 
     Example:
         >>> model = strategy.experimental_adopt(torch.nn.Linear(2, 1))
@@ -53,6 +54,7 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
     trained = isinstance(module, torch.Tensor) and module.is_leaf and module.requires_grad
     if trained or isinstance(module, torch.nn.Parameter):
         if strategy.adopts_modules:
+            _check_made_outside(strategy, module)
             adopt_tensor(strategy.parameter_store, cast("torch.nn.Parameter", module))
             strategy.parameter_store.ensure_equal()
     elif not isinstance(module, torch.nn.Module):
@@ -67,6 +69,16 @@ def experimental_adopt(strategy: Strategy, module: Any) -> Any:
         adopt_module(strategy.parameter_store, module)
         strategy.parameter_store.ensure_equal()
     return module
+
+
+def _check_made_outside(strategy: Strategy, tensor: torch.Tensor) -> None:
+    """What replicas make in a step is each one's own: as one parameter it would have the mean of their gradients."""
+    if strategy.num_replicas_in_sync > 1 and find_record(tensor) is None:
+        strategy.require_cross_replica_context(
+            "strategy.experimental_adopt(tensor) of a tensor to be trained",
+            "it before strategy.run for what all replicas train together, and torch.autograd.grad without an optimizer "
+            "for what each replica changes on its own in a step, such as the examples of an attack",
+        )
 
 
 def sync_buffers(strategy: Strategy) -> None:
