@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
+from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure, replica_of
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
@@ -208,8 +209,11 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if in_run and frame is not None and owner.strategies[0] is not frame.strategy:
         raise RuntimeError(
             f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of "
-            f"{owner.strategies[0]!r} but steps inside the run of {frame.strategy!r}."
+            f"{owner.strategies[0]!r} but steps inside the run of {frame.strategy!r}. Make one strategy, and use it "
+            "for scope(), the dataset and run."
         )
+    if in_run:
+        say_divided_twice(optimizer, owner.records)
     runner: UpdateRunner | None = owner.strategies[0].update_runner
     if runner is None:
         return None

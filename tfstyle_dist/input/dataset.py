@@ -222,6 +222,11 @@ def distribute(dataset: Any, request: Request, options: InputOptions | None) -> 
     Raises:
         TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
     """
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError(
+            "experimental_distribute_dataset was given a DistributedDataset, which is divided among the replicas "
+            "already: dividing it again would lose examples. Iterate over the one that you have."
+        )
     options = _checked_options(options, from_function=False)
     return DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
 
