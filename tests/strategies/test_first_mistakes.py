@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tfstyle_dist as td
+from tfstyle_dist.coordinator.remote_value import RemoteValue
 from tfstyle_dist.core.logging import _said
 from tfstyle_dist.values import PerReplica
 
@@ -143,3 +145,11 @@ def test_mirrored_strategy_says_that_it_does_not_use_a_cluster(
 def test_a_number_of_devices_is_not_their_names() -> None:
     with pytest.raises(ValueError, match=r"got 2; write \['cpu:0', 'cpu:1'\]"):
         td.MirroredStrategy(2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use", [float, lambda v: v + 1, lambda v: v < 2, list, lambda v: v.item()])
+def test_a_result_to_come_is_no_number(use: Callable[[Any], Any]) -> None:
+    value = RemoteValue(threading.Condition())
+    assert value  # it may be asked whether there is one
+    with pytest.raises(TypeError, match=r"Write value\.fetch\(\)"):
+        use(value)

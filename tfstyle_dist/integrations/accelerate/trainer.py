@@ -33,7 +33,7 @@ class StrategyTrainerMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = [kind.__name__ for kind in cls.__mro__[: cls.__mro__.index(StrategyTrainerMixin)]]
+        before = [kind.__name__ for kind in cls.__mro__[1 : cls.__mro__.index(StrategyTrainerMixin)]]
         if "Trainer" in before:
             raise TypeError(
                 f"{cls.__name__} has StrategyTrainerMixin behind Trainer, which would make its own Accelerator. Write "
