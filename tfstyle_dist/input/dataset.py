@@ -38,7 +38,7 @@ class DistributedDataset:
         plan: what this worker reads.
         options: how batches reach the replicas.
         asked: the policy that was asked for; ``None`` for a ``dataset_fn``.
-        subset: which samples it takes, if all workers must take the same ones.
+        same: which samples it takes, if all workers must take the same ones.
 
     Attributes:
         recipe: makes it once more for the strategy object of another process.
@@ -47,18 +47,13 @@ class DistributedDataset:
     recipe: Callable[[Any], DistributedDataset] | None = None
 
     def __init__(
-        self,
-        worker: Worker,
-        plan: Plan,
-        options: InputOptions,
-        asked: AutoShardPolicy | None,
-        subset: str | None = None,
+        self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None, same: str | None = None
     ) -> None:
         self.worker, self.pipeline, self._plan, self._options, self._asked = worker, plan.pipeline, plan, options, asked
         self.layout: Layout = plan.pipeline.layout
         self._next_epoch = 0
         self._spec: Any = None
-        facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts(), SUBSET: subset}
+        facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts(), SUBSET: same}
         check_same(worker, facts, compared=self.pipeline.same_on_all)
         if worker.positions is not None:
             worker.positions.add(self)
