@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core.errors import InvalidArgumentError
+from tfstyle_dist.gradients.divided_losses import mark_divided
 from tfstyle_dist.strategies.contexts import get_strategy, has_strategy, in_cross_replica_context
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
@@ -66,7 +67,7 @@ def compute_average_loss(
         )
     total = weighted.sum()
     if size:
-        return total / size
+        return mark_divided(total / size)
     mean = total / 1  # in the type of a mean; zero whatever the losses are, infinite ones too
     return torch.where(torch.zeros_like(mean, dtype=torch.bool), mean, torch.zeros_like(mean))
 

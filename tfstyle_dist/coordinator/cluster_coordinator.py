@@ -20,6 +20,7 @@ from tfstyle_dist.coordinator.worker_pool import IN_FLIGHT, WorkerPool
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.deadline import Deadline
 from tfstyle_dist.parameter_server.protocol import pickling
+from tfstyle_dist.strategies.arguments import check_arguments
 from tfstyle_dist.strategies.optimizer_settings import settings_for_workers
 from tfstyle_dist.strategies.parameter_server import ParameterServerStrategy
 
@@ -130,8 +131,7 @@ class ClusterCoordinator:
             >>> coordinator.schedule(lambda x: x + 1, args=(2,)).fetch()
             3
         """
-        if not callable(fn):
-            raise TypeError(f"ClusterCoordinator.schedule only accepts functions, got {type(fn).__name__}: {fn!r}.")
+        arguments, keywords = check_arguments(fn, () if args is None else args, kwargs, "ClusterCoordinator.schedule")
         if worker is not None and not 0 <= worker < len(self._strategy.cluster["worker"]):
             raise ValueError(
                 f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}; give one of "
@@ -140,11 +140,11 @@ class ClusterCoordinator:
         number = self._function_number(fn)
         parts: list[bytes] = []
         values: list[RemoteValue] = []
-        if args or kwargs:
+        if arguments or keywords:
             with self._lock:
                 self._outgoing.values = values
                 try:
-                    parts = [bytes(p) for p in pickling.dumps((tuple(args or ()), kwargs or {}), self._outgoing)]
+                    parts = [bytes(p) for p in pickling.dumps((tuple(arguments), keywords), self._outgoing)]
                 finally:
                     self._outgoing.values = None
             if any(not value.belongs_to(self._queue.changed) for value in values):

@@ -110,6 +110,16 @@ class RemoteValue:
         """
         return nest.map_structure(as_numpy, self.get(timeout))
 
+    def _is_no_value(self, *_: Any) -> Any:
+        raise TypeError(
+            "A RemoteValue is the result to come of a scheduled function, and no number or tensor. Write "
+            "value.fetch(), which waits for it, after the last schedule() of the loop."
+        )
+
+    __float__ = __int__ = __round__ = __neg__ = __abs__ = __iter__ = __getitem__ = item = _is_no_value
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_value
+    __lt__ = __le__ = __gt__ = __ge__ = _is_no_value
+
     def __repr__(self) -> str:
         return f"<RemoteValue {self._status.value}>"
 

@@ -110,7 +110,9 @@ def parse_replica_devices(names: Sequence[str | torch.device | ReplicaDevice]) -
     one = getattr(names, "name", names) if isinstance(names, tuple) else names  # LogicalDevice: a pair of texts
     if isinstance(one, str | torch.device | ReplicaDevice | int):
         name = str(one).replace("/physical_device:", "/device:")
-        raise ValueError(f"devices must be a sequence of devices, got {names!r}; write [{name!r}].")
+        count = one if isinstance(one, int) and not isinstance(one, bool) and one < 64 else 0
+        write = [f"cpu:{number}" for number in range(count)] or [name]
+        raise ValueError(f"devices must be a sequence of devices, got {names!r}; write {write}.")
     devices = tuple(parse(n) for n in names)
     if not devices:
         raise ValueError("devices is empty: give at least one device, or leave devices=None to take what is found.")

@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+_HINT = (
+    ": it has what distributes the work. Tensors, layers, losses, optimizers and gradients are those of PyTorch "
+    "(docs/migrating.md)"
+)
+
 
 def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package.
@@ -18,7 +23,9 @@ def loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            said = f"module {package!r} has no attribute {name!r}"
+            hint = "" if name.startswith("_") else _HINT
+            raise AttributeError(said + hint, name=name, obj=sys.modules[package])
         module = import_module(f"{package}.{homes[name]}")
         found = module if homes[name].rpartition(".")[2] == name else getattr(module, name)
         setattr(sys.modules[package], name, found)

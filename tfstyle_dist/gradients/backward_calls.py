@@ -18,9 +18,15 @@ from tfstyle_dist.core.process_hooks import Patch
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.backward_pass import PassReducer
 from tfstyle_dist.gradients.by_examples import weighed_by_examples
+from tfstyle_dist.gradients.divided_losses import note_pass
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
 from tfstyle_dist.gradients.local_gradients import note_local
-from tfstyle_dist.gradients.of_no_replica import check_thread, say_keras_knows_nothing, say_left_alone
+from tfstyle_dist.gradients.of_no_replica import (
+    check_thread,
+    lost_graph_explained,
+    say_keras_knows_nothing,
+    say_left_alone,
+)
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.variables.store import live_stores
 
@@ -49,12 +55,14 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             say_left_alone(args[0])
             say_keras_knows_nothing()
         keeps = args[_CREATE_GRAPH] and kwargs.get("accumulate_grad", True)
-        return _keeping_graphs_outside(original, *args, **kwargs) if keeps else original(*args, **kwargs)
+        with lost_graph_explained():
+            return _keeping_graphs_outside(original, *args, **kwargs) if keeps else original(*args, **kwargs)
     if not kwargs.get("accumulate_grad", True):
         found = original(*args, **kwargs)
         if replica.num_replicas_in_sync > 1:
             note_local(found)
         return found
+    note_pass(args[0], replica)
     if replica.share is not None:
         original = partial(weighed_by_examples, original, replica)
     reducer = replica.strategy.gradient_reducer

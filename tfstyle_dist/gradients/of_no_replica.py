@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +75,21 @@ def say_keras_knows_nothing() -> None:
                 f"the model was made in the scope of {strategy!r}, write 'import {_KERAS}' before that; from there on "
                 "fit, evaluate and predict divide each batch between the replicas (docs/keras.md).",
             )
+
+
+@contextmanager
+def lost_graph_explained() -> Iterator[None]:
+    """Adds to the error about a root without a graph that results of ``reduce`` and ``gather`` have none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            error.add_note(
+                "[tfstyle_dist] backward() was called outside of strategy.run, where what strategy.reduce and "
+                "strategy.gather return has no graph. Call loss.backward() and optimizer.step() in the function that "
+                "strategy.run gets, and reduce the loss that it returns to show it."
+            )
+        raise
 
 
 def _is_called_by(module: str) -> bool:

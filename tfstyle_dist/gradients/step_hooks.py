@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
+from tfstyle_dist.gradients.divided_losses import say_divided_twice
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure, replica_of
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
 from tfstyle_dist.runtime.context import StrategyInForce, current_frame
@@ -221,8 +222,10 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         known = "a strategy that is gone" if strategy is None else repr(strategy)
         raise RuntimeError(
             f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of {known} but "
-            f"steps inside the run of {frame.strategy!r}."
+            f"steps inside the run of {frame.strategy!r}. Make one strategy, and use it for scope(), the dataset and run."
         )
+    if in_run:
+        say_divided_twice(optimizer, owner.records)
     runner: UpdateRunner | None = None if strategy is None else strategy.update_runner
     if runner is None:
         return None

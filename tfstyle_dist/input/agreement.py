@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from tfstyle_dist.core.errors import InvalidArgumentError
 from tfstyle_dist.core.raw_bytes import bytes_of
@@ -39,11 +40,28 @@ def check_same(worker: Worker, facts: dict[str, Any], compared: bool) -> None:
         lines = "\n".join(
             f"  worker {r}: " + ", ".join(f"{k} {o.get(k)}" for k in differing) for r, o in enumerate(everyone)
         )
+        split = " Give random_split a generator that is seeded alike on all workers." if SUBSET in differing else ""
         raise InvalidArgumentError(
             f"The workers were given different datasets:\n{lines}\nGive every worker the same dataset, batch size and "
             "policy; the strategy divides it. For a dataset of each worker's own use "
-            "strategy.distribute_datasets_from_function."
+            f"strategy.distribute_datasets_from_function.{split}"
         )
+
+
+SUBSET = "indices of the Subset"
+
+
+def subset_of(dataset: Any) -> str | None:
+    """Which samples a ``Subset``, or a ``DataLoader`` of one, takes: the first of them, and what tells the others."""
+    if isinstance(dataset, DataLoader):
+        dataset = dataset.dataset
+    found: list[list[Any]] = []
+    while isinstance(dataset, Subset):
+        indices = dataset.indices
+        found.append([indices[place] for place in _places(len(indices), _LOOKED_AT).tolist()])
+        dataset = dataset.dataset
+    text = repr(found).encode()
+    return f"{found[0][:4]} ... (digest {hashlib.blake2b(text, digest_size=4).hexdigest()})" if found else None
 
 
 def any_has_more(

@@ -116,7 +116,15 @@ _ORDER = (
     "DataLoader that you give), and each replica gets its own share without a DistributedSampler."
 )
 _KEEP = "Keep the DataLoader that you gave to experimental_distribute_dataset in a variable, and ask that one"
+_LOADER = "Do that to what you give to experimental_distribute_dataset"
 _WORDS = {
+    "batch": f"{_LOADER}: DataLoader(dataset, batch_size=...), of all replicas together.",
+    "shuffle": f"{_LOADER}: DataLoader(dataset, batch_size=..., shuffle=True).",
+    "map": f"{_LOADER}: in the dataset's __getitem__, or in collate_fn of the DataLoader.",
+    "prefetch": "Leave the line out: num_workers of the DataLoader that you give reads ahead.",
+    "cache": "Leave the line out: a dataset of PyTorch keeps what it keeps.",
+    "take": "Write itertools.islice(dataset, count) in the loop over it.",
+    "repeat": "Write a loop over epochs: each iter() of it begins anew.",
     "sampler": _ORDER,
     "batch_sampler": _ORDER,
     "set_epoch": _ORDER,
@@ -131,4 +139,4 @@ _WORDS = {
 def not_of_a_loader(kind: str, name: str) -> str:
     """What is said about an attribute that a distributed dataset has not."""
     said = f"{kind!r} object has no attribute {name!r}"
-    return f"{said}: it is no DataLoader. {_WORDS[name]}" if name in _WORDS else said
+    return f"{said}: it is no DataLoader and no tf.data.Dataset. {_WORDS[name]}" if name in _WORDS else said

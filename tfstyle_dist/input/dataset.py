@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tfstyle_dist.core.enums import InputReplicationMode
 from tfstyle_dist.core.logging import get_logger, warn_once
-from tfstyle_dist.input.agreement import check_same
+from tfstyle_dist.input.agreement import SUBSET, check_same, subset_of
 from tfstyle_dist.input.checks import not_of_a_loader, refuse, refuse_scalars
 from tfstyle_dist.input.grouping import group
 from tfstyle_dist.input.iterator import DistributedIterator
@@ -38,6 +38,7 @@ class DistributedDataset:
         plan: what this worker reads.
         options: how batches reach the replicas.
         asked: the policy that was asked for; ``None`` for a ``dataset_fn``.
+        same: which samples it takes, if all workers must take the same ones.
 
     Attributes:
         recipe: makes it once more for the strategy object of another process.
@@ -45,12 +46,14 @@ class DistributedDataset:
 
     recipe: Callable[[Any], DistributedDataset] | None = None
 
-    def __init__(self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None) -> None:
+    def __init__(
+        self, worker: Worker, plan: Plan, options: InputOptions, asked: AutoShardPolicy | None, same: str | None = None
+    ) -> None:
         self.worker, self.pipeline, self._plan, self._options, self._asked = worker, plan.pipeline, plan, options, asked
         self.layout: Layout = plan.pipeline.layout
         self._next_epoch = 0
         self._spec: Any = None
-        facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts()}
+        facts = {"kind": type(self.pipeline).__name__, **self.pipeline.facts(), SUBSET: same}
         check_same(worker, facts, compared=self.pipeline.same_on_all)
         if worker.positions is not None:
             worker.positions.add(self)
@@ -222,8 +225,14 @@ def distribute(dataset: Any, request: Request, options: InputOptions | None) -> 
     Raises:
         TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
     """
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError(
+            "experimental_distribute_dataset was given a DistributedDataset, which is divided among the replicas "
+            "already: dividing it again would lose examples. Iterate over the one that you have."
+        )
     options = _checked_options(options, from_function=False)
-    return DistributedDataset(request.worker, make_plan(dataset, request), options, request.policy)
+    plan, subset = make_plan(dataset, request), None if request.policy is AutoShardPolicy.OFF else subset_of(dataset)
+    return DistributedDataset(request.worker, plan, options, request.policy, subset)
 
 
 def distribute_from_function(

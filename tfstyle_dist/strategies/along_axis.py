@@ -31,7 +31,7 @@ def axes_of(value: torch.Tensor, axis: Any) -> tuple[int, ...]:
         if not -rank <= one < rank:
             raise ValueError(
                 f"axis {one} is out of range for a per-replica value of rank {rank}: `axis` = {axis} not in "
-                f"[{-rank}, {rank})."
+                f"[{-rank}, {rank}). Write axis=None to reduce over the replicas alone."
             )
     along = tuple(one % rank for one in axes)
     if len(set(along)) < len(along):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,3 +31,22 @@ def check_arguments(
             f"kwargs of {what} must be a dict, got {type(kwargs).__name__}; write kwargs={{'name': value}}."
         )
     return args, kwargs or {}
+
+
+def explain_arguments(error: BaseException, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Adds a note to a TypeError of a call that could not begin, since ``args`` do not fit the function."""
+    if not isinstance(error, TypeError):
+        return
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of C, without a signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        batch = len(args) == 1 and isinstance(args[0], list | tuple)
+        hint = "args=tuple(batch) gives the parts of a batch" if batch else "args=(batch,) gives it as one argument"
+        error.add_note(
+            f"[tfstyle_dist] {getattr(fn, '__name__', fn)}{signature} was called with the {len(args)} entries of args; "
+            f"{hint}."
+        )

@@ -27,6 +27,7 @@ from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
 from tfstyle_dist.runtime.context import current_frame, mixing_error
 from tfstyle_dist.strategies import inputs, reductions, running, training
+from tfstyle_dist.strategies.absent_names import AbsentNames
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.scope import Scope, scope_in_replica_context
 from tfstyle_dist.strategies.sync_batch_norm import sync_batch_norms
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tfstyle_dist.strategies.elastic import ElasticSteps
 
 
-class Strategy:
+class Strategy(AbsentNames):
     """State and policy of one way to distribute training (``tf.distribute.Strategy``).
 
     Use a subclass. A strategy is a context manager: leaving it, or ``close()``, ends its threads and leaves its group.
@@ -284,13 +285,12 @@ class Strategy:
         """Closes."""
         self.close()
 
-    def __copy__(self) -> Strategy:
+    def __copy__(self, memo: Any = None) -> Strategy:
         """A strategy is one thing: a copy is the same object."""
         return self
 
-    def __deepcopy__(self, memo: Any) -> Strategy:
-        """See ``__copy__``."""
-        return self
+    __deepcopy__ = __copy__
+    __reduce__ = running.refuse_pickling
 
     def __repr__(self) -> str:
         devices = ", ".join(str(d) for d in self.worker.devices)

@@ -12,6 +12,7 @@ from tfstyle_dist.comm.rendezvous.adoption import adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
 from tfstyle_dist.core import devices as device_names, launch_env
 from tfstyle_dist.core.devices import ReplicaDevice
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.exchanges.central import CHUNK_BYTES, SharedReducer
 from tfstyle_dist.gradients.leading_update import LeadingUpdateRunner
 from tfstyle_dist.gradients.optimizer_step import UpdateRunner
@@ -79,6 +80,7 @@ class CentralStorageStrategy(Strategy):
         self._shared = SharedHome(self.worker.group)
         return SharedUpdateRunner(self, self._shared)
 
+    @untraced
     def run(
         self,
         fn: Callable[..., Any],

@@ -12,6 +12,7 @@ from tfstyle_dist.comm.data_axis import DataAxis
 from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core import nest
 from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.strategies.base import Strategy
 from tfstyle_dist.strategies.running import RunOptions
 from tfstyle_dist.variables.adoption import adopt_module
@@ -59,6 +60,7 @@ class LogicalDevices(Strategy):
         data = group.data if isinstance(group, DataAxis) else group
         return mesh.device_mesh(data, self.worker.torch_device(0).type, "data")
 
+    @untraced
     def run(
         self,
         fn: Callable[..., Any],

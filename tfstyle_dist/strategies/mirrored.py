@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tfstyle_dist.cluster_resolver import TFConfigClusterResolver
 from tfstyle_dist.comm.options import CommunicationOptions, options_or_default
 from tfstyle_dist.comm.rendezvous.adoption import AdoptedGroup, adopted_group
 from tfstyle_dist.comm.rendezvous.bootstrap import effective_timeout, make_group
@@ -101,12 +102,30 @@ class MirroredStrategy(MirroredVariables):
         check_run_replicas(run_replicas)
         options = options_or_default(communication_options)
         adopted = adopted_group(process_group)
+        if adopted is None and launch_env.launch() is None:
+            say_cluster_unused()
         places = device_names.parse_replica_devices(devices) if devices is not None else own_devices(adopted)
         group = make_group(places[0].torch_device, options, num_local_replicas=len(places), adopted=adopted)
         group = with_model_axis(group, logical_devices_per_replica, len(places))
         worker = Worker(places, group, effective_timeout(options, adopted))
         super().__init__(StrategyExtended(worker, cross_device_ops), communication_options=options)
         self.join_model_axis()
+
+
+def say_cluster_unused() -> None:
+    """Says once that a cluster that ``TF_CONFIG`` describes is not used."""
+    try:
+        resolver = TFConfigClusterResolver()
+        cluster, task = resolver.cluster_spec().as_dict(), resolver.task_type
+    except (TypeError, ValueError):  # it is for those who use it
+        return
+    training = sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
+    if training > 1 and "ps" not in cluster and task in ("chief", "worker"):
+        warn_once(
+            "a cluster that is not used",
+            f"TF_CONFIG describes {training} workers, but MirroredStrategy trains in this process alone: each worker "
+            "trains a model of its own, with all of the data. Write MultiWorkerMirroredStrategy(), or unset TF_CONFIG.",
+        )
 
 
 def check_run_replicas(run_replicas: str | None) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from tfstyle_dist.core.devices import made_current
 from tfstyle_dist.core.errors import WrongContextError
 from tfstyle_dist.core.tracing import region
+from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.step_hooks import StepsEnd
 from tfstyle_dist.monitoring.monitor import name_of
 from tfstyle_dist.runtime.clocks import COMPUTE
 from tfstyle_dist.runtime.context import Frame, current_frame, entered, mixing_error
 from tfstyle_dist.runtime.replica_run import ReplicaRun
-from tfstyle_dist.strategies.arguments import check_arguments
+from tfstyle_dist.strategies.arguments import check_arguments, explain_arguments
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.strategies.share_runs import of_share
 from tfstyle_dist.values import regroup, select_arguments, select_replica, share_of_arguments
@@ -44,6 +45,7 @@ class RunOptions:
         self.experimental_xla_options = experimental_xla_options
 
 
+@untraced
 def run(
     strategy: Strategy,
     fn: Callable[..., Any],
@@ -100,9 +102,20 @@ def run(
             result = regroup(strategy._elastic_steps.run(fn, arguments, keywords))
         finished = True
         return result
+    except TypeError as error:
+        explain_arguments(error, fn, arguments, keywords)
+        raise
     finally:
         if counts:
             strategy.monitor.end(finished)
+
+
+def refuse_pickling(strategy: Strategy) -> Any:
+    """Raises TypeError: a strategy is of its process."""
+    raise TypeError(
+        f"{strategy!r} cannot be pickled: it holds this process's replicas and its connections to other workers. Make "
+        "a strategy in each process, and keep it out of datasets and of what else is sent to another process or saved."
+    )
 
 
 def _run_replicas(

@@ -197,8 +197,13 @@ def set_gradient_policy(
     given = None if parameters is None else _several(parameters)
     if not strategy.adopts_modules:  # one replica: there is nothing to reduce
         return
-    owned = strategy.parameter_store.records() if given is None else [_own(strategy, p) for p in given]
-    for record in list(owned):
+    owned = list(strategy.parameter_store.records()) if given is None else [_own(strategy, p) for p in given]
+    if not owned and given is None:
+        raise ValueError(
+            f"{strategy!r} owns no parameter yet, so set_gradient_policy would change nothing. Call it after the model "
+            "was built in strategy.scope()."
+        )
+    for record in owned:
         if record.policy is None:
             continue
         if scale is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from tfstyle_dist.core import nest
+from tfstyle_dist.core.untraced import untraced
 
 
 class DistributedValues:
@@ -77,6 +78,15 @@ class PerReplica(DistributedValues):
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _is_no_number
     __abs__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __complex__ = _is_no_number
 
+    @classmethod
+    @untraced
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> Any:
+        raise TypeError(
+            f"{getattr(func, '__name__', func)} was given a PerReplica, which is no tensor: it holds one value for "
+            "each local replica. Call what computes with it by strategy.run(fn, args=(value,)), which gives each "
+            "replica its own, or make one tensor of it with strategy.reduce or strategy.gather."
+        )
+
     def __getitem__(self, key: Any) -> Any:
         raise TypeError(
             f"A {type(self).__name__} has no entries: it holds one value for each of {len(self._values)} local "
@@ -87,8 +97,9 @@ class PerReplica(DistributedValues):
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         if not name.startswith("_") and self._values and hasattr(self._values[0], name):
             text += (
-                f": it holds one value for each of {len(self._values)} local replicas. Take one of them, "
-                f"strategy.experimental_local_results(value)[0].{name}, or combine them with strategy.reduce or gather"
+                f": it holds one value for each of {len(self._values)} local replicas. Give it to the step, "
+                "strategy.run(fn, args=(value,)), where each replica has its own; or take one of them, "
+                f"strategy.experimental_local_results(value)[0].{name}; or combine them with strategy.reduce or gather"
             )
         raise AttributeError(text)
 

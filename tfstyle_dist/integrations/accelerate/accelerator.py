@@ -84,6 +84,7 @@ class StrategyMethods:
             loss: a mean over the examples that this process got.
             **kwargs: as accelerate's.
         """
+        checks.say_not_prepared(self, loss)
         with weights.weighed(self, loss) as weighed:
             super().backward(weighed, **kwargs)  # type: ignore[misc]
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tfstyle_dist.core import launch_env
+from tfstyle_dist.core.logging import warn_once
+from tfstyle_dist.gradients.by_examples import leaves_of
 from tfstyle_dist.integrations.accelerate.upstream import Accelerator, DistributedType
+from tfstyle_dist.variables import find_record
 
 if TYPE_CHECKING:
     from tfstyle_dist.strategies import Strategy
@@ -23,6 +26,7 @@ _ARGUMENTS = {
     "parallelism_config": "ParallelismConfig",
     "torch_tp_plugin": "tensor parallelism",
 }
+_LOOKS = 3  # a program repeats its step
 _TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 _HOW = (
     "They decide themselves how gradients are summed and where parameters live, and so does a strategy. Use "
@@ -106,4 +110,22 @@ def check_match(strategy: Strategy, accelerator: Any) -> None:
         raise ValueError(
             f"The first replica of {strategy!r} is on {first}, but the Accelerator is on {accelerator.device}. Give "
             f"the strategy devices=['{accelerator.device}', ...], or the Accelerator cpu=True."
+        )
+
+
+def say_not_prepared(accelerator: Any, loss: Any) -> None:
+    """Warns, once, of a ``backward`` of several processes that comes to no parameter that was prepared."""
+    looked = getattr(accelerator, "_tfstyle_looked", 0)
+    if looked >= _LOOKS or not accelerator.use_distributed or not isinstance(loss, torch.Tensor):
+        return
+    accelerator._tfstyle_looked = looked + 1
+    parameters = [leaf for leaf in leaves_of([loss]) if isinstance(leaf, torch.nn.Parameter)]
+    prepared = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
+    known = any(id(parameter) in prepared or find_record(parameter) for parameter in parameters)
+    if parameters and not known:
+        warn_once(
+            "a model that was not prepared",
+            "accelerator.backward(loss) comes to parameters of a model that was not given to accelerator.prepare: its "
+            "gradients stay those of each process, so the processes train different weights. Write model, optimizer = "
+            "accelerator.prepare(model, optimizer).",
         )

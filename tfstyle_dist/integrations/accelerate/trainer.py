@@ -31,6 +31,15 @@ class StrategyTrainerMixin:
         >>> trainer = StrategyTrainer(model, TrainingArguments(use_cpu=True), train_dataset=texts, strategy=strategy)
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = [kind.__name__ for kind in cls.__mro__[1 : cls.__mro__.index(StrategyTrainerMixin)]]
+        if "Trainer" in before:
+            raise TypeError(
+                f"{cls.__name__} has StrategyTrainerMixin behind Trainer, which would make its own Accelerator. Write "
+                f"class {cls.__name__}(StrategyTrainerMixin, Trainer)."
+            )
+
     def __init__(self, *args: Any, strategy: Strategy | None = None, **kwargs: Any) -> None:
         self._tfstyle_given = strategy
         super().__init__(*args, **kwargs)
