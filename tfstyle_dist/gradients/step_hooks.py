@@ -222,7 +222,8 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         known = "a strategy that is gone" if strategy is None else repr(strategy)
         raise RuntimeError(
             f"Mixing different tf.distribute strategies: {type(optimizer).__name__} holds parameters of {known} but "
-            f"steps inside the run of {frame.strategy!r}. Make one strategy, and use it for scope(), the dataset and run."
+            f"steps inside the run of {frame.strategy!r}. Make one strategy, and use it for scope(), the dataset and "
+            "run."
         )
     if in_run:
         say_divided_twice(optimizer, owner.records)
