@@ -67,7 +67,8 @@ def compute_average_loss(
         )
     total = weighted.sum()
     if size:
-        return mark_divided(total / size)
+        average = total / size
+        return average if size == loss.shape[0] else mark_divided(average)  # else the mean of this replica's share
     mean = total / 1  # in the type of a mean; zero whatever the losses are, infinite ones too
     return torch.where(torch.zeros_like(mean, dtype=torch.bool), mean, torch.zeros_like(mean))
 

@@ -22,16 +22,19 @@ from tfstyle_dist.variables.store import ParameterStore
 _MARK = "tfstyle_dist: a part of the average over the global batch"
 _SUMS = ("AddBackward0", "SubBackward0")
 _PASSES = 3  # so many are looked at; a program repeats its step
+_MOST_TERMS = 100  # of a loss
 
+_marked: list[bool] = []  # not empty once there was such a loss
 _found: weakref.WeakKeyDictionary[ParameterStore, list[set[int]]] = weakref.WeakKeyDictionary()
 
 
 def mark_divided(loss: torch.Tensor) -> torch.Tensor:
     """Remembers of a loss, in its graph, that it is this replica's part of a sum."""
-    if not torch.compiler.is_compiling():
-        node: Any = loss.grad_fn
-        if node is not None:
-            node.metadata[_MARK] = True
+    node: Any = None if torch.compiler.is_compiling() else loss.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = True
+        if not _marked:
+            _marked.append(True)
     return loss
 
 
@@ -42,12 +45,14 @@ def note_pass(roots: Sequence[Any], replica: Replica) -> None:
         roots: the losses.
         replica: the replica's context.
     """
-    store = replica.strategy.parameter_store
-    if replica.num_replicas_in_sync == 1 or replica.replica_id or not any(map(_is_part, roots)):
+    if not _marked or replica.num_replicas_in_sync == 1 or replica.replica_id:
         return
+    store = replica.strategy.parameter_store
     passes = _found.setdefault(store, [])
+    if len(passes) >= _PASSES or not any(map(_is_part, roots)):
+        return
     averaged = {id(record.tensor) for record in store.records() if _is_averaged(record)}
-    if averaged and len(passes) < _PASSES:
+    if averaged:
         passes.append({id(leaf) for leaf in leaves_of(roots)} & averaged)
 
 
@@ -80,12 +85,14 @@ def _is_averaged(record: Record) -> bool:
 def _is_part(root: Any) -> bool:
     """Whether a loss, or a term of it, is marked; one that was multiplied since is not known."""
     nodes: list[Any] = [root.grad_fn] if isinstance(root, torch.Tensor) else []
-    while nodes:
+    seen: set[Any] = set()  # terms may be shared
+    while nodes and len(seen) < _MOST_TERMS:
         node = nodes.pop()
-        if node is None:
+        if node is None or node in seen:
             continue
-        if _MARK in node.metadata:
+        seen.add(node)
+        if not isinstance(node, torch.autograd.function.BackwardCFunction) and _MARK in node.metadata:
             return True
-        if node.name() in _SUMS:
+        if type(node).__name__ in _SUMS:
             nodes += [before for before, _ in node.next_functions]
     return False

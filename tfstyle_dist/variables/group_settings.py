@@ -54,11 +54,18 @@ class _Value:
 
 @dataclass(slots=True)
 class _Change:
-    """What a replica has made of a setting between two calls that all make."""
+    """What a replica has made of a setting between two calls that all make.
+
+    Attributes:
+        replica: local number.
+        before, after: its values.
+        lendable: whether another replica can have the value before.
+    """
 
     replica: int
     before: _Value
     after: _Value
+    lendable: bool
 
 
 class GroupSettings:
@@ -81,7 +88,7 @@ class GroupSettings:
         number = id(optimizer)
         if number not in self._optimizers:
             self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
-            self._remember(self._found | _settings(number, optimizer))
+            self._remember(_settings(number, optimizer))
 
     def begin(self) -> None:
         """A run begins: nobody has changed anything in it."""
@@ -97,11 +104,10 @@ class GroupSettings:
         """
         self._settle()
         for (place, number), change in self._changes.items():
-            others = number == call and change.replica != replica and replica is not None
-            if others and change.before.may_be_put_back and change.after.may_be_put_back:
+            if number == call and change.replica != replica and replica is not None and change.lendable:
                 self._put(place, change.before)
                 self._lent[place] = change
-        self._remember(self._now())
+        self._remember_all()
         self._state.note(self._all())
 
     def compare(self, replica: int, call: int) -> None:
@@ -120,14 +126,16 @@ class GroupSettings:
             after = _value(now.get(place, _GONE))
             change = self._changes.get((place, call))
             if change is None:
-                self._changes[place, call] = _Change(replica, self._before(place), after)
+                before, in_group = self._before(place), (*place[:2], _PARAMETERS) in self._found
+                lendable = in_group and before.may_be_put_back and after.may_be_put_back
+                self._changes[place, call] = _Change(replica, before, after, lendable)
             elif change.replica == replica:
                 change.after = after
             elif place not in lent or not after.is_as(change.after):
                 raise RuntimeError(self._said(place, change, replica, after, place in lent))
         if lent:
             self._settle()
-        self._remember(self._now())
+        self._remember_all()
         self._state.compare(replica, call, self._all())
 
     def explain(self, error: BaseException) -> None:
@@ -166,10 +174,15 @@ class GroupSettings:
             known.value.detach().copy_(known.inside)
         groups[group][name] = known.value
 
+    def _remember_all(self) -> None:
+        self._found, self._marks, self._inside = {}, {}, {}
+        self._remember(self._now())
+
     def _remember(self, values: dict[Place, Any]) -> None:
         others = {place: value for place, value in values.items() if not isinstance(value, _PLAIN)}
-        self._found, self._marks = values, {place: _mark_at(place, value) for place, value in others.items()}
-        self._inside = {p: v.detach().clone() for p, v in others.items() if isinstance(v, torch.Tensor)}
+        self._found |= values
+        self._marks |= {place: _mark_at(place, value) for place, value in others.items()}
+        self._inside |= {p: v.detach().clone() for p, v in others.items() if isinstance(v, torch.Tensor)}
 
     def _before(self, place: Place) -> _Value:
         return _Value(self._found.get(place, _GONE), self._inside.get(place))

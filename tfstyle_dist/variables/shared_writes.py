@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.variables.parameter_marks import address_of, memory_of, overlap
 
 _MOST_KEPT = 1 << 30
@@ -35,11 +36,18 @@ class _Values:
         """Those of now."""
         return cls(parameter.detach(), parameter.detach().clone())
 
-    def put_back(self, parameter: torch.Tensor, memory: bool) -> None:
-        """Gives them to the parameter again; ``memory``: in the memory of then, which another one may have now."""
+    def put_back(self, parameter: torch.Tensor, memory: bool, counted: bool) -> None:
+        """Gives them to the parameter again.
+
+        Args:
+            parameter: which.
+            memory: in the memory of then, which another one may have now.
+            counted: by its version, so that a graph that has seen other values raises.
+        """
         if memory and address_of(parameter) != address_of(self.memory):
             parameter.data = self.memory
-        parameter.data.copy_(self.values)
+        with torch.no_grad():
+            (parameter.detach() if counted else parameter.data).copy_(self.values)
 
 
 @dataclass(slots=True)
@@ -105,7 +113,7 @@ class SharedWrites:
                 self._kept = self._values(parameters, call)
             for place, write in self._writes[call].items():
                 if write.replica != replica and write.before is not None:
-                    write.before.put_back(parameters[place], self._in_place)
+                    write.before.put_back(parameters[place], self._in_place, counted=False)
                     self._lent[place] = write
         self._marks = list(map(_mark, parameters))
         self._read.clear()
@@ -129,7 +137,7 @@ class SharedWrites:
     def settle(self, parameters: Sequence[torch.Tensor]) -> None:
         """What was lent has the values again that were written."""
         for place, write in self._lent.items():
-            write.after.put_back(parameters[place], self._in_place)
+            write.after.put_back(parameters[place], self._in_place, counted=True)
         self._lent = {}
 
     def data_is_read(self, place: int, data: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
@@ -186,6 +194,7 @@ class SharedWrites:
             elif not same_values(value, first.after.values):
                 raise RuntimeError(_said(value, first, replica, place in lent))
         if self._lent:
+            _say_others_alone(replica, [(parameters[place], write) for place, write in self._lent.items()])
             self.settle(parameters)
         if all(self._calls.get(other, 0) >= call for other in self._replicas):  # the last one may go on at once
             self.note(parameters, replica)
@@ -215,6 +224,17 @@ def _differs(parameter: torch.Tensor, known: _Values | None) -> bool:
 
 def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
     return torch_internals.version_of(parameter), address_of(parameter)
+
+
+def _say_others_alone(replica: int, lent: Sequence[tuple[torch.Tensor, _Write]]) -> None:
+    parameter, write = lent[0]
+    warn_once(
+        f"a write of one replica alone {id(parameter)}",
+        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {write.replica} in strategy.run, and "
+        f"not by replica {replica}, which found the values before until its next call that all replicas make. Under "
+        "central storage all replicas must write alike. A step that does something once, as if not done: done = True, "
+        "asks a variable that all replicas share: do it before strategy.run(...), or in merge_call.",
+    )
 
 
 def _said(parameter: torch.Tensor, first: _Write, then: int, lent: bool) -> str:
