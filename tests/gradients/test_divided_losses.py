@@ -67,7 +67,34 @@ def test_right_programs_are_told_nothing(two: Any, caplog: pytest.LogCaptureFixt
         assert steps(td.OneDeviceStrategy("cpu:0"), average) == ALONE
         assert steps(two, lambda x, w: (x * w).mean() + 0 * average(x, w).detach()) == ALONE
         assert steps(two, average, "SUM") == ALONE
+        assert steps(two, lambda x, w: td.nn.compute_average_loss(x * w, global_batch_size=1)) == ALONE  # of its share
     assert not told(caplog)
+
+
+class Named(torch.autograd.Function):
+    """Keeps what it likes in its context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.name = "a name"
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+def test_losses_of_any_shape(two: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Terms that are shared, as in a recurrence, are looked at once; nodes of the program have names of their own."""
+
+    def recurrence(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        one, two = 0 * average(x, w), (x * w).mean()
+        for _ in range(60):
+            one, two = two, one + two
+        return Named.apply(two) / 2504730781961.0  # the 61st number of Fibonacci
+
+    with caplog.at_level(logging.WARNING):
+        assert steps(two, recurrence) == ALONE
 
 
 def test_optimizers_that_sum_are_told_nothing(two: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Central storage in one process: what a step writes itself to parameters and settings, it writes once for all."""
+"""Central storage in one process: what a step writes itself to parameters, it writes once for all."""
 
 from __future__ import annotations
 
@@ -8,43 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from as_one_device import Step, assert_as_one_device
 from torch import nn
-from torch.optim import lr_scheduler
 
 import tfstyle_dist as td
 from tfstyle_dist.variables import shared_writes
 
 ON_CPUS = pytest.mark.cpu_only("devices compute with copies, which the memory that was kept is none of")
-ROWS = torch.arange(24, dtype=torch.float64).reshape(3, 4, 2) / 10  # three batches
-
-Step = Callable[[torch.Tensor], Any]
 
 
 @pytest.fixture(params=[2, 3])
 def central(request: pytest.FixtureRequest) -> Any:
     with td.experimental.CentralStorageStrategy([f"cpu:{replica}" for replica in range(request.param)]) as strategy:
         yield strategy
-
-
-def _trained(build: Callable[[], tuple[nn.Module, Step]], strategy: Any = None) -> dict[str, torch.Tensor]:
-    """The state of the model after a step with each batch, thrice: the same rows for all replicas."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    if strategy is None:
-        model, step = build()
-    else:
-        with strategy.scope():
-            model, step = build()
-    for rows in (*ROWS, *ROWS, *ROWS):
-        step(rows) if strategy is None else strategy.run(step, args=(rows,))
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def _assert_as_one_device(build: Callable[[], tuple[nn.Module, Step]], strategy: Any) -> None:
-    expected, found = _trained(build), _trained(build, strategy)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
 class _WithAverage(nn.Module):
@@ -93,7 +69,7 @@ def test_running_averages(central: Any, how: str, place: str) -> None:
 
         return model, step
 
-    _assert_as_one_device(build, central)
+    assert_as_one_device(build, central)
 
 
 def _perturbed(model: nn.Module, optimizer: Any) -> Step:
@@ -154,7 +130,7 @@ def test_steps_that_write_to_the_trained_weights(central: Any, made: Callable[..
         model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
         return model, made(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
-    _assert_as_one_device(build, central)
+    assert_as_one_device(build, central)
 
 
 @ON_CPUS
@@ -230,185 +206,35 @@ def test_a_step_that_raises_has_written_once(central: Any) -> None:
     assert torch.equal(model.weight, before * 0.5)
 
 
-# ---- settings -----------------------------------------------------------------------------------------------------
-
-
-class Halving:
-    """A scheduler of nobody's: of no class of torch's, with a ``step`` of its own."""
-
-    __slots__ = ("optimizer",)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 2
-
-
-class HalvingInTorch(lr_scheduler.LRScheduler):
-    """A subclass whose ``step`` calls nothing of torch's."""
-
-    def step(self, epoch: int | None = None) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] /= 2
-
-
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "own": Halving,
-    "of torch's class": HalvingInTorch,
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
-    "cycles": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12),
-    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)]
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("place", ["before", "between", "after"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(central: Any, name: str, place: str) -> None:
-    """Every replica finds the rates that it would find alone, before and after its scheduler's step."""
-    seen: list[list[Any]] = []
-
-    def build() -> tuple[nn.Module, Step]:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        scheduler = SCHEDULERS[name](optimizer)
-        rates: list[Any] = []
-        seen.append(rates)
-
-        def step(rows: torch.Tensor) -> None:
-            for now in ("before", "between", "after"):
-                group = optimizer.param_groups[0]
-                rates.append((now, group["lr"], group["momentum"], getattr(scheduler, "last_epoch", None)))
-                if now == place:
-                    scheduler.step()
-                    rates.append(("stepped", group["lr"]))
-                if now == "before":
-                    optimizer.zero_grad()
-                    model(rows).square().mean().backward()
-                elif now == "between":
-                    optimizer.step()
-
-        return model, step
-
-    _assert_as_one_device(build, central)
-    alone, together = seen
-    assert sorted(map(repr, together)) == sorted(map(repr, alone * central.num_replicas_in_sync))
-
-
-def test_a_rate_that_is_a_tensor(central: Any) -> None:
-    def build() -> tuple[nn.Module, Step]:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        model.register_buffer("rate", torch.zeros(()))
-
-        def step(rows: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
-            scheduler.step()
-            model.rate = optimizer.param_groups[0]["lr"].clone()
-
-        return model, step
-
-    _assert_as_one_device(build, central)
-
-
-def test_settings_of_ones_own_are_refused(central: Any) -> None:
+def test_one_replica_alone_is_said(central: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As of what is done once: the others find the values before until their next call."""
     with central.scope():
         model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    done: list[bool] = []
 
     def step() -> None:
-        optimizer.param_groups[0]["lr"] = 0.1 * td.get_replica_context().replica_id_in_sync_group
-
-    with pytest.raises(RuntimeError, match=r"\['lr'\] became 0.0 in replica 0 and 0.1 in replica 1.*all_reduce"):
-        central.run(step)
-
-
-def test_optimizers_that_a_step_makes(central: Any) -> None:
-    """One may get the ``id`` of another replica's, which is gone."""
-
-    def build() -> tuple[nn.Module, Step]:
-        model = nn.Linear(2, 1)
-
-        def step(rows: torch.Tensor) -> None:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
-
-        return model, step
-
-    _assert_as_one_device(build, central)
-
-
-def test_a_setting_that_one_replica_alone_gives_counts(central: Any) -> None:
-    with central.scope():
-        model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def step() -> None:
-        if td.get_replica_context().replica_id_in_sync_group == 1:
-            optimizer.param_groups[0]["lr"] = 0.125
+        if not done:
+            done.append(True)
+            with torch.no_grad():
+                model.weight.fill_(0.5)
 
     central.run(step)
-    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert torch.equal(model.weight, torch.full((1, 2), 0.5))
+    assert "was written to by replica 0 in strategy.run, and not by replica 1" in caplog.text
 
 
-def test_a_setting_that_is_an_object_of_the_programs(central: Any) -> None:
-    """What is in it cannot be put back, so a second write is refused."""
+def test_a_graph_that_has_seen_the_values_before_raises(central: Any) -> None:
     with central.scope():
-        model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    optimizer.param_groups[0]["seen"] = []
-
-    with pytest.raises(RuntimeError, match=r"\['seen'\] was changed by replica 0 and then by replica 1"):
-        central.run(lambda: optimizer.param_groups[0]["seen"].append(1))
-
-
-# ---- the state of the optimizer -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write", ["in place", "other", "number"])
-def test_state_that_each_replica_writes_to_is_refused(central: Any, write: str) -> None:
-    """Values before it are not known."""
-    with central.scope():
-        model = nn.Linear(2, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 
     def step() -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        state = optimizer.state[model.weight]
-        if write == "in place":
-            state["exp_avg"].mul_(0.5)
-        elif write == "other":
-            state["exp_avg"] = state["exp_avg"] * 0.5
-        else:
-            state["counted"] = state.get("counted", 0) + 1
+        context = td.get_replica_context()
+        if context.replica_id_in_sync_group == 0:
+            with torch.no_grad():
+                model[1].weight.mul_(0.5)
+        loss = model(torch.ones(1, 2)).square().mean()
+        context.all_reduce("SUM", torch.ones(1))
+        loss.backward()
 
-    with pytest.raises(RuntimeError, match=r"optimizer.state\[...\]\['\w+'\] was written to by replica 0 and then by"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         central.run(step)
-
-
-def test_state_that_is_set_to_something_is_good(central: Any) -> None:
-    with central.scope():
-        model = nn.Linear(2, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-            state["restarted"] = True
-        optimizer.load_state_dict(optimizer.state_dict())
-
-    for _ in range(3):
-        central.run(step)
-    assert not optimizer.state[model.weight]["exp_avg"].any()

@@ -91,7 +91,7 @@ def _is_part(root: Any) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if not isinstance(node, torch.autograd.function.BackwardCFunction) and _MARK in node.metadata:
+        if _MARK in node.metadata:
             return True
         if type(node).__name__ in _SUMS:
             nodes += [before for before, _ in node.next_functions]

@@ -1,0 +1,238 @@
+"""Central storage in one process: settings and state of the one optimizer that a step changes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from as_one_device import Step, assert_as_one_device
+from torch import nn
+from torch.optim import lr_scheduler
+
+import tfstyle_dist as td
+
+
+@pytest.fixture(params=[2, 3])
+def central(request: pytest.FixtureRequest) -> Any:
+    with td.experimental.CentralStorageStrategy([f"cpu:{replica}" for replica in range(request.param)]) as strategy:
+        yield strategy
+
+
+class Halving:
+    """A scheduler of nobody's: of no class of torch's, with a ``step`` of its own."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+class HalvingInTorch(lr_scheduler.LRScheduler):
+    """A subclass whose ``step`` calls nothing of torch's."""
+
+    def step(self, epoch: int | None = None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "own": Halving,
+    "of torch's class": HalvingInTorch,
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "cycles": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(optimizer, 0.5), lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(central: Any, name: str, place: str) -> None:
+    """Every replica finds the rates that it would find alone, before and after its scheduler's step."""
+    seen: list[list[Any]] = []
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        scheduler = SCHEDULERS[name](optimizer)
+        rates: list[Any] = []
+        seen.append(rates)
+
+        def step(rows: torch.Tensor) -> None:
+            for now in ("before", "between", "after"):
+                group = optimizer.param_groups[0]
+                rates.append((now, group["lr"], group["momentum"], getattr(scheduler, "last_epoch", None)))
+                if now == place:
+                    scheduler.step()
+                    rates.append(("stepped", group["lr"]))
+                if now == "before":
+                    optimizer.zero_grad()
+                    model(rows).square().mean().backward()
+                elif now == "between":
+                    optimizer.step()
+
+        return model, step
+
+    assert_as_one_device(build, central)
+    alone, together = seen
+    assert sorted(map(repr, together)) == sorted(map(repr, alone * central.num_replicas_in_sync))
+
+
+def test_a_rate_that_is_a_tensor(central: Any) -> None:
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model.register_buffer("rate", torch.zeros(()))
+
+        def step(rows: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            model.rate = optimizer.param_groups[0]["lr"].clone()
+
+        return model, step
+
+    assert_as_one_device(build, central)
+
+
+def test_settings_of_ones_own_are_refused(central: Any) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step() -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * td.get_replica_context().replica_id_in_sync_group
+
+    with pytest.raises(RuntimeError, match=r"\['lr'\] became 0.0 in replica 0 and 0.1 in replica 1.*all_reduce"):
+        central.run(step)
+
+
+def test_optimizers_that_a_step_makes(central: Any) -> None:
+    """One may get the ``id`` of another replica's, which is gone."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Linear(2, 1)
+
+        def step(rows: torch.Tensor) -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+
+        return model, step
+
+    assert_as_one_device(build, central)
+
+
+def test_a_setting_that_one_replica_alone_gives_counts(central: Any) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step() -> None:
+        if td.get_replica_context().replica_id_in_sync_group == 1:
+            optimizer.param_groups[0]["lr"] = 0.125
+
+    central.run(step)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_setting_that_is_an_object_of_the_programs(central: Any) -> None:
+    """What is in it cannot be put back, so a second write is refused."""
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["seen"] = []
+
+    with pytest.raises(RuntimeError, match=r"\['seen'\] was changed by replica 0 and then by replica 1"):
+        central.run(lambda: optimizer.param_groups[0]["seen"].append(1))
+
+
+# ---- the state of the optimizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["in place", "other", "number"])
+def test_state_that_each_replica_writes_to_is_refused(central: Any, write: str) -> None:
+    """Values before it are not known."""
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        if write == "in place":
+            state["exp_avg"].mul_(0.5)
+        elif write == "other":
+            state["exp_avg"] = state["exp_avg"] * 0.5
+        else:
+            state["counted"] = state.get("counted", 0) + 1
+
+    with pytest.raises(RuntimeError, match=r"optimizer.state\[...\]\['\w+'\] was written to by replica 0 and then by"):
+        central.run(step)
+
+
+def test_state_that_is_set_to_something_is_good(central: Any) -> None:
+    with central.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["restarted"] = True
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    for _ in range(3):
+        central.run(step)
+    assert not optimizer.state[model.weight]["exp_avg"].any()
+
+
+def test_a_group_that_a_step_adds(central: Any) -> None:
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+        def step(rows: torch.Tensor) -> None:
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.05})
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+
+        return model, step
+
+    assert_as_one_device(build, central)
+
+
+def test_a_rate_that_is_a_tensor_beside_a_new_optimizer(central: Any) -> None:
+    """What the step has written before the new one was made is not forgotten."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+
+        def step(rows: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+        return model, step
+
+    assert_as_one_device(build, central)
