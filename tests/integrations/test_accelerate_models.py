@@ -175,3 +175,17 @@ def test_what_is_no_loss_is_not_changed() -> None:
     assert mean_of([{"a": loss}, {"b": loss}], [0.5, 0.5]) is None
     assert mean_of([{"a": (loss, 3)}, {"a": (loss, 3)}], [0.5, 0.5]) is None
     assert mean_of([{"a": (loss,)}, {"a": (2 * loss,)}], [0.25, 0.75]) == {"a": (3.5,)}
+
+
+@pytest.mark.distributed(workers=2)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_model_that_was_not_prepared_is_said(prepared: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its gradients would stay those of each process."""
+    accelerator = StrategyAccelerator(tfd.MirroredStrategy(["cpu:0"]))
+    model = nn.Linear(2, 1)
+    if prepared:
+        model = accelerator.prepare(model)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    told = [message for message in caplog.messages if "was not given to accelerator.prepare" in message]
+    assert len(told) == (not prepared)
