@@ -73,6 +73,9 @@ def test_insides_are_exchanged_and_graphs_stay_with_theirs() -> None:
     with torch.no_grad():
         parameter.add_(1)
     assert [torch_internals.version_of(t) for t in (parameter, vessel)] == [1, 0]
+    torch_internals.set_versions((parameter,), (5,))
+    assert [torch_internals.version_of(t) for t in (parameter, vessel)] == [5, 0]
+    torch_internals.set_versions((parameter,), (1,))
     torch_internals.swap_insides(parameter, vessel)
     second.backward()
     assert parameter.grad is None

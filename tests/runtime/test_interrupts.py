@@ -48,6 +48,9 @@ class SignalInside:
     def enter(self, begins: bool = False) -> None:
         self._work("enter")
 
+    def fail(self) -> None:
+        self._work("fail")
+
     def pause(self, replica: int) -> None:
         self._work("pause")
 

@@ -131,15 +131,15 @@ class ClusterCoordinator:
             >>> coordinator.schedule(lambda x: x + 1, args=(2,)).fetch()
             3
         """
-        arguments, keywords = check_arguments(fn, () if args is None else args, kwargs, "ClusterCoordinator.schedule")
+        given = args if isinstance(args, str | bytes) or hasattr(args, "shape") else tuple(args or ())
+        arguments, keywords = check_arguments(fn, given, dict(kwargs or {}), "ClusterCoordinator.schedule")
         if worker is not None and not 0 <= worker < len(self._strategy.cluster["worker"]):
             raise ValueError(
                 f"worker={worker}, but the workers are 0 to {len(self._strategy.cluster['worker']) - 1}; give one of "
                 "these, or leave worker= out for any."
             )
         number = self._function_number(fn)
-        parts: list[bytes] = []
-        values: list[RemoteValue] = []
+        parts, values = list[bytes](), list[RemoteValue]()
         if arguments or keywords:
             with self._lock:
                 self._outgoing.values = values

@@ -116,7 +116,8 @@ class RemoteValue:
             "value.fetch(), which waits for it, after the last schedule() of the loop."
         )
 
-    __float__ = __int__ = __round__ = __neg__ = __abs__ = __iter__ = __getitem__ = item = _is_no_value
+    __float__ = __int__ = __round__ = __neg__ = __abs__ = __getitem__ = _is_no_value
+    __iter__ = None  # else it would be an Iterable
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_value
     __lt__ = __le__ = __gt__ = __ge__ = _is_no_value
 

@@ -67,6 +67,8 @@ queue_end_of_backward: Callable[[Callable[[], None]], None] = _required(
 """Calls a function without arguments when the backward pass that this thread is in is over."""
 version_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._version", "see writes to tensors").__get__
 """How often a tensor, or one that shares its memory as a view, was written to."""
+set_versions = _required("torch._C._autograd._unsafe_set_version_counter", "undo what a replica has written")
+"""``(tensors, versions)``: from now on each was written to so often."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of a tensor that hold its hooks by number, or ``None``."""
 for _name in HOOKS:
@@ -83,8 +85,6 @@ outside_of_transforms: Any = _required(
     "func.pyfunctorch.temporarily_clear_interpreter_stack", "pull in torch.func", func
 )
 """A context manager in which no function of ``torch.func`` is under way."""
-
-# ---- tensors --------------------------------------------------------------------------------------------------
 
 DisableTorchFunctionSubclass = _required("torch._C.DisableTorchFunctionSubclass", "read the storage of a variable")
 """A context manager under which ``__torch_function__`` of subclasses is not called."""

@@ -60,6 +60,9 @@ class HeldContent:
         """See ``Content``."""
         self._contents.pause(self._held[replica])
 
+    def fail(self) -> None:
+        """A step is put back as a whole."""
+
     def release(self) -> None:
         """The job goes on with other turns."""
 

@@ -62,7 +62,7 @@ def _run_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if replica.num_replicas_in_sync > 1:
             note_local(found)
         return found
-    note_pass(args[0], replica)
+    note_pass(args[0], args[1], replica)
     if replica.share is not None:
         original = partial(weighed_by_examples, original, replica)
     reducer = replica.strategy.gradient_reducer

@@ -38,11 +38,12 @@ def mark_divided(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def note_pass(roots: Sequence[Any], replica: Replica) -> None:
+def note_pass(roots: Sequence[Any], gradients: Sequence[torch.Tensor], replica: Replica) -> None:
     """Looks at a ``backward()`` of a replica.
 
     Args:
         roots: the losses.
+        gradients: what ``backward`` begins with, of each.
         replica: the replica's context.
     """
     if not _marked or replica.num_replicas_in_sync == 1 or replica.replica_id:
@@ -51,9 +52,10 @@ def note_pass(roots: Sequence[Any], replica: Replica) -> None:
     passes = _found.setdefault(store, [])
     if len(passes) >= _PASSES or not any(map(_is_part, roots)):
         return
+    if any(bool((gradient != 1).any()) for gradient in gradients if gradient is not None):  # scaled
+        return
     averaged = {id(record.tensor) for record in store.records() if _is_averaged(record)}
-    if averaged:
-        passes.append({id(leaf) for leaf in leaves_of(roots)} & averaged)
+    passes.append({id(leaf) for leaf in leaves_of(roots)} & averaged if averaged else set())
 
 
 def say_divided_twice(optimizer: object, records: Sequence[Record]) -> None:

@@ -56,9 +56,9 @@ def subset_of(dataset: Any) -> str | None:
     if isinstance(dataset, DataLoader):
         dataset = dataset.dataset
     found: list[list[Any]] = []
-    while isinstance(dataset, Subset):
-        indices = dataset.indices
-        found.append([indices[place] for place in _places(len(indices), _LOOKED_AT).tolist()])
+    while isinstance(dataset, Subset) and (indices := getattr(dataset, "indices", None)) is not None:
+        chosen = [indices[place] for place in _places(len(indices), _LOOKED_AT).tolist()]
+        found.append([int(i) if isinstance(i, int | np.integer | torch.Tensor) else i for i in chosen])
         dataset = dataset.dataset
     text = repr(found).encode()
     return f"{found[0][:4]} ... (digest {hashlib.blake2b(text, digest_size=4).hexdigest()})" if found else None

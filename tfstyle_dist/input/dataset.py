@@ -225,13 +225,14 @@ def distribute(dataset: Any, request: Request, options: InputOptions | None) -> 
     Raises:
         TypeError, ValueError, NotImplementedError, NotFoundError: see ``sources.make_plan`` and ``InputOptions.check``.
     """
-    if isinstance(dataset, DistributedDataset):
+    if isinstance(dataset, DistributedDataset) and request.worker.num_replicas > 1:
         raise TypeError(
             "experimental_distribute_dataset was given a DistributedDataset, which is divided among the replicas "
             "already: dividing it again would lose examples. Iterate over the one that you have."
         )
     options = _checked_options(options, from_function=False)
-    plan, subset = make_plan(dataset, request), None if request.policy is AutoShardPolicy.OFF else subset_of(dataset)
+    alone = request.policy is AutoShardPolicy.OFF or request.worker.group.size == 1
+    plan, subset = make_plan(dataset, request), None if alone else subset_of(dataset)
     return DistributedDataset(request.worker, plan, options, request.policy, subset)
 
 

@@ -145,6 +145,8 @@ class ReplicaExecutor:
                 self._call(run, 0, functions[0], outcomes, signals)
         finally:
             self.content.switch(None)
+            if run.error is not None:
+                self.content.fail()
             self.content.leave()
             if run.lost:
                 self._teams.remove(team)

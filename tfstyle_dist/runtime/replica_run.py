@@ -81,6 +81,9 @@ class Content(Protocol):
             RuntimeError: it has done what only one of the replicas may do.
         """
 
+    def fail(self) -> None:
+        """The run that ends has failed; cross-replica context has begun."""
+
     def release(self) -> None:
         """There will be no run any more, and none is under way."""
 
@@ -99,6 +102,9 @@ class NoContent:
 
     def pause(self, replica: int) -> None:
         """Nothing is forbidden."""
+
+    def fail(self) -> None:
+        """Nothing was lent."""
 
     def release(self) -> None:
         """Nothing is held."""

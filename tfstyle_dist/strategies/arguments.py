@@ -38,8 +38,8 @@ def explain_arguments(error: BaseException, fn: Any, args: Sequence[Any], kwargs
     if not isinstance(error, TypeError):
         return
     try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of C, without a signature
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except Exception:  # of C, without a signature, or one that cannot be made
         return
     try:
         signature.bind(*args, **kwargs)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfstyle_dist.core.absent_name import AbsentName
 from tfstyle_dist.train.sums import value_of
 from tfstyle_dist.variables import find_record
 from tfstyle_dist.variables.common_objects import HeldInCommon
 
-_OF_TORCH = ("add_param_group", "param_groups", "step", "zero_grad")
-_HINT = (
-    ": it is no optimizer of torch.optim. Write optimizer.minimize(loss, var_list=list(model.parameters())) in the "
-    "step, which computes the gradients, sums them over the replicas and updates; or take one of torch.optim"
+_OF_TORCH = (
+    "it is no optimizer of torch.optim. Write optimizer.minimize(loss, var_list=list(model.parameters())) in the step, "
+    "which computes the gradients, sums them over the replicas and updates; or take one of torch.optim"
 )
 _BY_TENSOR = ("_slots", "copy_slots", "_shared_rule")
 
@@ -33,17 +33,14 @@ class UpdateRule(HeldInCommon, abc.ABC):
     updates_copies = True
     """Whether the rule can be applied to one replica's copy alone."""
 
+    if not TYPE_CHECKING:
+        add_param_group, param_groups, step, zero_grad = (AbsentName(_OF_TORCH) for _ in range(4))
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._slots: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         # For variables that were updated without aggregation: the slots of the copies of replicas 1, 2, ...
         self.copy_slots: dict[int, dict[int, dict[str, Any]]] = {}
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            said = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(said + (_HINT if name in _OF_TORCH else ""), name=name, obj=self)
 
     # ---- the rule ---------------------------------------------------------------------------------------------
 

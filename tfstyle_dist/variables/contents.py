@@ -80,8 +80,6 @@ class ReplicaContents:
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
         self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt)
 
-    # ---- the turn ---------------------------------------------------------------------------------------------
-
     def switch(self, replica: int | None) -> None:
         """See ``Content``."""
         if replica == self.active:
@@ -134,6 +132,11 @@ class ReplicaContents:
         self._data.begin()
         self._things = []
 
+    def fail(self) -> None:
+        """See ``Content``."""
+        self.rows.writes.fail(self.rows.inside)
+        self.settings.of_groups.fail()
+
     def distrust(self) -> None:
         """A run failed; some replicas have made steps that others have not. All go on with what the first one has."""
         self._failed = True
@@ -165,8 +168,6 @@ class ReplicaContents:
     @property
     def _others(self) -> list[int]:
         return [replica for replica in range(self.count) if replica != self.first]
-
-    # ---- what is content --------------------------------------------------------------------------------------
 
     def take(self, value: Any, part: bool = False) -> bool:
         """Makes an object's attributes, or a tensor's inside, content from now on; returns whether they are.

@@ -58,11 +58,13 @@ class _Change:
 
     Attributes:
         replica: local number.
+        replicas: all that have made it.
         before, after: its values.
         lendable: whether another replica can have the value before.
     """
 
     replica: int
+    replicas: set[int]
     before: _Value
     after: _Value
     lendable: bool
@@ -128,15 +130,24 @@ class GroupSettings:
             if change is None:
                 before, in_group = self._before(place), (*place[:2], _PARAMETERS) in self._found
                 lendable = in_group and before.may_be_put_back and after.may_be_put_back
-                self._changes[place, call] = _Change(replica, before, after, lendable)
+                self._changes[place, call] = _Change(replica, {replica}, before, after, lendable)
             elif change.replica == replica:
                 change.after = after
             elif place not in lent or not after.is_as(change.after):
                 raise RuntimeError(self._said(place, change, replica, after, place in lent))
+            else:
+                change.replicas.add(replica)
         if lent:
             self._settle()
         self._remember_all()
         self._state.compare(replica, call, self._all())
+
+    def fail(self) -> None:
+        """A run failed: what others than the first replica made of settings since the last call is as it was."""
+        last = max((call for _, call in self._changes), default=0)
+        for (place, call), change in self._changes.items():
+            if call == last and 0 not in change.replicas and change.lendable:
+                self._put(place, change.before)
 
     def explain(self, error: BaseException) -> None:
         """A run failed: adds to the error which replica gave an optimizer other parameters before, if one did."""

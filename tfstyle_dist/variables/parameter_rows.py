@@ -51,7 +51,7 @@ class ParameterRows:
         base: the row of cross-replica context.
         inside: the parameters, during a run.
         twins: which memory of a row stands for which memory of the present one.
-        references: all parameters.
+        references, writes: all parameters; what replicas write to the one copy.
     """
 
     def __init__(self, devices: Sequence[ReplicaDevice], home: torch.device | None, elsewhere: bool) -> None:
@@ -62,7 +62,7 @@ class ParameterRows:
         self._followers: list[list[tuple[int, Callable[[], torch.Tensor | None]]]] = []
         self._read = ValuesRead()
         self._nothing, self._home_row = torch.empty(0), HomeRow()
-        self._writes = SharedWrites(len(devices), in_place=not elsewhere)
+        self.writes = SharedWrites(len(devices), in_place=not elsewhere)
         self.inside, self.twins = list[torch.Tensor](), Twins(self._pairs)
 
     # ---- membership -------------------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ class ParameterRows:
     def compare(self, replica: int) -> None:
         """A replica comes to a call of all, or its end: the others see what it wrote. See ``SharedWrites``."""
         if self._home is not None:
-            self._write_all(self._writes.compare(replica, self.inside))
+            self._write_all(self.writes.compare(replica, self.inside))
 
     def written(self) -> list[int]:
         """The places of the one copy's parameters that were written to in this turn."""
-        return [] if self._home is None else self._writes.written(self.inside)
+        return [] if self._home is None else self.writes.written(self.inside)
 
     def data_is_read(self, parameter: torch.Tensor, is_set: bool) -> None:
         """A parameter's ``data`` was read, or set, in cross-replica context: what is written there leaves no mark."""
@@ -178,16 +178,16 @@ class ParameterRows:
     def data_is_read_in_turn(self, place: int, data: torch.Tensor | None) -> None:
         """A replica has read the ``data`` of the parameter at a place, or below zero of another tensor; or set it."""
         if self._home is not None:
-            self._writes.data_is_read(place, data, self.inside)
+            self.writes.data_is_read(place, data, self.inside)
 
     def switch(self, replica: int | None) -> None:
         """Exchanges the insides of all parameters with those of a replica, or of cross-replica context."""
         row = self.base if replica is None else replica
-        self._writes.settle(self.inside)
+        self.writes.settle(self.inside)
         if row != self.row:
             self._swap(row)
         if self._home is not None:
-            self._writes.note(self.inside, replica)
+            self.writes.note(self.inside, replica)
 
     def _swap(self, row: int) -> None:
         self.twins.forget()
@@ -219,7 +219,7 @@ class ParameterRows:
             begins: a run begins.
         """
         if begins:
-            self._writes.begin(self.inside)
+            self.writes.begin(self.inside)
         dirty, left = self._read.take() | self.twins.written, list[int]()
         if everything or self._elsewhere or dirty or not all(map(is_same, self.inside, self._marks)):
             left = left_memory(self.inside, self._marks)
@@ -279,7 +279,7 @@ class ParameterRows:
     def _write_all(self, places: Iterable[int]) -> None:
         with torch.no_grad():
             for place in places:
-                counts = self._writes.is_counted(place, self.inside[place])
+                counts = self.writes.is_counted(place, self.inside[place])
                 for row, vessels in enumerate(self._vessels):
                     if row != self.row:
                         self._write(vessels[place], self.inside[place], row, False, counts)
@@ -292,7 +292,7 @@ class ParameterRows:
     def mark(self) -> None:
         """Remembers the parameters as they are, and lets them go; compute devices keep values with a view alone."""
         self.take_back(range(len(self.inside)))
-        self._writes.end()
+        self.writes.end()
         self._marks = [marks_of(parameter) for parameter in self.inside]
         if self._elsewhere:
             self._home_row.free(v for row in range(len(self._devices)) for v in self._vessels[row])

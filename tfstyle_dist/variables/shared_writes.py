@@ -8,8 +8,9 @@ were seen to write to are kept, and for some time those of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,34 +21,42 @@ from tfstyle_dist.variables.parameter_marks import address_of, memory_of, overla
 
 _MOST_KEPT = 1 << 30
 """Bytes of all parameters, whose values are kept until it is known what steps write to; more are not."""
-_MOST_COPIED = 16 << 30
-"""Bytes that are copied for it, some seconds in all; again where new parameters come."""
+_MOST_COPIED, _MOST_RUNS = 16 << 30, 64
+"""Bytes that are copied for it, some seconds in all, and runs; again where new parameters come."""
 
 
 @dataclass(slots=True)
 class _Values:
-    """The values of a parameter at some time, and the memory in which they were."""
+    """The values of a parameter at some time, the memory in which they were, and how often it had been written to."""
 
     memory: torch.Tensor
     values: torch.Tensor
+    version: int
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Values:
         """Those of now."""
-        return cls(parameter.detach(), parameter.detach().clone())
+        values = parameter.detach()
+        return cls(values, values.clone(), torch_internals.version_of(parameter))
 
-    def put_back(self, parameter: torch.Tensor, memory: bool, counted: bool) -> None:
+    def put_back(self, parameter: torch.Tensor, in_place: bool) -> None:
         """Gives them to the parameter again.
 
         Args:
             parameter: which.
-            memory: in the memory of then, which another one may have now.
-            counted: by its version, so that a graph that has seen other values raises.
+            in_place: in the memory of then, which another one may have now, and with the version of then: a graph
+                that has seen these values may be derived, and one that has seen others raises.
         """
-        if memory and address_of(parameter) != address_of(self.memory):
+        if in_place and address_of(parameter) != address_of(self.memory):
             parameter.data = self.memory
         with torch.no_grad():
-            (parameter.detach() if counted else parameter.data).copy_(self.values)
+            (parameter.data if in_place else parameter.detach()).copy_(self.values)
+        if in_place:
+            self.put_version(parameter)
+
+    def put_version(self, parameter: torch.Tensor) -> None:
+        """Says of a parameter that has these values that it was written to as often as then."""
+        torch_internals.set_versions((parameter,), (self.version,))
 
 
 @dataclass(slots=True)
@@ -56,11 +65,13 @@ class _Write:
 
     Attributes:
         replica: local number.
+        replicas: all that have written so.
         before: at the first of these calls; ``None``: not known.
         after: at the second one.
     """
 
     replica: int
+    replicas: set[int]
     before: _Values | None
     after: _Values
 
@@ -82,19 +93,18 @@ class SharedWrites:
         self._writes: dict[int, dict[int, _Write]] = {}  # by the call before which they are, and place: the first one
         self._kept: dict[int, _Values] | None = None  # by place: as they were when the last call was made
         self._lent: dict[int, _Write] = {}  # by place: those that have their old values again for a replica
-        self._habits: dict[int, set[int]] = {}  # by id of the parameter: before which calls steps write to it
-        self._left, self._count = 0, 0  # bytes that may be copied to keep all; parameters that are known
+        self._habits: set[int] = set()  # by id: the parameters that steps were seen to write to
+        self._left, self._runs, self._count = 0, 0, 0  # bytes to copy and runs in which all are kept; parameters
+        self._alone: Callable[[], None] | None = None  # says what one replica alone has written
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """A run begins: nobody has written anything in it."""
         self._calls.clear()
         self.end()
         if len(parameters) > self._count:
-            self._left = _MOST_COPIED
-        self._count = len(parameters)
-        if self._habits:
-            known = set(map(id, parameters))
-            self._habits = {number: calls for number, calls in self._habits.items() if number in known}
+            self._left, self._runs = _MOST_COPIED, _MOST_RUNS
+        self._runs, self._count = self._runs - 1, len(parameters)
+        self._habits &= set(map(id, parameters))
 
     def note(self, parameters: Sequence[torch.Tensor], replica: int | None) -> None:
         """What was written until now is not what the replica whose turn begins has done.
@@ -110,34 +120,47 @@ class SharedWrites:
             if call not in self._writes:
                 self._writes, self._kept = {call: {}}, None
             if self._kept is None:
-                self._kept = self._values(parameters, call)
+                self._kept = self._values(parameters)
             for place, write in self._writes[call].items():
                 if write.replica != replica and write.before is not None:
-                    write.before.put_back(parameters[place], self._in_place, counted=False)
+                    write.before.put_back(parameters[place], self._in_place)
                     self._lent[place] = write
         self._marks = list(map(_mark, parameters))
         self._read.clear()
         self._places = None
 
-    def _values(self, parameters: Sequence[torch.Tensor], call: int) -> dict[int, _Values]:
+    def _values(self, parameters: Sequence[torch.Tensor]) -> dict[int, _Values]:
         strided = {place: p for place, p in enumerate(parameters) if p.layout is torch.strided}
-        size = sum(parameter.nbytes for parameter in strided.values()) if self._left > 0 else 0
+        size = sum(parameter.nbytes for parameter in strided.values()) if self._left > 0 and self._runs >= 0 else 0
         if 0 < size <= _MOST_KEPT:
             self._left -= size
             kept = strided
         else:
-            kept = {place: p for place, p in strided.items() if call in self._habits.get(id(p), ())}
+            kept = {place: p for place, p in strided.items() if id(p) in self._habits}
         return {place: _Values.of(parameter) for place, parameter in kept.items()}
+
+    def fail(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A run failed: what others than the first replica wrote since the last call is as it was.
+
+        The first one's counters are those that all go on with.
+        """
+        self._alone = None
+        for place, write in [entry for writes in self._writes.values() for entry in writes.items()]:
+            if 0 not in write.replicas and write.before is not None:
+                write.before.put_back(parameters[place], self._in_place)
 
     def end(self) -> None:
         """A run ends, or is at a call that all make: nothing is kept any more."""
+        if self._alone is not None:
+            self._alone()
+        self._alone = None
         self._writes.clear()
         self._kept = None
 
     def settle(self, parameters: Sequence[torch.Tensor]) -> None:
         """What was lent has the values again that were written."""
         for place, write in self._lent.items():
-            write.after.put_back(parameters[place], self._in_place, counted=True)
+            write.after.put_back(parameters[place], self._in_place)
         self._lent = {}
 
     def data_is_read(self, place: int, data: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
@@ -185,16 +208,21 @@ class SharedWrites:
         self._lent = {place: write for place, write in lent.items() if place not in written}
         writes = self._writes.setdefault(call, {})
         for place in written:
-            self._habits.setdefault(id(parameters[place]), set()).add(call)
+            self._habits.add(id(parameters[place]))
             value = parameters[place].detach()
             first = writes.get(place)
             if first is None or first.replica == replica:
                 before = self._before(place, value) if first is None else first.before
-                writes[place] = _Write(replica, before, _Values.of(value))
+                writes[place] = _Write(replica, {replica}, before, _Values.of(parameters[place]))
             elif not same_values(value, first.after.values):
                 raise RuntimeError(_said(value, first, replica, place in lent))
+            else:
+                first.replicas.add(replica)
+                if self._in_place and address_of(value) == address_of(first.after.memory):
+                    first.after.put_version(parameters[place])
         if self._lent:
-            _say_others_alone(replica, [(parameters[place], write) for place, write in self._lent.items()])
+            place, write = next(iter(self._lent.items()))
+            self._alone = self._alone or partial(_say_alone, replica, tuple(parameters[place].shape), write.replica)
             self.settle(parameters)
         if all(self._calls.get(other, 0) >= call for other in self._replicas):  # the last one may go on at once
             self.note(parameters, replica)
@@ -226,14 +254,13 @@ def _mark(parameter: torch.Tensor) -> tuple[int, Any]:
     return torch_internals.version_of(parameter), address_of(parameter)
 
 
-def _say_others_alone(replica: int, lent: Sequence[tuple[torch.Tensor, _Write]]) -> None:
-    parameter, write = lent[0]
+def _say_alone(replica: int, shape: tuple[int, ...], writer: int) -> None:
     warn_once(
-        f"a write of one replica alone {id(parameter)}",
-        f"A parameter of shape {tuple(parameter.shape)} was written to by replica {write.replica} in strategy.run, and "
-        f"not by replica {replica}, which found the values before until its next call that all replicas make. Under "
-        "central storage all replicas must write alike. A step that does something once, as if not done: done = True, "
-        "asks a variable that all replicas share: do it before strategy.run(...), or in merge_call.",
+        f"a write of one replica alone {shape}",
+        f"A parameter of shape {shape} was written to by replica {writer} in strategy.run, and not by replica "
+        f"{replica}, which found the values before until its next call that all replicas make. Under central storage "
+        "all replicas must write alike. A step that does something once, as if not done: done = True, asks a variable "
+        "that all replicas share: do it before strategy.run(...), or in merge_call.",
     )
 
 
@@ -252,8 +279,8 @@ def _said(parameter: torch.Tensor, first: _Write, then: int, lent: bool) -> str:
     return what + (
         "changed it again. Under central storage there is one copy of the parameters for all replicas, and the values "
         "before the first write are not known: steps began to write to it late, or the parameters are very large, or "
-        "it got another shape. Write to it from the first run on, or do it in merge_call or after strategy.run(...), "
-        "or use MirroredStrategy, where each replica has its own parameters."
+        "it got another shape. Write to it in the first runs too, or through its data (p.data.mul_(0.5)), or in "
+        "merge_call or after strategy.run(...), or use MirroredStrategy, where each replica has its own parameters."
     )
 
 

@@ -214,11 +214,10 @@ class ParameterStore:
     def _check_owner(self, record: Record, name: str) -> None:
         if record.store is not self:
             raise RuntimeError(
-                f"Mixing different tf.distribute strategies: {name!r} already belongs to {record.store.strategy!r}; it "
-                f"cannot be adopted by {self.strategy!r} as well. Build a module of its own for each strategy."
+                f"Mixing different tf.distribute strategies: {name!r} already belongs to "
+                f"{record.store.strategy or 'a strategy that is gone'}; it cannot be adopted by {self.strategy!r} as "
+                "well. Build a module of its own for each strategy."
             )
-
-    # ---- looking up -------------------------------------------------------------------------------------------
 
     def records(self, kind: str | None = None) -> Iterator[Record]:
         """The living records in the order of adoption."""

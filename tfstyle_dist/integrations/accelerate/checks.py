@@ -126,6 +126,6 @@ def say_not_prepared(accelerator: Any, loss: Any) -> None:
         warn_once(
             "a model that was not prepared",
             "accelerator.backward(loss) comes to parameters of a model that was not given to accelerator.prepare: its "
-            "gradients stay those of each process, so the processes train different weights. Write model, optimizer = "
-            "accelerator.prepare(model, optimizer).",
+            "gradients stay those of each process, and without a sum of your own the processes train other weights. "
+            "Write model, optimizer = accelerator.prepare(model, optimizer).",
         )

@@ -33,8 +33,8 @@ class StrategyTrainerMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = [kind.__name__ for kind in cls.__mro__[1 : cls.__mro__.index(StrategyTrainerMixin)]]
-        if "Trainer" in before:
+        before = cls.__mro__[1 : cls.__mro__.index(StrategyTrainerMixin)]
+        if any(kind.__name__ == "Trainer" and not issubclass(kind, StrategyTrainerMixin) for kind in before):
             raise TypeError(
                 f"{cls.__name__} has StrategyTrainerMixin behind Trainer, which would make its own Accelerator. Write "
                 f"class {cls.__name__}(StrategyTrainerMixin, Trainer)."
