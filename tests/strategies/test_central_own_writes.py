@@ -238,3 +238,55 @@ def test_a_graph_that_has_seen_the_values_before_raises(central: Any) -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         central.run(step)
+
+
+@pytest.mark.parametrize("write", ["mul_", "clamp_"])
+def test_a_graph_that_is_alive_while_another_replica_writes(central: Any, write: str) -> None:
+    """Forward, another call of all, and backward, after a write that all make."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(rows: torch.Tensor) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9) if write == "mul_" else parameter.clamp_(-0.3, 0.3)
+            loss = model(rows).square().mean()
+            context = td.get_replica_context() if td.has_strategy() else None
+            if context is not None and context.num_replicas_in_sync > 1:
+                context.all_reduce("MEAN", loss.detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        return model, step
+
+    assert_as_one_device(build, central)
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_after_a_replica_has_raised_all_go_on_with_what_the_first_one_has(central: Any, raising: int) -> None:
+    """Its scheduler's counters, the rate, and the average belong together."""
+    with central.scope():
+        model = _WithAverage()
+        optimizer = torch.optim.SGD(model.own.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).backward()
+        optimizer.step()
+        if td.get_replica_context().replica_id_in_sync_group == raising:
+            raise ValueError("after the step")
+        scheduler.step()
+        with torch.no_grad():
+            model.average.weight.mul_(0.5)
+
+    before = model.average.weight.detach().clone()
+    with pytest.raises(ValueError, match="after the step"):
+        central.run(step)
+    stepped = int(raising != 0)
+    assert scheduler.last_epoch == stepped
+    assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5**stepped
+    assert torch.equal(model.average.weight, before * 0.5**stepped)

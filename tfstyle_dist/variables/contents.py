@@ -135,7 +135,7 @@ class ReplicaContents:
     def fail(self) -> None:
         """See ``Content``."""
         self.rows.writes.fail(self.rows.inside)
-        self.settings.of_groups.fail()
+        self.settings.fail()
 
     def distrust(self) -> None:
         """A run failed; some replicas have made steps that others have not. All go on with what the first one has."""

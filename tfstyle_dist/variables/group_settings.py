@@ -142,9 +142,12 @@ class GroupSettings:
         self._remember_all()
         self._state.compare(replica, call, self._all())
 
-    def fail(self) -> None:
-        """A run failed: what others than the first replica made of settings since the last call is as it was."""
-        last = max((call for _, call in self._changes), default=0)
+    def fail(self, last: int) -> None:
+        """A run failed: what others than the first replica made of settings before its end is as it was.
+
+        Args:
+            last: how many calls that all make it had, its end among them.
+        """
         for (place, call), change in self._changes.items():
             if call == last and 0 not in change.replicas and change.lendable:
                 self._put(place, change.before)

@@ -48,6 +48,10 @@ class SharedSettings:
         if self._of_modules:
             self._known = self._of_modules.now()
 
+    def fail(self) -> None:
+        """A run failed; see ``GroupSettings``."""
+        self.of_groups.fail(max(self._calls.values(), default=0))
+
     def compare(self, replica: int) -> None:
         """A replica comes to a call that all make, or to its end.
 

@@ -118,7 +118,7 @@ class SharedWrites:
         else:
             call = self._calls.get(replica, 0) + 1
             if call not in self._writes:
-                self._writes, self._kept = {call: {}}, None
+                self._writes, self._kept = {call - 1: self._writes.get(call - 1, {}), call: {}}, None
             if self._kept is None:
                 self._kept = self._values(parameters)
             for place, write in self._writes[call].items():
@@ -145,7 +145,7 @@ class SharedWrites:
         The first one's counters are those that all go on with.
         """
         self._alone = None
-        for place, write in [entry for writes in self._writes.values() for entry in writes.items()]:
+        for place, write in self._writes.get(max(self._calls.values(), default=0), {}).items():
             if 0 not in write.replicas and write.before is not None:
                 write.before.put_back(parameters[place], self._in_place)
 
