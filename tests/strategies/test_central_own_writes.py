@@ -209,7 +209,7 @@ def test_a_step_that_raises_has_written_once(central: Any) -> None:
 def test_one_replica_alone_is_said(central: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As of what is done once: the others find the values before until their next call."""
     with central.scope():
-        model = nn.Linear(2, 1)
+        model = nn.Linear(5 + central.num_replicas_in_sync, 1)  # said once for each shape
     done: list[bool] = []
 
     def step() -> None:
@@ -219,7 +219,7 @@ def test_one_replica_alone_is_said(central: Any, caplog: pytest.LogCaptureFixtur
                 model.weight.fill_(0.5)
 
     central.run(step)
-    assert torch.equal(model.weight, torch.full((1, 2), 0.5))
+    assert torch.equal(model.weight, torch.full_like(model.weight, 0.5))
     assert "was written to by replica 0 in strategy.run, and not by replica 1" in caplog.text
 
 
