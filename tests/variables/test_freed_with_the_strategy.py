@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from until import wait_until
 
 import tfstyle_dist as td
 
@@ -111,6 +112,12 @@ def used(strategy: Any, make: Callable[[], Any]) -> weakref.ref[Any]:
 
 
 def is_gone(reference: weakref.ref[Any]) -> bool:
+    """Also if a replica's thread is still leaving the last run."""
+    wait_until(lambda: _is_collected(reference), 10)
+    return True
+
+
+def _is_collected(reference: weakref.ref[Any]) -> bool:
     gc.collect()
     gc.collect()  # what a strategy lets go when it is collected itself
     return reference() is None
