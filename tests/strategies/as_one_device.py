@@ -13,6 +13,13 @@ ROWS = torch.arange(24, dtype=torch.float64).reshape(3, 4, 2) / 10  # three batc
 Step = Callable[[torch.Tensor], Any]
 
 
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+    """A plain step."""
+    optimizer.zero_grad()
+    model(rows).square().mean().backward()
+    optimizer.step()
+
+
 def trained(build: Callable[[], tuple[nn.Module, Step]], strategy: Any = None) -> dict[str, torch.Tensor]:
     """The state of the model after a step with each batch, thrice: the same rows for all replicas."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_one_device import Step, assert_as_one_device
+from as_one_device import Step, assert_as_one_device, update
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -94,9 +94,7 @@ def test_a_rate_that_is_a_tensor(central: Any) -> None:
         model.register_buffer("rate", torch.zeros(()))
 
         def step(rows: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
+            update(model, optimizer, rows)
             scheduler.step()
             model.rate = optimizer.param_groups[0]["lr"].clone()
 
@@ -125,9 +123,7 @@ def test_optimizers_that_a_step_makes(central: Any) -> None:
 
         def step(rows: torch.Tensor) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
+            update(model, optimizer, rows)
 
         return model, step
 
@@ -209,9 +205,7 @@ def test_a_group_that_a_step_adds(central: Any) -> None:
             if len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.05})
             assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
+            update(model, optimizer, rows)
 
         return model, step
 
@@ -226,9 +220,7 @@ def test_a_rate_that_is_a_tensor_beside_a_new_optimizer(central: Any) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), foreach=False)
 
         def step(rows: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            model(rows).square().mean().backward()
-            optimizer.step()
+            update(model, optimizer, rows)
             optimizer.param_groups[0]["lr"].mul_(0.5)
             torch.optim.SGD(other.parameters(), lr=0.1).step()
 

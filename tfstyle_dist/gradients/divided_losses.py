@@ -66,8 +66,8 @@ def say_divided_twice(optimizer: object, records: Sequence[Record]) -> None:
         records: its parameters, of one strategy.
     """
     store = records[0].store
-    passes = _found.get(store)
-    if not passes or not any(id(record.tensor) in reached for record in records for reached in passes):
+    passes = _found.get(store, ())
+    if not any(passes) or not any(id(record.tensor) in reached for record in records for reached in passes):
         return
     replicas = store.strategy.num_replicas_in_sync if store.strategy is not None else 1
     warn_once(

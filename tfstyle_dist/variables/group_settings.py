@@ -122,8 +122,7 @@ class GroupSettings:
         Raises:
             RuntimeError: it has given a setting another value than a replica before it.
         """
-        now = self._now()
-        lent = dict(self._lent)
+        now, lent = self._now(), self._lent
         for place in self._changed(now):
             after = _value(now.get(place, _GONE))
             change = self._changes.get((place, call))
@@ -137,8 +136,7 @@ class GroupSettings:
                 raise RuntimeError(self._said(place, change, replica, after, place in lent))
             else:
                 change.replicas.add(replica)
-        if lent:
-            self._settle()
+        self._settle()
         self._remember_all()
         self._state.compare(replica, call, self._all())
 

@@ -104,7 +104,8 @@ class SharedWrites:
         if len(parameters) > self._count:
             self._left, self._runs = _MOST_COPIED, _MOST_RUNS
         self._runs, self._count = self._runs - 1, len(parameters)
-        self._habits &= set(map(id, parameters))
+        if self._habits:
+            self._habits &= set(map(id, parameters))
 
     def note(self, parameters: Sequence[torch.Tensor], replica: int | None) -> None:
         """What was written until now is not what the replica whose turn begins has done.
