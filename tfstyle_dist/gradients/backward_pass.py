@@ -99,6 +99,7 @@ class PassReducer(GradientReducer):
     def _begin(self, task: int) -> None:
         if self._active:
             self._abort()  # the last backward raised before its end
+            self._compare_workers()
         if self._plan_version != self.store.version:
             living = Living(self.store.records())  # what was let go stays until it is built
             self._build()
@@ -112,6 +113,11 @@ class PassReducer(GradientReducer):
     def _end(self, number: int) -> None:
         if number == self._pass and self._active:  # else a nested backward has finished it already
             self._finish()
+            self._compare_workers()
+
+    def _compare_workers(self) -> None:
+        if self.drift is not None and self._plan is not None:
+            self.drift.after_pass(self._plan)
 
     @abc.abstractmethod
     def _build(self) -> None:

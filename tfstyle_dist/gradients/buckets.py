@@ -77,6 +77,11 @@ class ReductionPlan:
     sparse: tuple[Record, ...]
     method: int
 
+    @property
+    def records(self) -> list[Record]:
+        """All parameters, in an order that is the same on all workers."""
+        return [record for bucket in self.buckets for record in bucket.records] + list(self.sparse)
+
     @classmethod
     def build(
         cls,

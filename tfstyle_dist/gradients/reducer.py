@@ -21,6 +21,7 @@ from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
 from tfstyle_dist.gradients.buckets import ReductionPlan
+from tfstyle_dist.gradients.drift_between_workers import DriftBetweenWorkers
 from tfstyle_dist.runtime.context import current_frame
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
@@ -71,6 +72,7 @@ class GradientReducer(abc.ABC):
 
     Attributes:
         own_sum: what sums in this process in the place of ``method``, if the user defined it.
+        drift: compares the workers' parameters, if each has its own.
         accumulated: whether a gradient may ever have been accumulated without reduction.
         meets_in_backward: whether the replicas have met in a backward pass, e.g. in the gradient of an ``all_reduce``.
             Buckets are then kept until its end: workers that use different parameters would send them before and
@@ -78,6 +80,7 @@ class GradientReducer(abc.ABC):
     """
 
     own_sum: OwnSum | None = None
+    drift: DriftBetweenWorkers | None = None
     accumulated = meets_in_backward = False
 
     def __init__(
@@ -294,5 +297,4 @@ def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> 
     frozen = not component.requires_grad
     component.requires_grad_(True)
     component.register_post_accumulate_grad_hook(function)
-    if frozen:
-        component.requires_grad_(False)
+    component.requires_grad_(not frozen)

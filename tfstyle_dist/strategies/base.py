@@ -17,6 +17,7 @@ from tfstyle_dist.core.process_hooks import CountedUsers, install_for
 from tfstyle_dist.cross_device_ops import CrossDeviceOps
 from tfstyle_dist.cross_device_ops.collective import sum_into
 from tfstyle_dist.gradients.backward_calls import engine_calls
+from tfstyle_dist.gradients.drift_between_workers import DriftBetweenWorkers
 from tfstyle_dist.gradients.exchanges.host_memory import InMemoryReducer
 from tfstyle_dist.gradients.exchanges.overlapped import StreamingReducer
 from tfstyle_dist.gradients.exchanges.replicas import ReplicaReducer
@@ -100,6 +101,7 @@ class Strategy(AbsentNames):
             self.cross_device_ops.aggregation_method,
         )
         reducer.own_sum = self.cross_device_ops.own_sum
+        reducer.drift = DriftBetweenWorkers(self.worker, self.parameter_store) if self.worker.group.size > 1 else None
         return reducer
 
     def make_update_runner(self) -> UpdateRunner:

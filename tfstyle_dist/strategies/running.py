@@ -94,6 +94,9 @@ def run(
     arguments, keywords = check_arguments(fn, args, kwargs)
     strategy.parameter_store.ensure_equal()
     strategy.parameter_store.runs += 1
+    drift = None if strategy.gradient_reducer is None else strategy.gradient_reducer.drift
+    if drift is not None and drift.due:
+        drift.take()
     counts, finished = strategy.monitor.begin(name_of(fn)), False
     try:
         if strategy._elastic_steps is None:

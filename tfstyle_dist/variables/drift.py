@@ -11,9 +11,9 @@ from tfstyle_dist.core.logging import get_logger, warn_once
 from tfstyle_dist.variables.contents import ReplicaContents
 from tfstyle_dist.variables.known_tensors import find_record
 
-_RELATIVE, _ABSOLUTE = 1e-4, 1e-6  # what other devices or kernels may round differently
+RELATIVE, ABSOLUTE = 1e-4, 1e-6  # what other devices or kernels may round differently
 _KINDS = (torch.Tensor, torch.nn.Parameter)  # what a class of its own compares is its affair
-_AT_A_TIME = 1 << 22  # elements that are compared at once, for which there must be memory beside the parameters
+AT_A_TIME = 1 << 22  # elements that are compared at once, for which there must be memory beside the parameters
 
 _given_up: weakref.WeakSet[ReplicaContents] = weakref.WeakSet()
 
@@ -41,14 +41,18 @@ def say_drift(contents: ReplicaContents, runs: int, number_of: Callable[[int], i
 def _look(contents: ReplicaContents, runs: int, number_of: Callable[[int], int]) -> None:
     others = [replica for replica in range(contents.count) if replica != contents.first]
     for parameter in contents.parameters():
-        plain = type(parameter) in _KINDS and parameter.layout is torch.strided and not parameter.is_meta
         record = find_record(parameter)
-        if plain and parameter.requires_grad and (record is None or record.leads):
+        if can_be_compared(parameter) and parameter.requires_grad and (record is None or record.leads):
             own = parameter.detach()
             different = next((r for r in others if _differ(own, _inside(contents, parameter, r).detach())), None)
             if different is not None:
                 who = f"After run {runs} replica {number_of(different)}"
                 _warn(parameter, contents, who, number_of(contents.first), _settings(contents, different))
+
+
+def can_be_compared(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of torch's own kinds, and has values."""
+    return type(parameter) in _KINDS and parameter.layout is torch.strided and not parameter.is_meta
 
 
 def _inside(contents: ReplicaContents, parameter: torch.Tensor, replica: int) -> torch.Tensor:
@@ -82,7 +86,7 @@ def _settings(contents: ReplicaContents, replica: int) -> str:
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
-    if one.numel() > _AT_A_TIME:
+    if one.numel() > AT_A_TIME:
         longest = max(range(one.dim()), key=one.size)
         return any(map(_differ, one.chunk(2, longest), other.chunk(2, longest)))
     other = other.to(one.device)
@@ -90,7 +94,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.dtype.itemsize == 1:  # torch computes nothing in 8 bits
         one, other = one.float(), other.float()
-    return not torch.allclose(one, other, _RELATIVE, _ABSOLUTE, equal_nan=True)
+    return not torch.allclose(one, other, RELATIVE, ABSOLUTE, equal_nan=True)
 
 
 def _warn(parameter: torch.Tensor, contents: ReplicaContents, who: str, first: int, settings: str) -> None:

@@ -137,8 +137,7 @@ class ReplicaReducer(GradientReducer):
             dirty = {id(r): r for r in self._records() if any(s.dirty for s in self.states[id(r)])}
         with torch.no_grad():
             if self.worker.group.size > 1:
-                self._over_workers()
-                return [None] * len(all_touched)
+                return self._over_workers()
             plain: list[Sequence[_New]] = []
             rest = dirty
             for key, new in first.items():
@@ -267,6 +266,8 @@ class ReplicaReducer(GradientReducer):
                         self._store(record, total if divisor is None else total / divisor)
             for record in plan.sparse:
                 self._sparse_over_workers(record, self._rows[record])
+            if self.drift is not None:
+                self.drift.after_pass(plan)
         return [None] * self.worker.num_local_replicas
 
     def _agreed_plan(self) -> ReductionPlan:

@@ -1,0 +1,122 @@
+"""Says it when workers train different weights: some loaded, set or updated theirs in another way than worker 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tfstyle_dist.core.logging import get_logger
+from tfstyle_dist.gradients.buckets import ReductionPlan
+from tfstyle_dist.runtime.worker import Worker
+from tfstyle_dist.variables.drift import ABSOLUTE, AT_A_TIME, RELATIVE, can_be_compared
+from tfstyle_dist.variables.record import Record
+from tfstyle_dist.variables.store import ParameterStore
+
+_NOT_TAKEN = (-1.0, 0.0, 0.0, 0.0)  # no norm is less than 0
+_NAMED = 3  # parameters in a warning
+
+
+class DriftBetweenWorkers:
+    """Compares some numbers of the workers' parameters in passes 1, 2, 3, 5, 9, 17, ...
+
+    They are taken when the run before the pass begins: within a step, workers may have different weights for a while.
+    The pass then sends them, since all workers make it. That is one small message now and then.
+
+    Args:
+        worker: this worker and its group.
+        store: the parameters.
+
+    Attributes:
+        due: whether a run is to begin with ``take``.
+    """
+
+    def __init__(self, worker: Worker, store: ParameterStore) -> None:
+        self.due = True
+        self._worker, self._store, self._passes, self._said = worker, store, 0, False
+        self._taken: dict[Record, tuple[float, ...]] = {}
+
+    def take(self) -> None:
+        """Takes the numbers as they are now. What fails (memory has run out) is not compared this time."""
+        self._taken = {}
+        try:
+            self._taken = {r: _numbers_of(r) for r in self._store.records("parameter") if _is_trained(r)}
+        except Exception as error:
+            get_logger().debug("The workers' parameters are not compared this time: %r", error)
+
+    def after_pass(self, plan: ReductionPlan) -> None:
+        """Compares if it is time; all workers have just exchanged their gradients.
+
+        Args:
+            plan: by which they did, the same on all.
+        """
+        before, self._passes = self._passes, self._passes + 1
+        if self._said:
+            return
+        if not before & (before - 1):
+            self._compare(plan.records, before)
+        self.due = not (self._said or self._passes & before)
+
+    def _compare(self, records: Sequence[Record], passes: int) -> None:
+        own = [self._taken.get(record, _NOT_TAKEN) for record in records]
+        self._taken = {}
+        sent = torch.tensor(own, dtype=torch.float64, device="cpu").flatten()
+        came = [
+            c.view(-1, len(_NOT_TAKEN)).tolist()
+            for c in self._worker.group.all_gather(sent, "comparison of parameters")
+        ]
+        # What follows depends on what came alone: all workers must go on, or stop, to compare.
+        different: list[Record] = []
+        ranks: set[int] = set()
+        for place, record in enumerate(records):
+            who = [rank for rank, found in enumerate(came) if _differ(came[0][place], found[place])]
+            different += [record] if who else []
+            ranks.update(who)
+        self._said = bool(different)
+        if different and self._worker.group.rank == 0:
+            self._warn(different, sorted(ranks), passes)
+
+    def _warn(self, records: Sequence[Record], ranks: Sequence[int], passes: int) -> None:
+        get_logger().warning(
+            f"After {passes} backward passes worker(s) {', '.join(map(str, ranks))} have other values than worker 0 of "
+            f"these parameters: {self._store.names_of(records, _NAMED)}. All workers apply the same gradients, so "
+            "their weights stay different. Mostly some workers alone have loaded or changed weights, made another "
+            "number of optimizer steps, or gave their optimizer another learning rate. Do the same on all workers, or "
+            "load in `with strategy.scope():`, whose end gives worker 0's values to all. See docs/replicas.md."
+        )
+
+
+def _is_trained(record: Record) -> bool:
+    held, policy = record.tensor, record.policy
+    averaged = policy is not None and policy.reduce_at == "backward"
+    return held is not None and averaged and held.requires_grad and can_be_compared(held)
+
+
+def _numbers_of(record: Record) -> tuple[float, ...]:
+    """The norm, the sum, the sum of the first half, and how many elements: other weights have others."""
+    held = record.tensor
+    if held is None:
+        return _NOT_TAKEN
+    values = torch.view_as_real(held.detach().resolve_conj()) if held.is_complex() else held.detach()
+    values = values.float() if values.dtype.itemsize == 1 else values  # torch computes nothing in 8 bits
+    squares, sums = 0.0, [0.0, 0.0]
+    for part, half in enumerate(values.reshape(-1).tensor_split(2)):
+        for some in half.split(AT_A_TIME):
+            squares += float(torch.linalg.vector_norm(some, dtype=torch.float64)) ** 2
+            sums[part] += float(some.sum(dtype=torch.float64))
+    return math.sqrt(squares), sum(sums), sums[0], values.numel()
+
+
+def _differ(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether more than rounding, of one element as ``say_drift`` allows it, makes the numbers differ."""
+    if one[0] < 0 or other[0] < 0:
+        return False
+    root = math.sqrt(one[-1])
+    norm = RELATIVE * max(one[0], other[0]) + ABSOLUTE * root
+    allowed = (norm, norm * root, norm * root, 0)
+    return any(_apart(*numbers) for numbers in zip(one, other, allowed, strict=True))
+
+
+def _apart(one: float, other: float, allowed: float) -> bool:
+    return one != other and not (math.isnan(one) and math.isnan(other)) and not abs(one - other) <= allowed
