@@ -185,7 +185,7 @@ class SharedState:
             described.update({int(i): d for i, d in part.items()})
         fresh = {i: _empty(parameters[i], described[i]) for i in sorted(described)}
         tensors = [(i, state, k) for i, state in fresh.items() for k, v in state.items() if isinstance(v, torch.Tensor)]
-        offsets, total = offsets_of([state[k] for _, state, k in tensors])
+        offsets, total = offsets_of(state[k].nbytes for _, state, k in tensors)
         segment = open_segment(self._group, total, "optimizer state")
         places = {i: _Places(segment, frozenset(state)) for i, state in fresh.items()}
         for (index, state, name), offset in zip(tensors, offsets, strict=True):
