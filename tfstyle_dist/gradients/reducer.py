@@ -13,6 +13,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ class GradientReducer(abc.ABC):
                 return
             state = GradientState(record, replica)
             states.append(state)
-            _hook(component, self._listener(state))
+            _hook(component, component.register_post_accumulate_grad_hook, self._listener(state))
         self.forget_dead(at_once=False)
         self.states[id(record)] = states
         if record.policy is not None and record.policy.scale is ReduceOp.SUM:
@@ -128,10 +129,7 @@ class GradientReducer(abc.ABC):
                 self.remember_before(state)
 
             component = record.components[state.replica]
-            frozen = not component.requires_grad
-            component.requires_grad_(True)
-            component.register_hook(remember)
-            component.requires_grad_(not frozen)
+            _hook(component, component.register_hook, remember)
 
     def remember_before(self, state: GradientState) -> None:
         """Keeps the gradient that is there already, once in a pass, if its parameter is summed."""
@@ -289,10 +287,9 @@ def has_further_hooks(parameter: torch.Tensor) -> bool:
     return len(torch_internals.hooks_of(parameter)[1] or ()) > 1
 
 
-def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
-    """Registers a post-accumulate hook; on a frozen parameter too, in case it thaws."""
-    frozen = not component.requires_grad
+def _hook(component: torch.Tensor, register: Callable[[Any], Any], function: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook; on a frozen parameter too, in case it thaws."""
+    trains = component.requires_grad
     component.requires_grad_(True)
-    component.register_post_accumulate_grad_hook(function)
-    if frozen:
-        component.requires_grad_(False)
+    register(function)
+    component.requires_grad_(trains)
