@@ -22,7 +22,7 @@ from tfstyle_dist.core.enums import AggregationMethod, ReduceOp
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
 from tfstyle_dist.gradients.buckets import ReductionPlan
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
@@ -154,8 +154,7 @@ class GradientReducer(abc.ABC):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients stay local; the first backward after it reduces the whole."""
-        frame = current_frame()
-        replica = frame.replica if frame is not None and frame.strategy is self.store.strategy else None
+        replica = replica_of(self.store.strategy)
         # Replicas in threads enter and leave at their own time: each counts for itself.
         self.accumulated = True
         inside = range(len(self._accumulating)) if replica is None else (replica.local_replica_id,)

@@ -105,6 +105,12 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else _global_frame
 
 
+def replica_of(strategy: StrategyInForce) -> Replica | None:
+    """The replica of a strategy that this thread runs; ``None``: none of its."""
+    frame = current_frame()
+    return frame.replica if frame is not None and frame.strategy is strategy else None
+
+
 def set_global_strategy(strategy: StrategyInForce | None) -> None:
     """Makes ``strategy`` the one in force wherever no scope is entered; ``None`` clears it."""
     global _global_frame

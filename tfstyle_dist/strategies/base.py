@@ -25,7 +25,7 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
-from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.runtime.context import current_frame, mixing_error, replica_of
 from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.absent_names import AbsentNames
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -135,8 +135,7 @@ class Strategy(AbsentNames):
 
         It is worker 0, and there the first replica; in an elastic job the live worker with the lowest number.
         """
-        frame = current_frame()
-        replica = frame.replica if frame is not None and frame.strategy is self else None
+        replica = replica_of(self)
         return (
             self.worker.group.rank == 0
             and self.worker.group.leads
