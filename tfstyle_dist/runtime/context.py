@@ -8,7 +8,6 @@ one replica (inside ``run``). An empty stack means: the default strategy's repli
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfstyle_dist.core.enums import ReduceOp
@@ -138,9 +137,7 @@ class entered:
         _stack.frames.append(self._frame)
         return self._frame
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Pops the frame."""
         del _stack.frames[self._depth :]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,9 +277,7 @@ class Strategy(AbsentNames):
         """Returns the strategy; ``with`` closes it at the end (it does not enter the scope)."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes."""
         self.close()
 
