@@ -162,10 +162,7 @@ class SharedState:
         return True
 
     def share(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
-        pending: dict[Part, State],
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], pending: dict[Part, State]
     ) -> None:
         """Moves new state to shared memory, for all workers; collective.
 
