@@ -11,7 +11,7 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.enums import ReduceOp
-from tfstyle_dist.gradients.over_workers import AllReduce, over_workers
+from tfstyle_dist.gradients.over_workers import AllReduce, over_workers, sum_graphs
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.context import Replica
 from tfstyle_dist.variables.record import Living
@@ -82,19 +82,7 @@ class PassReducer(GradientReducer):
         # All workers reduce all parameters, whichever they used; the flags say whether anybody did.
         flags = all_reduce(ReduceOp.SUM, torch.tensor([float(id(s) in touched) for s in states])).tolist()
         used = [s for s, flag in zip(states, flags, strict=True) if flag]
-        with torch.enable_grad():
-            for divided in (True, False):
-                some = [s for s in used if (self.divisor(s.record) is not None) is divided]
-                parts = [s.record.components[0].grad for s in some]
-                olds = [None if divided else s.before for s in some]
-                news = [
-                    torch.zeros_like(s.record.components[0]) if p is None else p if old is None else p - old
-                    for s, p, old in zip(some, parts, olds, strict=True)
-                ]
-                totals = all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
-                for state, old, total in zip(some, olds, totals, strict=True):
-                    state.record.components[0].grad = total if old is None else total + old
-                    self.settle(state)
+        sum_graphs(self, used, all_reduce)
 
     def _begin(self, task: int) -> None:
         if self._active:

@@ -84,10 +84,7 @@ class ReductionPlan:
 
     @classmethod
     def build(
-        cls,
-        records: Sequence[Record],
-        bytes_per_pack: int = 0,
-        method: int = AggregationMethod.DEFAULT,
+        cls, records: Sequence[Record], bytes_per_pack: int = 0, method: int = AggregationMethod.DEFAULT
     ) -> ReductionPlan:
         """Packs ``records`` (in the order of adoption) into buckets.
 
@@ -112,10 +109,8 @@ class ReductionPlan:
             sizes[key] += first.numel() * dtype.itemsize
             if sizes[key] >= limit:
                 del open_buckets[key]
-        buckets = []
-        for index, ((dtype, device), members) in enumerate(groups):
-            buckets.append(Bucket(index, (), (), 0, dtype, device).only(members))
-        return cls(tuple(buckets), tuple(r for r in records if wants_sparse_gradient(r)), method)
+        buckets = tuple(Bucket(i, (), (), 0, *key).only(members) for i, (key, members) in enumerate(groups))
+        return cls(buckets, tuple(r for r in records if wants_sparse_gradient(r)), method)
 
 
 def has_rows(gradient: torch.Tensor) -> bool:

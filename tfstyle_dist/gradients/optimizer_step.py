@@ -16,7 +16,7 @@ from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.program_line import program_line
 from tfstyle_dist.gradients import local_gradients
-from tfstyle_dist.runtime.context import Replica, StrategyInForce, current_frame
+from tfstyle_dist.runtime.context import StrategyInForce, replica_of
 from tfstyle_dist.variables.record import Record
 
 TOLD_BY_SCALERS = "grad_scale", "found_inf"
@@ -129,12 +129,6 @@ def _check_not_local(optimizer: torch.optim.Optimizer, records: list[Record], nu
                 f"{record.describe()!r}), which is the gradient of one replica: the replicas would drift apart. Call "
                 "loss.backward(), or make the gradients one first: get_replica_context().all_reduce('MEAN', gradients)."
             )
-
-
-def replica_of(strategy: StrategyInForce) -> Replica | None:
-    """The replica of a strategy that this thread runs; ``None``: none of its."""
-    frame = current_frame()
-    return frame.replica if frame is not None and frame.strategy is strategy else None
 
 
 def around_closure(

@@ -1,8 +1,8 @@
-"""Sums over the workers outside of ``run``, where no replica's context has an ``all_reduce``."""
+"""Sums that can be differentiated: of gradients, and for where no replica's context has an ``all_reduce``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,28 @@ import torch
 
 from tfstyle_dist.core.enums import ReduceOp
 from tfstyle_dist.cross_device_ops.collective import reduce_over_workers, sparse_sum_over_workers
+from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.worker import Worker
 
 AllReduce = Callable[[ReduceOp, Any], Any]
 """Takes the operation and a tensor or a list of tensors; what it returns can be differentiated."""
+
+
+def sum_graphs(reducer: GradientReducer, states: Sequence[GradientState], all_reduce: AllReduce) -> None:
+    """Sums the gradients of the same parameters on all replicas, as functions of them; who has none adds zeros."""
+    with torch.enable_grad():
+        for divided in (True, False):
+            some = [s for s in states if (reducer.divisor(s.record) is not None) is divided]
+            leaves = [s.record.components[s.replica] for s in some]
+            olds = [None if divided else s.before for s in some]
+            news = [
+                torch.zeros_like(leaf) if (grad := leaf.grad) is None else grad if old is None else grad - old
+                for leaf, old in zip(leaves, olds, strict=True)
+            ]
+            totals = all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news) if some else []
+            for state, leaf, old, total in zip(some, leaves, olds, totals, strict=True):
+                leaf.grad = total if old is None else total + old
+                reducer.settle(state)
 
 
 def over_workers(worker: Worker) -> AllReduce:

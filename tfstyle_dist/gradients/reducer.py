@@ -13,6 +13,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import OwnSum, sparse_sum_over_workers
 from tfstyle_dist.gradients.buckets import ReductionPlan
 from tfstyle_dist.gradients.drift_between_workers import DriftBetweenWorkers
-from tfstyle_dist.runtime.context import current_frame
+from tfstyle_dist.runtime.context import replica_of
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
@@ -103,7 +104,7 @@ class GradientReducer(abc.ABC):
                 return
             state = GradientState(record, replica)
             states.append(state)
-            _hook(component, self._listener(state))
+            _hook(component, component.register_post_accumulate_grad_hook, self._listener(state))
         self.forget_dead(at_once=False)
         self.states[id(record)] = states
         if record.policy is not None and record.policy.scale is ReduceOp.SUM:
@@ -131,10 +132,7 @@ class GradientReducer(abc.ABC):
                 self.remember_before(state)
 
             component = record.components[state.replica]
-            frozen = not component.requires_grad
-            component.requires_grad_(True)
-            component.register_hook(remember)
-            component.requires_grad_(not frozen)
+            _hook(component, component.register_hook, remember)
 
     def remember_before(self, state: GradientState) -> None:
         """Keeps the gradient that is there already, once in a pass, if its parameter is summed."""
@@ -159,8 +157,7 @@ class GradientReducer(abc.ABC):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients stay local; the first backward after it reduces the whole."""
-        frame = current_frame()
-        replica = frame.replica if frame is not None and frame.strategy is self.store.strategy else None
+        replica = replica_of(self.store.strategy)
         # Replicas in threads enter and leave at their own time: each counts for itself.
         self.accumulated = True
         inside = range(len(self._accumulating)) if replica is None else (replica.local_replica_id,)
@@ -292,9 +289,9 @@ def has_further_hooks(parameter: torch.Tensor) -> bool:
     return len(torch_internals.hooks_of(parameter)[1] or ()) > 1
 
 
-def _hook(component: torch.Tensor, function: Callable[[torch.Tensor], None]) -> None:
-    """Registers a post-accumulate hook; on a frozen parameter too, in case it thaws."""
-    frozen = not component.requires_grad
+def _hook(component: torch.Tensor, register: Callable[[Any], Any], function: Callable[[torch.Tensor], None]) -> None:
+    """Registers a hook; on a frozen parameter too, in case it thaws."""
+    trains = component.requires_grad
     component.requires_grad_(True)
-    component.register_post_accumulate_grad_hook(function)
-    component.requires_grad_(not frozen)
+    register(function)
+    component.requires_grad_(trains)

@@ -162,10 +162,7 @@ class SharedState:
         return True
 
     def share(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.Tensor],
-        pending: dict[Part, State],
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], pending: dict[Part, State]
     ) -> None:
         """Moves new state to shared memory, for all workers; collective.
 
@@ -185,7 +182,7 @@ class SharedState:
             described.update({int(i): d for i, d in part.items()})
         fresh = {i: _empty(parameters[i], described[i]) for i in sorted(described)}
         tensors = [(i, state, k) for i, state in fresh.items() for k, v in state.items() if isinstance(v, torch.Tensor)]
-        offsets, total = offsets_of([state[k] for _, state, k in tensors])
+        offsets, total = offsets_of(state[k].nbytes for _, state, k in tensors)
         segment = open_segment(self._group, total, "optimizer state")
         places = {i: _Places(segment, frozenset(state)) for i, state in fresh.items()}
         for (index, state, name), offset in zip(tensors, offsets, strict=True):

@@ -11,7 +11,6 @@ hold the parameters again, and ``optimizer.state`` the whole state, which lies i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from tfstyle_dist.comm.group import WorkerGroup
 from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.untraced import untraced
 from tfstyle_dist.gradients.buckets import wants_sparse_gradient
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.gradients.shared_optimizer_state import SharedState, part_of
 from tfstyle_dist.gradients.update_shards import (
     Part,
@@ -35,6 +34,7 @@ from tfstyle_dist.runtime.context import StrategyInForce
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.shared_home import SharedHome
+from tfstyle_dist.variables.state_objects import optimized_by
 
 # What a worker has to say when all meet before an update.
 _WRITTEN, _MOVED, _LOADED, _NEW_GROUPS, _UPDATED, _HOOKED = 1, 2, 4, 8, 16, 32
@@ -122,14 +122,18 @@ class SharedUpdateRunner(UpdateRunner):
     def before_step(self, optimizer: torch.optim.Optimizer, records: list[Record], args: Any, kwargs: Any) -> Any:
         super().before_step(optimizer, records, args, kwargs)
         self._restore(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None or not is_divided(optimizer):
+
+        def outside(closure: Any) -> Any:
+            """A closure sees the parameters; the step that follows it sees the parts."""
+            self._restore(optimizer)
+            loss = closure()
             self._begin(optimizer, records)
-            return None
-        inside = self._around(optimizer, records, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": inside}
-        return (args[0], inside, *args[2:]), kwargs
+            return loss
+
+        changed = around_closure(outside, args, kwargs) if is_divided(optimizer) else None
+        if changed is None:
+            self._begin(optimizer, records)
+        return changed
 
     @untraced
     def after_step(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
@@ -137,7 +141,7 @@ class SharedUpdateRunner(UpdateRunner):
         if book.divided:
             fresh = self._take_back(optimizer, book)
             if any(self._group.numbers(int(bool(fresh)), f"end of {name}")):
-                book.state.share(optimizer, _parameters(optimizer), fresh)
+                book.state.share(optimizer, list(optimized_by(optimizer)), fresh)
                 if book.known is not None:
                     _order(optimizer, book.known)
             book.state.pass_on_values()
@@ -160,22 +164,9 @@ class SharedUpdateRunner(UpdateRunner):
 
     # ---- before -----------------------------------------------------------------------------------------------
 
-    def _around(
-        self, optimizer: torch.optim.Optimizer, records: list[Record], closure: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """The closure sees the parameters; the step that follows it sees the parts."""
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            self._restore(optimizer)
-            loss = closure(*args, **kwargs)
-            self._begin(optimizer, records)
-            return loss
-
-        return inside
-
     def _begin(self, optimizer: torch.optim.Optimizer, records: list[Record]) -> None:
         """Meets the others, so that nobody still reads what is about to change, and puts the parts in place."""
-        parameters = _parameters(optimizer)
+        parameters = list(optimized_by(optimizer))
         book = self._books.get(optimizer)
         new = book is None or book.key != self._key(parameters)
         written, moved = self._home.written(), self._home.moved_out(records)
@@ -228,7 +219,7 @@ class SharedUpdateRunner(UpdateRunner):
         return self._home.moves, *(id(p) * 2 + is_updated(p) for p in parameters)
 
     def _divide(self, book: _Book, optimizer: torch.optim.Optimizer) -> None:
-        parameters = _parameters(optimizer)
+        parameters = list(optimized_by(optimizer))
         elementwise, book.divided = is_elementwise(optimizer), is_divided(optimizer)
         book.divided &= not book.hooked
         records = [find_record(p) if book.divided else None for p in parameters]
@@ -288,12 +279,8 @@ class SharedUpdateRunner(UpdateRunner):
         return fresh
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _order(optimizer: torch.optim.Optimizer, known: list[torch.Tensor]) -> None:
     """Brings the state into the order that it has on one device: first what was there, then by parameter."""
     state = dict(optimizer.state)
     optimizer.state.clear()
-    optimizer.state.update({p: state[p] for p in (*known, *_parameters(optimizer), *state) if p in state})
+    optimizer.state.update({p: state[p] for p in (*known, *optimized_by(optimizer), *state) if p in state})

@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.process_hooks import Hooks, Patch
 from tfstyle_dist.gradients.divided_losses import say_divided_twice
-from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure, replica_of
+from tfstyle_dist.gradients.optimizer_step import UpdateRunner, around_closure
 from tfstyle_dist.runtime.clocks import COMPUTE, UPDATE, Clock
-from tfstyle_dist.runtime.context import StrategyInForce, current_frame
+from tfstyle_dist.runtime.context import StrategyInForce, current_frame, replica_of
 from tfstyle_dist.variables.known_tensors import find_record
 from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.state_objects import optimized_by

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import sub
 from time import perf_counter
-from types import TracebackType
 from typing import Final
 
 INPUT, COMPUTE, COMMUNICATION, WAIT, UPDATE, OTHER = range(6)
@@ -128,9 +127,7 @@ class Phase:
     def __enter__(self) -> None:
         self._clock.enter(self._phase)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clock.leave()
 
 

@@ -8,7 +8,6 @@ one replica (inside ``run``). An empty stack means: the default strategy's repli
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfstyle_dist.core.enums import ReduceOp
@@ -105,6 +104,12 @@ def current_frame() -> Frame | None:
     return frames[-1] if frames else _global_frame
 
 
+def replica_of(strategy: StrategyInForce) -> Replica | None:
+    """The replica of a strategy that this thread runs; ``None``: none of its."""
+    frame = current_frame()
+    return frame.replica if frame is not None and frame.strategy is strategy else None
+
+
 def set_global_strategy(strategy: StrategyInForce | None) -> None:
     """Makes ``strategy`` the one in force wherever no scope is entered; ``None`` clears it."""
     global _global_frame
@@ -132,9 +137,7 @@ class entered:
         _stack.frames.append(self._frame)
         return self._frame
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Pops the frame."""
         del _stack.frames[self._depth :]
 

@@ -181,12 +181,7 @@ class ReplicaExecutor:
     # ---- one replica ------------------------------------------------------------------------------------------
 
     def _job(
-        self,
-        run: TurnRun,
-        replica: int,
-        function: Callable[[TurnRun], Any],
-        outcomes: list[Any],
-        ambient: _Ambient,
+        self, run: TurnRun, replica: int, function: Callable[[TurnRun], Any], outcomes: list[Any], ambient: _Ambient
     ) -> Job:
         def job() -> None:
             begins = True
@@ -232,11 +227,9 @@ class ReplicaExecutor:
         run.raised(replica, error)
 
     def _acquire_team(self) -> Team:
-        for team in self._teams:
-            if not team.busy:
-                team.busy = True
-                return team
-        team = Team(self._devices, str(len(self._teams)))
+        team = next((team for team in self._teams if not team.busy), None)
+        if team is None:
+            team = Team(self._devices, str(len(self._teams)))
+            self._teams.append(team)
         team.busy = True
-        self._teams.append(team)
         return team

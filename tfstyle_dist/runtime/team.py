@@ -34,10 +34,7 @@ class Team:
         _keep_freed_memory()
         self._threads = [
             threading.Thread(
-                target=_serve,
-                args=(inbox, self.cores, i, devices[i]),
-                name=f"tfstyle-{label}-replica-{i}",
-                daemon=True,
+                target=_serve, args=(inbox, self.cores, i, devices[i]), name=f"tfstyle-{label}-replica-{i}", daemon=True
             )
             for i, inbox in enumerate(self.queues, start=1)
         ]

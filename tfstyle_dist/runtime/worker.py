@@ -31,12 +31,7 @@ class Worker:
 
     positions: Any = None
 
-    def __init__(
-        self,
-        devices: Sequence[ReplicaDevice],
-        group: WorkerGroup,
-        timeout: timedelta | None,
-    ) -> None:
+    def __init__(self, devices: Sequence[ReplicaDevice], group: WorkerGroup, timeout: timedelta | None) -> None:
         self.devices, self.group, self.timeout = tuple(devices), group, timeout
         self.num_local_replicas = max(len(self.devices), 1)
         self.num_replicas = group.size * self.num_local_replicas

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from tfstyle_dist.gradients.reducer import GradientReducer
 from tfstyle_dist.gradients.step_hooks import step_hooks
 from tfstyle_dist.monitoring import Monitor, Report
 from tfstyle_dist.ops.host_sums import find_host_sum
-from tfstyle_dist.runtime.context import current_frame, mixing_error
+from tfstyle_dist.runtime.context import current_frame, mixing_error, replica_of
 from tfstyle_dist.strategies import inputs, reductions, running, training
 from tfstyle_dist.strategies.absent_names import AbsentNames
 from tfstyle_dist.strategies.extended import StrategyExtended
@@ -137,8 +136,7 @@ class Strategy(AbsentNames):
 
         It is worker 0, and there the first replica; in an elastic job the live worker with the lowest number.
         """
-        frame = current_frame()
-        replica = frame.replica if frame is not None and frame.strategy is self else None
+        replica = replica_of(self)
         return (
             self.worker.group.rank == 0
             and self.worker.group.leads
@@ -281,9 +279,7 @@ class Strategy(AbsentNames):
         """Returns the strategy; ``with`` closes it at the end (it does not enter the scope)."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Closes."""
         self.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tfstyle_dist.comm.single_group import SingleGroup
@@ -14,19 +15,6 @@ from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.replica_context import ReplicaContext
 from tfstyle_dist.variables import Variable
 from tfstyle_dist.variables.creation import VariableSpec, build_single, set_default_creator
-
-
-class _Scope:
-    """The default strategy's scope changes nothing."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> Strategy:
-        return self._strategy
-
-    def __exit__(self, *_: Any) -> None:
-        return None
 
 
 class DefaultStrategy(Strategy):
@@ -43,7 +31,7 @@ class DefaultStrategy(Strategy):
         frame = current_frame()
         if frame is not None and frame.strategy is not self:
             raise mixing_error(self, frame.strategy, "scope()")
-        return _Scope(self)
+        return nullcontext(self)
 
     def run(
         self,

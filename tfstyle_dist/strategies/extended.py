@@ -193,17 +193,12 @@ class StrategyExtended:
         """
         args, kwargs = check_arguments(fn, args, kwargs, "extended.update")
         if not self.strategy.distributes or self._stays_itself(var):
-            with entered(Frame(self.strategy, component=0)):
-                result = fn(var, *select_replica(0, tuple(args)), **select_replica(0, kwargs))
-            return result if group else (result,)
+            results = self._called(fn, [(var,)], args, kwargs)
+            return results[0] if group else tuple(results)
         record = self._own(var, "extended.update")
         record.store.ensure_equal()
         record.store.settle()
-        copies = record.copies()
-        results = []
-        for replica, component in enumerate(copies):
-            with entered(Frame(self.strategy, component=replica)):
-                results.append(fn(component, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
+        results = self._called(fn, [(component,) for component in record.copies()], args, kwargs)
         return regroup(results, "results of update", Mirrored) if group else tuple(results)
 
     def update_non_slot(
@@ -227,11 +222,16 @@ class StrategyExtended:
             What ``fn`` returned, regrouped over the replicas, or the tuple.
         """
         args, kwargs = check_arguments(fn, args, kwargs, "extended.update_non_slot")
-        results = []
-        for replica in range(self.worker.num_local_replicas):
-            with entered(Frame(self.strategy, component=replica)):
-                results.append(fn(*select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
+        results = self._called(fn, [()] * self.worker.num_local_replicas, args, kwargs)
         return regroup(results, "results of update_non_slot") if group else tuple(results)
+
+    def _called(self, fn: Any, first: Sequence[tuple[Any, ...]], args: Any, kwargs: dict[str, Any]) -> list[Any]:
+        """What a function returns for each replica, in update context; ``first``: each one's first arguments."""
+        results = []
+        for replica, own in enumerate(first):
+            with entered(Frame(self.strategy, component=replica)):
+                results.append(fn(*own, *select_replica(replica, tuple(args)), **select_replica(replica, kwargs)))
+        return results
 
     def value_container(self, value: Any) -> Any:
         """The variable that a component (a copy, as ``update`` gives to its function) belongs to; else ``value``."""

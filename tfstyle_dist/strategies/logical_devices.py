@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,23 +152,26 @@ class LogicalDevices(Strategy):
 
         Source: ``tf.distribute.TPUStrategy.experimental_assign_to_logical_device``.
         """
-        count, group = self.num_logical_devices_per_replica, self.worker.group
-        if not 0 <= logical_device_id < count:
-            raise ValueError(
-                f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}; "
-                "give one of them."
-            )
+        self.check_logical_device(logical_device_id)
+        group = self.worker.group
         if isinstance(group, DataAxis):
             flat = tensor.detach().clone().reshape(-1)
             group.model.broadcast(flat, logical_device_id, "assign to a logical device")
             return self._divided(flat.view(tensor.shape), None)
         return tensor
 
+    def check_logical_device(self, logical_device_id: int) -> None:
+        """Raises ValueError when a replica has no such device."""
+        count = self.num_logical_devices_per_replica
+        if not 0 <= logical_device_id < count:
+            raise ValueError(
+                f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}; "
+                "give one of them."
+            )
+
     def check_partition(self, tensor: torch.Tensor, partition_dimensions: Sequence[int]) -> None:
         """Raises ValueError when a tensor cannot be cut so."""
-        count, product = self.num_logical_devices_per_replica, 1
-        for parts in partition_dimensions:
-            product *= parts
+        count, product = self.num_logical_devices_per_replica, math.prod(partition_dimensions)
         if len(partition_dimensions) != tensor.dim():
             raise ValueError(
                 f"partition_dimensions={list(partition_dimensions)} has {len(partition_dimensions)} entries for a "

@@ -27,12 +27,7 @@ from tfstyle_dist.monitoring.report import Report
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.strategies.extended import StrategyExtended
 from tfstyle_dist.strategies.logical_devices import with_model_axis
-from tfstyle_dist.strategies.mirrored import (
-    MirroredVariables,
-    check_cross_device_ops,
-    check_run_replicas,
-    own_devices,
-)
+from tfstyle_dist.strategies.mirrored import MirroredVariables, check_cross_device_ops, check_run_replicas, own_devices
 
 if TYPE_CHECKING:
     from tfstyle_dist.comm.rendezvous.adoption import ProcessGroup

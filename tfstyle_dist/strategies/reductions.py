@@ -72,14 +72,10 @@ def reduce_columns(
             device = sums[places[0]].device
             flat = torch.cat([sums[p].reshape(-1).to(device) for p in places])
             flat = reduce_over_workers(worker, op, flat, name, method)
-            offset = 0
-            for place in places:
-                count = sums[place].numel()
-                result = flat[offset : offset + count].view(sums[place].shape)
+            for place, result in zip(places, flat.split([sums[p].numel() for p in places]), strict=True):
                 wanted = columns[place][0].dtype
                 dtype = wanted if _was_widened(wanted, result.dtype) else result.dtype
-                results[place] = result.to(sums[place].device, dtype, copy=True)
-                offset += count
+                results[place] = result.view(sums[place].shape).to(sums[place].device, dtype, copy=True)
     return [results[place] for place in range(len(sums))]
 
 

@@ -64,12 +64,8 @@ class _AllReduce(torch.autograd.Function):
         if ctx.op is ReduceOp.MEAN:
             grads = tuple(grad / count for grad, count in zip(grads, ctx.counts, strict=True))
         sums = _AllReduce.apply(ctx.context, ReduceOp.SUM, "gradient of all_reduce", *grads)  # type: ignore[no-untyped-call]
-        return (
-            None,
-            None,
-            None,
-            *[torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)],
-        )
+        kept = [torch.where(counted > 0, s, 0) for s, counted in zip(sums, ctx.counted, strict=True)]
+        return (None, None, None, *kept)
 
 
 def _meet_and_reduce(

@@ -133,12 +133,7 @@ class TPUStrategy(MirroredVariables):
 
     def experimental_assign_to_logical_device(self, tensor: torch.Tensor, logical_device_id: int) -> Any:
         """See ``LogicalDevices``; there is one value, and the compiler decides where it is computed."""
-        count = self.num_logical_devices_per_replica
-        if not 0 <= logical_device_id < count:
-            raise ValueError(
-                f"logical_device_id={logical_device_id}, but a replica has the devices 0 to {count - 1}; "
-                "give one of them."
-            )
+        self.check_logical_device(logical_device_id)
         return self._laid_out(tensor, [1] * tensor.dim())
 
     def _laid_out(self, tensor: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
@@ -179,14 +174,14 @@ class TPUStrategy(MirroredVariables):
         """See ``Strategy.run``; what ``fn`` did is one graph, which is compiled and started when ``fn`` returns."""
         group = self.worker.group
         self.parameter_store.ensure_equal()
+        leaves = nest.leaves((args, kwargs or {}))
         if isinstance(group, XlaGroup):
-            leaves = nest.flatten((args, kwargs or {}))[0]
             for leaf in leaves:
                 self._hold_as_data(leaf)
             with group.step(same=not has_unequal_shares(leaves)):
                 result = super().run(fn, args, kwargs, options)
         else:
-            for leaf in nest.flatten((args, kwargs or {}))[0]:
+            for leaf in leaves:
                 self._divide_batch(leaf)
             result = super().run(fn, args, kwargs, options)
             self.adapter.sync()

@@ -120,12 +120,9 @@ def _average_buffers(worker: Worker, store: ParameterStore) -> None:
             else:
                 flat = torch.cat([r.components[0].detach().reshape(-1) for r in records])
                 worker.group.broadcast(sendable(flat), 0, f"buffers ({dtype})")
-            offset = 0
-            for record in records:
-                count = record.components[0].numel()
+            for record, value in zip(records, flat.split([r.components[0].numel() for r in records]), strict=True):
                 for component in list(record.components):
-                    component.copy_(flat[offset : offset + count].view(component.shape))
-                offset += count
+                    component.copy_(value.view(component.shape))
 
 
 def should_stop(strategy: Strategy, flag: bool = False) -> bool:

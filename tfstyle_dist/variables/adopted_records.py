@@ -9,11 +9,10 @@ import torch
 from tfstyle_dist.comm import mesh
 from tfstyle_dist.core import sparse_parts
 from tfstyle_dist.core.enums import VariableAggregation, VariableSynchronization
-from tfstyle_dist.core.tensor_references import refer_to
 from tfstyle_dist.variables.first_values import has_sums
 from tfstyle_dist.variables.gradient_policy import GradientPolicy
 from tfstyle_dist.variables.known_tensors import WeakComponents
-from tfstyle_dist.variables.partitioned import LocalParts
+from tfstyle_dist.variables.partitioned import LocalPart
 from tfstyle_dist.variables.record import Placement, Record
 from tfstyle_dist.variables.replica_copies import BufferCopies, ParameterCopies
 
@@ -37,8 +36,7 @@ def parameter_record(store: ParameterStore, parameter: torch.nn.Parameter) -> Re
 
 def _take_divided(store: ParameterStore, record: Record, parameter: torch.nn.Parameter) -> None:
     """A parameter in parts over the model mesh, or one that somebody else (FSDP) divides and reduces."""
-    reference = refer_to(parameter)
-    record.components, record.placement = LocalParts(reference), Placement.SHARDED
+    record.components, record.placement = WeakComponents(record, LocalPart), Placement.SHARDED
     if store.model_mesh is not None and mesh.is_on(parameter, store.model_mesh):
         return
     over = mesh.num_workers(parameter)

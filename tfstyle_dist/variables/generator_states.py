@@ -33,11 +33,9 @@ class GeneratorStates:
 
     def switch(self, before: int, after: int) -> None:
         """The generators have the state of replica ``before``; they get that of ``after``."""
-        for kept in self._all:
-            generator = kept.reference()
-            if generator is not None:
-                kept.states[before] = generator.get_state()
-                generator.set_state(kept.states[after])
+        for generator, kept in self._living():
+            kept.states[before] = generator.get_state()
+            generator.set_state(kept.states[after])
 
     def renew(self, everything: bool) -> None:
         """Generators that cross-replica context has seeded, or drawn from, are as it left them for all replicas.
@@ -45,23 +43,22 @@ class GeneratorStates:
         Args:
             everything: all generators are.
         """
-        for kept in self._all:
-            generator = kept.reference()
-            if generator is not None:
-                now = generator.get_state()
-                if everything or not torch.equal(now, kept.mark):
-                    kept.states[:] = [now] * len(kept.states)
+        for generator, kept in self._living():
+            now = generator.get_state()
+            if everything or not torch.equal(now, kept.mark):
+                kept.states[:] = [now] * len(kept.states)
 
     def mark(self) -> None:
         """Remembers the states as they are."""
-        for kept in self._all:
-            generator = kept.reference()
-            if generator is not None:
-                kept.mark = generator.get_state()
+        for generator, kept in self._living():
+            kept.mark = generator.get_state()
 
     def living(self) -> list[tuple[torch.Generator, list[torch.Tensor]]]:
         """The living generators, with the state of each for every replica."""
-        return [(generator, kept.states) for kept in self._all if (generator := kept.reference()) is not None]
+        return [(generator, kept.states) for generator, kept in self._living()]
+
+    def _living(self) -> list[tuple[torch.Generator, _Kept]]:
+        return [(generator, kept) for kept in self._all if (generator := kept.reference()) is not None]
 
     def drop_dead(self) -> None:
         """Forgets those that are gone."""

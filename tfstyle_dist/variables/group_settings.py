@@ -11,45 +11,18 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from tfstyle_dist.core import torch_internals
-from tfstyle_dist.variables.shared_writes import same_values
-from tfstyle_dist.variables.state_writes import StateWrites
+from tfstyle_dist.variables.state_writes import GONE, PLAIN, StateWrites, Value, mark_of
 
 Place = tuple[int, int, str]
 """An optimizer by its ``id``, the number of a group, and the name of a setting."""
-_GONE: Any = object()
 _PARAMETERS = "params"
 _NO_SETTINGS = "param_names"
-_PLAIN = (int, float, complex, str, type(None), np.generic)
 _ONE_OPTIMIZER = (
     "Under central storage there is one optimizer for all replicas: the others find its parameters, and its state, as "
     "they are then. Do it after strategy.run(...), or use MirroredStrategy, where each replica has its own."
 )
-
-
-@dataclass(slots=True)
-class _Value:
-    """A setting, and what was in it if it is a tensor, which is written to in place."""
-
-    value: Any
-    inside: torch.Tensor | None = None
-
-    @property
-    def may_be_put_back(self) -> bool:
-        """Whether nothing but its owner refers to what is in it."""
-        return self.inside is not None or self.value is _GONE or _is_plain(self.value)
-
-    def is_as(self, other: _Value) -> bool:
-        """Whether both have one value."""
-        if self.inside is not None:
-            return same_values(self.inside, other.inside)
-        return bool(_mark(self.value) == _mark(other.value))
-
-    def __str__(self) -> str:
-        return "none" if self.value is _GONE else repr(self.value if self.inside is None else self.inside)
 
 
 @dataclass(slots=True)
@@ -65,8 +38,8 @@ class _Change:
 
     replica: int
     replicas: set[int]
-    before: _Value
-    after: _Value
+    before: Value
+    after: Value
     lendable: bool
 
 
@@ -92,10 +65,10 @@ class GroupSettings:
             self._optimizers[number] = weakref.ref(optimizer, lambda _: self._forget(number))
             self._remember(_settings(number, optimizer))
 
-    def begin(self) -> None:
-        """A run begins: nobody has changed anything in it."""
+    def begin(self, looks: bool) -> None:
+        """A run begins: nobody has changed anything in it; ``looks``: it is one in which the state is looked at."""
         self._changes.clear()
-        self._state.begin()
+        self._state.begin(looks)
 
     def note(self, replica: int | None, call: int) -> None:
         """The turn passes; what is set now is not what the replica whose turn begins has done.
@@ -124,7 +97,7 @@ class GroupSettings:
         """
         now, lent = self._now(), self._lent
         for place in self._changed(now):
-            after = _value(now.get(place, _GONE))
+            after = Value.of(now.get(place, GONE))
             change = self._changes.get((place, call))
             if change is None:
                 before, in_group = self._before(place), (*place[:2], _PARAMETERS) in self._found
@@ -174,12 +147,12 @@ class GroupSettings:
         for place, change in lent.items():
             self._put(place, change.after)
 
-    def _put(self, place: Place, known: _Value) -> None:
+    def _put(self, place: Place, known: Value) -> None:
         number, group, name = place
         groups = getattr(self._optimizer(number), "param_groups", ())
         if group >= len(groups):
             return
-        if known.value is _GONE:
+        if known.value is GONE:
             groups[group].pop(name, None)
             return
         if known.inside is not None:
@@ -191,20 +164,20 @@ class GroupSettings:
         self._remember(self._now())
 
     def _remember(self, values: dict[Place, Any]) -> None:
-        others = {place: value for place, value in values.items() if not isinstance(value, _PLAIN)}
+        others = {place: value for place, value in values.items() if not isinstance(value, PLAIN)}
         self._found |= values
         self._marks |= {place: _mark_at(place, value) for place, value in others.items()}
         self._inside |= {p: v.detach().clone() for p, v in others.items() if isinstance(v, torch.Tensor)}
 
-    def _before(self, place: Place) -> _Value:
-        return _Value(self._found.get(place, _GONE), self._inside.get(place))
+    def _before(self, place: Place) -> Value:
+        return Value(self._found.get(place, GONE), self._inside.get(place))
 
     def _changed(self, now: dict[Place, Any]) -> list[Place]:
         found, marks = self._found, self._marks
         gone = [place for place in found if place not in now]
-        others = [p for p, value in now.items() if p in marks or value is not found.get(p, _GONE)]
+        others = [p for p, value in now.items() if p in marks or value is not found.get(p, GONE)]
         return gone + [
-            p for p in others if (marks[p] if p in marks else _mark(found.get(p, _GONE))) != _mark_at(p, now[p])
+            p for p in others if (marks[p] if p in marks else mark_of(found.get(p, GONE))) != _mark_at(p, now[p])
         ]
 
     def _now(self) -> dict[Place, Any]:
@@ -220,7 +193,7 @@ class GroupSettings:
         reference = self._optimizers.get(number)
         return None if reference is None else reference()
 
-    def _said(self, place: Place, change: _Change, then: int, after: _Value, lent: bool) -> str:
+    def _said(self, place: Place, change: _Change, then: int, after: Value, lent: bool) -> str:
         number, group, name = place
         setting = f"{type(self._optimizer(number)).__name__}.param_groups[{group}]"
         if name == _PARAMETERS:
@@ -253,24 +226,5 @@ def _settings(number: int, optimizer: Any) -> dict[Place, Any]:
     }
 
 
-def _value(value: Any) -> _Value:
-    return _Value(value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
-
-
 def _mark_at(place: Place, value: Any) -> Any:
-    return tuple(map(id, value)) if place[2] == _PARAMETERS else _mark(value)
-
-
-def _mark(value: Any) -> Any:
-    """Something that changes when the value does; equal to itself, as NaN is not."""
-    if isinstance(value, torch.Tensor):
-        return id(value), torch_internals.version_of(value)
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return tuple(map(_mark, value))
-    return id(value)
+    return tuple(map(id, value)) if place[2] == _PARAMETERS else mark_of(value)

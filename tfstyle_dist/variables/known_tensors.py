@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,11 +59,16 @@ def follow_buffer(record: Record) -> None:
 
 
 class WeakComponents(list[torch.Tensor]):
-    """The one-entry component list of a plain parameter, without a strong reference to it."""
+    """The one-entry component list of a record's own tensor, without a strong reference to it.
 
-    def __init__(self, record: Record) -> None:
+    Args:
+        record: of a plain parameter or buffer, or of a divided parameter.
+        part: what stands for the tensor; default: itself.
+    """
+
+    def __init__(self, record: Record, part: Callable[[torch.Tensor], Any] | None = None) -> None:
         super().__init__([torch.empty(0)])
-        self._record = weakref.ref(record)
+        self._record, self._part = weakref.ref(record), part
 
     def __getitem__(self, index: Any) -> Any:
         record = self._record()
@@ -73,7 +78,7 @@ class WeakComponents(list[torch.Tensor]):
                 "The parameter of this record is gone, because nothing refers to it any more; "
                 "keep its module in a variable."
             )
-        return [tensor][index]
+        return [tensor if self._part is None else self._part(tensor)][index]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([self[0]])

@@ -71,24 +71,16 @@ class Position(str):
 
 
 class ModuleSettings:
-    """Those that the attributes of some objects are, looked for after 0, 1, 3, 7, ... runs."""
+    """Those that the attributes of some objects are."""
 
     def __init__(self) -> None:
-        self._runs = 0
         self._holders: list[tuple[weakref.ref[Any], str]] = []  # an object, and the name of its attribute
 
     def __bool__(self) -> bool:
         return bool(self._holders)
 
-    def begin(self, things: list[tuple[Any, Any]]) -> None:
-        """A run begins.
-
-        Args:
-            things: the objects whose attributes are content, each with its content.
-        """
-        self._runs += 1
-        if self._runs & (self._runs - 1):
-            return
+    def find(self, things: list[tuple[Any, Any]]) -> None:
+        """Looks for them; ``things``: the objects whose attributes are content, each with its content."""
         found = {
             id(value): (weakref.ref(thing), name, isinstance(value, np.ndarray))
             for thing, _ in reversed(things)

@@ -22,24 +22,26 @@ class ObjectContent:
         number: place in the order in which objects were taken.
         fresh: the attributes that were other objects when it was marked; whoever has looked at them empties it.
         own: the attributes that are never copied, whatever is written to them: each replica's are its own.
+        boxes: the containers among the attributes.
+        deep: the marks of containers that are not empty, and of tensors.
     """
 
-    __slots__ = ("_boxes", "_deep", "_keys", "_sizes", "_values", "dicts", "fresh", "number", "own", "reference")
+    __slots__ = ("_keys", "_sizes", "_values", "boxes", "deep", "dicts", "fresh", "number", "own", "reference")
 
     def __init__(self, thing: Any, dicts: list[dict[str, Any]], gone: Callable[[Any], None], number: int = 0) -> None:
         self.reference: Callable[[], Any] = weakref.ref(thing, gone)
         self.dicts, self.number = dicts, number
         self._keys: list[str] = []
         self._values: list[Any] = []
-        self._boxes: list[Any] = []
+        self.boxes: list[Any] = []
         self._sizes: list[int] = []
-        self._deep: list[Mark] = []
+        self.deep: list[Mark] = []
         self.fresh: Sequence[str] = ()
         self.own: frozenset[str] = frozenset()
 
     def clear(self) -> None:
         """The object is gone, or nobody asks for its attributes any more."""
-        self.dicts, self._values, self._deep, self._boxes = [], [], [], []
+        self.dicts, self._values, self.deep, self.boxes = [], [], [], []
 
     def alone(self, name: str, reference: Callable[[], Any]) -> ObjectContent:
         """The content of one attribute, as it was marked, of what ``reference`` gives."""
@@ -52,49 +54,44 @@ class ObjectContent:
     def _forget_others(self, name: str) -> None:
         known = dict(zip(self._keys, self._values, strict=True))
         self._keys, self._values = ([name], [known[name]]) if name in known else ([], [])
-        sizes = [(box, size) for box, size in zip(self._boxes, self._sizes, strict=True) if box is known.get(name)]
-        self._boxes, self._sizes = [box for box, _ in sizes], [size for _, size in sizes]
-        self._deep = [mark for mark in self._deep if mark.value is known.get(name)]
+        sizes = [(box, size) for box, size in zip(self.boxes, self._sizes, strict=True) if box is known.get(name)]
+        self.boxes, self._sizes = [box for box, _ in sizes], [size for _, size in sizes]
+        self.deep = [mark for mark in self.deep if mark.value is known.get(name)]
 
     def mark(self, now: dict[str, Any]) -> None:
         """Remembers replica 0's attributes as they are."""
-        others = (
-            len(now) != len(self._keys)
-            or not all(map(is_, now.values(), self._values))
-            or not all(map(is_, now, self._keys))
-        )
-        same_sizes = list(map(len, self._boxes)) == self._sizes
-        if not others and same_sizes and all(m.same() for m in self._deep):
+        others = not self._has_same_attributes(now)
+        same_sizes = list(map(len, self.boxes)) == self._sizes
+        if not others and same_sizes and all(m.same() for m in self.deep):
             return
         old = dict(zip(self._keys, self._values, strict=True))
-        written = {id(m.value) for m in self._deep if not m.has_same_entries()}
+        written = {id(m.value) for m in self.deep if not m.has_same_entries()}
         if not same_sizes:
-            written |= {id(box) for box, size in zip(self._boxes, self._sizes, strict=True) if len(box) != size}
+            written |= {id(box) for box, size in zip(self.boxes, self._sizes, strict=True) if len(box) != size}
         if not others and not written:
-            self._deep = [m if m.same() else Mark(m.value) for m in self._deep]
+            self.deep = [m if m.same() else Mark(m.value) for m in self.deep]
             return
         self.fresh = [name for name, v in now.items() if v is not old.get(name) or id(v) in written]
         if others:
             self._keys, self._values = list(now), list(now.values())
-            self._boxes = [v for v in self._values if is_container(v)]
-        self._sizes = list(map(len, self._boxes))
-        self._deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
+            self.boxes = [v for v in self._values if is_container(v)]
+        self._sizes = list(map(len, self.boxes))
+        self.deep = [Mark(v) for v in self._values if type(v) in PLAIN_TENSORS or (is_container(v) and v)]
 
     def same(self, now: dict[str, Any]) -> bool:
         """Whether replica 0's attributes are as they were marked."""
-        return (
-            len(now) == len(self._keys)
-            and all(map(is_, now.values(), self._values))
-            and all(map(is_, now, self._keys))
-            and list(map(len, self._boxes)) == self._sizes
-            and all(m.same() for m in self._deep)
-        )
+        same_sizes = list(map(len, self.boxes)) == self._sizes
+        return self._has_same_attributes(now) and same_sizes and all(m.same() for m in self.deep)
+
+    def _has_same_attributes(self, now: dict[str, Any]) -> bool:
+        same_values = len(now) == len(self._keys) and all(map(is_, now.values(), self._values))
+        return same_values and all(map(is_, now, self._keys))
 
     def changes(self, now: dict[str, Any]) -> tuple[list[str], list[str]]:
         """The attributes that are other ones, or were written to; and those that are gone. None of ``own``."""
-        marks = {id(m.value): m for m in self._deep}
+        marks = {id(m.value): m for m in self.deep}
         old = dict(zip(self._keys, self._values, strict=True))
-        sizes = {id(b): s for b, s in zip(self._boxes, self._sizes, strict=True)}
+        sizes = {id(b): s for b, s in zip(self.boxes, self._sizes, strict=True)}
         written = []
         for name, value in now.items():
             if name in self.own:
@@ -106,19 +103,9 @@ class ObjectContent:
             written.append(name)
         return written, [name for name in old if name not in now]
 
-    @property
-    def boxes(self) -> Sequence[Any]:
-        """The containers among the attributes."""
-        return self._boxes
-
-    @property
-    def deep(self) -> Sequence[Mark]:
-        """The marks of containers that are not empty, and of tensors."""
-        return self._deep
-
     def marks(self) -> Iterator[tuple[str, Any, Mark | None]]:
         """Each attribute but ``own`` with what it was, and the mark of its contents if it has any."""
-        by_id = {id(m.value): m for m in self._deep}
+        by_id = {id(m.value): m for m in self.deep}
         for name, value in zip(self._keys, self._values, strict=True):
             if name not in self.own:
                 yield name, value, by_id.get(id(value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,27 +69,3 @@ class LocalPart:
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """A hook of the parameter."""
         return self.whole.register_post_accumulate_grad_hook(hook)
-
-
-class LocalParts(list[Any]):
-    """The one-entry component list of a divided parameter; does not keep it alive.
-
-    Args:
-        tensor: gives the parameter, ``None`` when it is gone.
-    """
-
-    def __init__(self, tensor: Callable[[], torch.Tensor | None]) -> None:
-        super().__init__([torch.empty(0)])
-        self._tensor = tensor
-
-    def __getitem__(self, index: Any) -> Any:
-        tensor = self._tensor()
-        if tensor is None:
-            raise ReferenceError(
-                "The parameter of this record is gone, because nothing refers to it any more; "
-                "keep its module in a variable."
-            )
-        return [LocalPart(tensor)][index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self[0]])

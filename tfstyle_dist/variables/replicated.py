@@ -164,12 +164,8 @@ def _get_grad(tensor: Any) -> torch.Tensor | None:
     return tensor._tfstyle_record.get_grad()  # type: ignore[no-any-return]
 
 
-def _set_grad(tensor: Any, value: torch.Tensor | None) -> None:
+def _set_grad(tensor: Any, value: torch.Tensor | None = None) -> None:
     tensor._tfstyle_record.set_grad(value)
-
-
-def _del_grad(tensor: Any) -> None:
-    tensor._tfstyle_record.set_grad(None)
 
 
 def _get_data(tensor: Any) -> torch.Tensor:
@@ -195,10 +191,6 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
         record.components[record.index() or 0].data = value
         return
     record.set_data(value.detach())
-
-
-def _set_requires_grad(tensor: Any, value: bool) -> None:
-    _requires_grad_(tensor, value)
 
 
 def _requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
@@ -251,12 +243,12 @@ def _autograd_grad(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> tupl
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,
-    _GRAD.__delete__: _del_grad,
+    _GRAD.__delete__: _set_grad,
     _DATA.__get__: _get_data,
     _DATA.__set__: _set_data,
     _Tensor.detach: _detach,
     torch.autograd.grad: _autograd_grad,
-    _REQUIRES_GRAD.__set__: _set_requires_grad,
+    _REQUIRES_GRAD.__set__: _requires_grad_,
     _Tensor.requires_grad_: _requires_grad_,
     _Tensor.share_memory_: _share_memory_,
     torch_internals.has_compatible_shallow_copy_type: _shallow_type,

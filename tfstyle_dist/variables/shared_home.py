@@ -94,7 +94,7 @@ class SharedHome:
         self._move_out(rest)
         if not shared:
             return rest
-        offsets, total = offsets_of([r.components[0] for r in shared])
+        offsets, total = offsets_of(r.components[0].nbytes for r in shared)
         segment = open_segment(self._group, total, "parameters")
         places = [Place(segment, o, r.components[0].detach()) for r, o in zip(shared, offsets, strict=True)]
         with torch.no_grad(), raw():
@@ -208,11 +208,11 @@ def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def offsets_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins when they lie one after the other, and the bytes of all."""
+def offsets_of(sizes: Iterable[int], alignment: int = _ALIGNMENT) -> tuple[list[int], int]:
+    """Where things of so many bytes begin when they lie one after the other, and the bytes of all."""
     offsets, total = [], 0
-    for tensor in tensors:
+    for size in sizes:
         offsets.append(total)
-        total += tensor.numel() * tensor.element_size()
-        total += -total % _ALIGNMENT
+        total += size
+        total += -total % alignment
     return offsets, total

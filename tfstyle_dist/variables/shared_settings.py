@@ -24,19 +24,23 @@ class SharedSettings:
     def __init__(self) -> None:
         self.of_groups = GroupSettings()
         self._of_modules = ModuleSettings()
+        self._runs = 0
         self._known: dict[Place, Any] = {}  # of modules
         self._calls: dict[int, int] = {}  # of each replica: how many calls it has made that all make
         self._changed: dict[tuple[Place, int], int] = {}  # by which replica, between which calls
         self._elements: dict[tuple[Place, int], set[int]] = {}  # of arrays: which were
 
     def begin(self, things: list[tuple[Any, Any]]) -> None:
-        """A run begins: nobody has changed anything in it.
+        """A run begins: nobody has changed anything in it. What takes time is looked at in runs 1, 2, 4, 8 and so on.
 
         Args:
             things: the objects whose attributes are content, each with its content.
         """
-        self.of_groups.begin()
-        self._of_modules.begin(things)
+        self._runs += 1
+        looks = not self._runs & (self._runs - 1)
+        self.of_groups.begin(looks)
+        if looks:
+            self._of_modules.find(things)
         self._calls.clear()
         self._changed.clear()
         self._elements.clear()

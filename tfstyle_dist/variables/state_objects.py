@@ -34,13 +34,7 @@ _MOST_VALUES = 500
 MOST_LOOKED_AT = 256
 """Of entries in a container that a step has filled."""
 BOXES = (dict, list, tuple, set, deque)
-HOLDERS = (
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-    torch.optim.swa_utils.AveragedModel,
-)
+HOLDERS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 
 
 def is_state(thing: Any, part: bool = False) -> bool:

@@ -1,14 +1,16 @@
 """Central storage: notices what several replicas write to the state of the one optimizer outside of its ``step()``.
 
 What each replica makes of the value that it finds, as an average that hooks keep in ``optimizer.state`` does, is done
-once for each of them. The state is looked at in runs 1, 2, 4, 8 and so on.
+once for each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tfstyle_dist.core import torch_internals
@@ -16,20 +18,49 @@ from tfstyle_dist.variables.shared_writes import same_values
 
 _Place = tuple[int, int, Any]
 """An optimizer and a parameter by their ``id``, and the name of an entry."""
+GONE: Any = object()
+PLAIN = (int, float, complex, str, type(None), np.generic)
 _NUMBERS = frozenset({bool, int, float, complex})
+
+
+@dataclass(slots=True)
+class Value:
+    """A setting, and what was in it if it is a tensor, which is written to in place."""
+
+    value: Any
+    inside: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        """That of now."""
+        return cls(value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
+
+    @property
+    def may_be_put_back(self) -> bool:
+        """Whether nothing but its owner refers to what is in it."""
+        return self.inside is not None or self.value is GONE or _is_plain(self.value)
+
+    def is_as(self, other: Value) -> bool:
+        """Whether both have one value."""
+        if self.inside is not None:
+            return same_values(self.inside, other.inside)
+        return bool(mark_of(self.value) == mark_of(other.value))
+
+    def __str__(self) -> str:
+        return "none" if self.value is GONE else repr(self.value if self.inside is None else self.inside)
 
 
 class StateWrites:
     """The state of some optimizers during a run."""
 
     def __init__(self) -> None:
-        self._runs = 0
-        self._found: dict[_Place, tuple[Any, int]] = {}
-        self._written: dict[int, dict[_Place, tuple[int, Any]]] = {}  # by call and place: by whom, what
+        self._looks = False
+        self._found: dict[_Place, Any] = {}
+        self._written: dict[int, dict[_Place, tuple[int, Value]]] = {}  # by call and place: by whom, what
 
-    def begin(self) -> None:
-        """A run begins: nobody has written anything in it."""
-        self._runs += 1
+    def begin(self, looks: bool) -> None:
+        """A run begins: nobody has written anything in it; ``looks``: what replicas write in it is looked at."""
+        self._looks = looks
         self._written.clear()
 
     def forget(self, number: int) -> None:
@@ -40,14 +71,10 @@ class StateWrites:
             for call, writes in self._written.items()
         }
 
-    @property
-    def _looks(self) -> bool:
-        return not self._runs & (self._runs - 1)
-
     def note(self, optimizers: Iterable[Any]) -> None:
         """What is there now is not what the replica whose turn begins has written."""
         if self._looks:
-            self._found = {place: _mark(value) for place, value in _entries(optimizers)}
+            self._found = {place: mark_of(value) for place, value in _entries(optimizers)}
 
     def compare(self, replica: int, call: int, optimizers: Iterable[Any]) -> None:
         """A replica comes to a call that all make, or to its end.
@@ -64,11 +91,12 @@ class StateWrites:
             return
         before, self._found, first = self._found, {}, self._written.setdefault(call, {})
         for place, value in _entries(optimizers):
-            mark = self._found[place] = _mark(value)
+            mark = self._found[place] = mark_of(value)
             if mark == before.get(place):
                 continue
-            writer, written = first.setdefault(place, (replica, _copied(value)))
-            if writer != replica and not _is_same(value, written):
+            now = Value.of(value)
+            writer, written = first.setdefault(place, (replica, now))
+            if writer != replica and not now.is_as(written):
                 raise RuntimeError(_said(place[2], writer, replica))
 
 
@@ -82,20 +110,6 @@ def _entries(optimizers: Iterable[Any]) -> Iterator[tuple[_Place, Any]]:
                         yield (id(optimizer), id(key), name), value
 
 
-def _mark(value: Any) -> tuple[Any, int]:
-    return (id(value), torch_internals.version_of(value)) if isinstance(value, torch.Tensor) else (repr(value), -1)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _is_same(value: Any, written: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return isinstance(written, torch.Tensor) and same_values(value.detach(), written)
-    return repr(value) == repr(written)
-
-
 def _said(name: Any, first: int, then: int) -> str:
     return (
         f"optimizer.state[...][{name!r}] was written to by replica {first} and then by replica {then} in one call of "
@@ -104,3 +118,18 @@ def _said(name: Any, first: int, then: int) -> str:
         "replica. Write to it in step() itself, in merge_call or after strategy.run(...), or use MirroredStrategy, "
         "where each replica has its own optimizer."
     )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def mark_of(value: Any) -> Any:
+    """Something that changes when the value does; equal to itself, as NaN is not."""
+    if isinstance(value, torch.Tensor):
+        return id(value), torch_internals.version_of(value)
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(mark_of, value))
+    return id(value)

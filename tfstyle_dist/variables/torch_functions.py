@@ -11,25 +11,10 @@ from torch.nn import functional
 from tfstyle_dist.core import torch_internals
 
 _Tensor: Any = torch.Tensor
-_DUNDERS = frozenset(
-    f"__i{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "matmul",
-    )
-) | {"__setitem__"}
+_DUNDERS = frozenset({
+    "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
+    "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__imatmul__", "__setitem__",
+})  # fmt: skip
 _STATISTICS = {functional.batch_norm: "training", functional.instance_norm: "use_input_stats"}
 """Functions that change their second and third argument if the one of this name, their sixth, says so."""
 EMBEDDINGS = frozenset({functional.embedding, functional.embedding_bag})
@@ -69,25 +54,11 @@ def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return None
 
 
-METADATA = frozenset(
-    [
-        getattr(_Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "ndim",
-            "requires_grad",
-            "is_leaf",
-            "layout",
-            "is_sparse",
-            "is_meta",
-        )
-    ]
-    + [
-        getattr(_Tensor, name)
-        for name in ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
-    ]
-)
+METADATA = frozenset({
+    _Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.ndim.__get__, _Tensor.requires_grad.__get__,
+    _Tensor.is_leaf.__get__, _Tensor.layout.__get__, _Tensor.is_sparse.__get__, _Tensor.is_meta.__get__, _Tensor.size,
+    _Tensor.dim, _Tensor.numel, _Tensor.stride, _Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous,
+})  # fmt: skip
 """Functions that ask for no value: a shape must not aggregate an ON_READ variable over the replicas."""
 WITHOUT_VALUE = METADATA | {
     _Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor.requires_grad.__set__,

@@ -14,12 +14,13 @@ from tfstyle_dist.core.errors import CollectiveMismatchError
 from tfstyle_dist.core.logging import warn_once
 from tfstyle_dist.cross_device_ops.collective import no_rows
 from tfstyle_dist.gradients.backward_pass import PassReducer
-from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span, page_offsets
+from tfstyle_dist.gradients.exchanges.shared_results import FillingBucket, Span
 from tfstyle_dist.gradients.reducer import GradientState
 from tfstyle_dist.ops import aggregate
 from tfstyle_dist.runtime.clocks import COMMUNICATION, WAIT
 from tfstyle_dist.shm import pages
 from tfstyle_dist.shm.segment import open_segment
+from tfstyle_dist.variables.shared_home import offsets_of
 
 CHUNK_BYTES = 4 * 1024 * 1024
 _SLICE = 16  # elements: slices of a chunk begin at whole cache lines
@@ -74,7 +75,8 @@ class SharedReducer(PassReducer):
     def _build(self) -> None:
         plan, group = self.plan(), self.worker.group
         self._sparse = [(self.state(r, 0), no_rows(r.components[0].detach())) for r in plan.sparse]
-        offsets, total = page_offsets(plan)
+        # Each result begins on a page of its own, so that it can be dropped alone.
+        offsets, total = offsets_of((b.numel * b.dtype.itemsize for b in plan.buckets), pages.PAGE)
         most = max((len(b.records) for b in plan.buckets), default=0)
         group.numbers(0, f"gradients in shared memory: {total} bytes, {most} parameters in a bucket")
         results = open_segment(group, total, "gradients")

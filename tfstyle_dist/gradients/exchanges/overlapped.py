@@ -191,15 +191,12 @@ class StreamingReducer(PassReducer):
 
     def _finish(self) -> None:
         with self.worker.clocks[0].counting(COMMUNICATION):
-            self._finish_all()
-
-    def _finish_all(self) -> None:
-        self._finish_sending()
-        with torch.no_grad():
-            unused = [s.record for filling in self._filling_buckets for s in self._take(filling)]
-            for state, empty in self._sparse:
-                self.reduce_sparse(state, empty)
-        self.say_unused(unused)
+            self._finish_sending()
+            with torch.no_grad():
+                unused = [s.record for filling in self._filling_buckets for s in self._take(filling)]
+                for state, empty in self._sparse:
+                    self.reduce_sparse(state, empty)
+            self.say_unused(unused)
 
     def _take(self, filling: FillingBucket, keep: bool = True) -> list[GradientState]:
         """Puts the reduced gradients into ``.grad``, if they are kept; returns the states that only others used."""

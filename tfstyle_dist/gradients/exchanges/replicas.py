@@ -14,6 +14,7 @@ from tfstyle_dist.cross_device_ops.collective import no_rows, sparse_sum_over_wo
 from tfstyle_dist.gradients.buckets import HALF, ROWS, Bucket, ReductionPlan, has_rows, only_rows, wants_sparse_gradient
 from tfstyle_dist.gradients.counterparts import join, own_records
 from tfstyle_dist.gradients.exchanges.between_devices import average_over_devices
+from tfstyle_dist.gradients.over_workers import sum_graphs
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.ops import aggregate_list
 from tfstyle_dist.runtime.clocks import COMMUNICATION
@@ -119,12 +120,12 @@ class ReplicaReducer(GradientReducer):
         return self._watched
 
     def _reduce(self, replica: Replica, touched: dict[int, _New]) -> None:
-        graphs = [(record, grad) for record, grad, _ in touched.values() if grad.requires_grad]
+        graphs = [record for record, grad, _ in touched.values() if grad.requires_grad]
         if graphs:  # create_graph=True
             touched = {key: new for key, new in touched.items() if not new[1].requires_grad}
         replica.barrier("gradient reduction", touched, self._exchange, anywhere=True)
         if graphs:
-            self._reduce_graphs(replica, graphs)
+            sum_graphs(self, [self.state(r, replica.local_replica_id) for r in graphs], replica.all_reduce)
 
     def _exchange(self, all_touched: list[dict[int, _New]]) -> list[None]:
         if self._made and self._joined_version != self.store.version:
@@ -155,20 +156,6 @@ class ReplicaReducer(GradientReducer):
             for record in rest.values():
                 self._reduce_locally(record)
         return [None] * len(all_touched)
-
-    def _reduce_graphs(self, replica: Replica, graphs: Sequence[tuple[Record, torch.Tensor]]) -> None:
-        """``create_graph=True``: the sum is a function of all replicas' gradients, and can be differentiated."""
-        with torch.enable_grad():
-            for divided in (True, False):
-                some = [(r, g) for r, g in graphs if (self.divisor(r) is not None) is divided]
-                if not some:
-                    continue
-                olds = [None if divided else self.state(r, replica.local_replica_id).before for r, _ in some]
-                news = [g if old is None else g - old for (_, g), old in zip(some, olds, strict=True)]
-                totals = replica.all_reduce(ReduceOp.MEAN if divided else ReduceOp.SUM, news)
-                for (record, _), old, total in zip(some, olds, totals, strict=True):
-                    record.components[replica.local_replica_id].grad = total if old is None else total + old
-                    self.settle(self.state(record, replica.local_replica_id))
 
     # ---- sums and means over the local replicas -----------------------------------------------------------------
 

@@ -10,9 +10,8 @@ import torch
 
 from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.tensor_references import refer_to
-from tfstyle_dist.gradients.buckets import Bucket, ReductionPlan
+from tfstyle_dist.gradients.buckets import Bucket
 from tfstyle_dist.gradients.reducer import GradientState, has_further_hooks
-from tfstyle_dist.shm.pages import PAGE
 from tfstyle_dist.shm.segment import Segment
 from tfstyle_dist.variables.shared_home import dense_strides
 
@@ -123,13 +122,3 @@ class FillingBucket:
         for position, (offset, end) in enumerate(zip(self.bucket.offsets, self.ends, strict=True)):
             if offset < stop and end > start:
                 yield Span(position, max(offset, start), min(end, stop))
-
-
-def page_offsets(plan: ReductionPlan) -> tuple[list[int], int]:
-    """Where each bucket's result begins: on a page of its own, so that it can be dropped alone."""
-    offsets, total = [], 0
-    for bucket in plan.buckets:
-        offsets.append(total)
-        total += bucket.numel * bucket.dtype.itemsize
-        total += -total % PAGE
-    return offsets, total

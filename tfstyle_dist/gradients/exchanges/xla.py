@@ -11,11 +11,10 @@ from typing import Protocol, cast
 import torch
 
 from tfstyle_dist.core import torch_internals
+from tfstyle_dist.gradients.buckets import HALF
 from tfstyle_dist.gradients.reducer import GradientReducer, GradientState
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables.store import ParameterStore
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class GradientSummation(Protocol):
@@ -77,4 +76,4 @@ class GraphReducer(GradientReducer):
 def _own(part: torch.Tensor) -> torch.Tensor:
     """A dense tensor that may be overwritten; half precision is summed in float32."""
     dense = part.to_dense() if part.is_sparse else part
-    return dense.float() if dense.dtype in _HALF else dense.detach().clone()
+    return dense.float() if dense.dtype in HALF else dense.detach().clone()
