@@ -1,4 +1,29 @@
-"""``tf.distribute.experimental.CentralStorageStrategy``: one copy of every variable, many compute replicas."""
+"""``tf.distribute.experimental.CentralStorageStrategy``: one copy of every variable, many compute replicas.
+
+What is refused, and where it is decided (under ``tfstyle_dist/``):
+
+* several hosts, GPUs or several replicas in a process under torchrun: ``_compute_devices`` and ``_parameter_device``
+  below; that the ranks' memory is one host's: ``shm/segment.py``;
+* an ``assign`` in a replica to a variable without an aggregation: ``variables/assigning.py``;
+* ``skip_gradients_aggregation`` with several processes, or with different gradients: ``train/local_updates.py``.
+
+In one process, where the first replica makes the update for all:
+
+* an optimizer that steps another one, fails without parameters, waits for the other replicas in its step, or changes
+  parameters that are not in its groups: ``gradients/leading_update.py``;
+* writes of several replicas to one parameter: ``variables/shared_writes.py``; to the optimizer's groups:
+  ``variables/group_settings.py``; to its state outside of ``step()``: ``variables/state_writes.py``;
+* parameters that a step makes: ``gradients/counterparts.py``;
+* gradients that are parts of one tensor, where the compute devices are others: ``variables/home_row.py``.
+
+Under torchrun, where each rank updates a part:
+
+* a gradient that comes again after its bucket was sent: ``gradients/exchanges/central.py``;
+* what only some ranks do (writes, gradients): ``gradients/shared_update.py``; other parameters than the others':
+  ``gradients/update_shards.py``.
+
+What every strategy refuses (``LBFGS``, a step inside of ``backward()``): ``gradients/optimizer_step.py``.
+"""
 
 from __future__ import annotations
 
