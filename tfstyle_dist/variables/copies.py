@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import random
@@ -134,9 +135,16 @@ class Copier:
         return self._note(value, own)  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def made_like(value: torch.Tensor) -> Iterator[None]:
+    """What is made here can be trained if ``value`` can be, also where the program has entered inference mode."""
+    with torch.inference_mode(torch.is_inference_mode_enabled() and value.is_inference()), torch.no_grad():
+        yield
+
+
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the same values and layout in memory of its own."""
-    with torch.no_grad():
+    with made_like(value):
         own = value.detach()
         return own.clone() if own.device == device else own.to(device)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tfstyle_dist.variables.copies import copied
+from tfstyle_dist.variables.copies import copied, made_like
 from tfstyle_dist.variables.parameter_marks import memory_of
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # the first keeps its memory, so that no other tensor gets the address
@@ -97,6 +97,6 @@ def _is_whole(value: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def _view(base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
+    with made_like(base):
         made = torch.empty(0, dtype=value.dtype, device=base.device)
         return made.set_(base.untyped_storage(), value.storage_offset(), value.shape, value.stride())
