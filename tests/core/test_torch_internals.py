@@ -213,6 +213,22 @@ def test_modules_ask_before_they_put_data_into_a_parameter() -> None:
     assert torch_internals.has_compatible_shallow_copy_type(torch.ones(1), torch.ones(1)) is True
 
 
+def test_modes_and_hooks_that_are_in_force() -> None:
+    before = torch_internals.function_modes(), torch_internals.dispatch_modes(), torch_internals.saved_hooks(True)
+    pair = torch.clone, torch.neg
+    with torch.device("cpu") as device, FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks(*pair):
+        assert device.type == "cpu"
+        assert type(torch_internals.function_modes()[0]).__module__ == torch_internals.DEVICE_MODES
+        assert all(isinstance(mode, torch_internals.DispatchMode) for mode in torch_internals.dispatch_modes())
+        assert len(torch_internals.dispatch_modes()) == len(before[1]) + 1
+        assert torch_internals.saved_hooks(True) == pair
+    assert before == (
+        torch_internals.function_modes(),
+        torch_internals.dispatch_modes(),
+        torch_internals.saved_hooks(True),
+    )
+
+
 def test_many_tensors_in_one_call() -> None:
     targets, sources = [torch.ones(2), torch.ones(3)], [torch.full((2,), 3.0), torch.full((3,), 5.0)]
     added = torch._foreach_add(targets, sources)  # type: ignore[attr-defined]
