@@ -23,6 +23,13 @@ from tfstyle_dist.testing.runner import run_script
 
 ELSEWHERE = {"LIST_WRITES", "UNMARKED_WRITES", "share_graph_trees"}  # in test_torch_on_devices.py
 ELSEWHERE |= {"FUNC_WRAPS", "func", "transforms_are_active", "outside_of_transforms"}  # in test_torch_func.py
+ELSEWHERE |= {
+    "DEVICE_MODES",
+    "DispatchMode",
+    "dispatch_modes",
+    "function_modes",
+    "saved_hooks",
+}  # in test_torch_modes.py
 HELPERS = {
     "annotations",
     "defaultdict",
@@ -211,22 +218,6 @@ def test_modules_ask_before_they_put_data_into_a_parameter() -> None:
     module.double()
     assert torch_internals.has_compatible_shallow_copy_type in Asked.calls
     assert torch_internals.has_compatible_shallow_copy_type(torch.ones(1), torch.ones(1)) is True
-
-
-def test_modes_and_hooks_that_are_in_force() -> None:
-    before = torch_internals.function_modes(), torch_internals.dispatch_modes(), torch_internals.saved_hooks(True)
-    pair = torch.clone, torch.neg
-    with torch.device("cpu") as device, FlopCounterMode(display=False), torch.autograd.graph.saved_tensors_hooks(*pair):
-        assert device.type == "cpu"
-        assert type(torch_internals.function_modes()[0]).__module__ == torch_internals.DEVICE_MODES
-        assert all(isinstance(mode, torch_internals.DispatchMode) for mode in torch_internals.dispatch_modes())
-        assert len(torch_internals.dispatch_modes()) == len(before[1]) + 1
-        assert torch_internals.saved_hooks(True) == pair
-    assert before == (
-        torch_internals.function_modes(),
-        torch_internals.dispatch_modes(),
-        torch_internals.saved_hooks(True),
-    )
 
 
 def test_many_tensors_in_one_call() -> None:

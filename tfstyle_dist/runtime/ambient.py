@@ -22,13 +22,13 @@ def _flushes_denormals() -> bool:
 
 
 @contextlib.contextmanager
-def _in_force_too(kind: Any, mode: Any) -> Iterator[None]:
+def _in_force_too(base: Any, mode: Any) -> Iterator[None]:
     """Puts a mode of another thread in force here; its own ``__enter__``, which may reset it, is not called."""
-    kind.__enter__(mode)
+    base.__enter__(mode)
     try:
         yield
     finally:
-        kind.__exit__(mode, None, None, None)
+        base.__exit__(mode, None, None, None)
 
 
 class Ambient:
@@ -77,6 +77,6 @@ class Ambient:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
-            for kind, mode in self.modes:
-                stack.enter_context(_in_force_too(kind, mode))
+            for base, mode in self.modes:
+                stack.enter_context(_in_force_too(base, mode))
             yield
