@@ -15,7 +15,7 @@ import torch
 
 from tfstyle_dist.core.devices import ReplicaDevice
 from tfstyle_dist.core.errors import DeadlineExceededError, ReplicaAborted
-from tfstyle_dist.runtime import executor as executor_module
+from tfstyle_dist.runtime import ambient
 from tfstyle_dist.runtime.executor import ReplicaExecutor
 
 pytestmark = pytest.mark.timeout(60)
@@ -159,7 +159,7 @@ def test_a_device_that_cannot_be_made_current_is_no_hang(
     executor: ReplicaExecutor, monkeypatch: pytest.MonkeyPatch, ends: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the step begins its error is the run's; where it ends it is logged. The thread lives on."""
-    made_current, broken = executor_module.made_current, True
+    made_current, broken = ambient.made_current, True
 
     @contextlib.contextmanager
     def breaking(device: ReplicaDevice) -> Iterator[None]:
@@ -170,7 +170,7 @@ def test_a_device_that_cannot_be_made_current_is_no_hang(
             if broken and device.index == 1 and ends:
                 raise OSError("no such device")
 
-    monkeypatch.setattr(executor_module, "made_current", breaking)
+    monkeypatch.setattr(ambient, "made_current", breaking)
     before = executor.run([lambda run: "first", lambda run: "second"]) if ends else None
     if not ends:
         with pytest.raises(OSError, match="no such device") as caught:

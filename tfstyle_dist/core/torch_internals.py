@@ -88,10 +88,8 @@ outside_of_transforms: Any = _required(
 
 DisableTorchFunctionSubclass = _required("torch._C.DisableTorchFunctionSubclass", "read the storage of a variable")
 """A context manager under which ``__torch_function__`` of subclasses is not called."""
-
 has_compatible_shallow_copy_type = _required("torch._has_compatible_shallow_copy_type", "let module.to move parameters")
 """What ``torch.nn.Module.to`` asks before it puts new data into a parameter instead of replacing it."""
-
 make_subclass = _required("torch.Tensor._make_subclass", "make variables")
 """``(class, data, requires_grad)``: a leaf of a subclass of ``torch.Tensor`` that shares the memory of ``data``."""
 
@@ -127,17 +125,14 @@ UNMARKED_WRITES = (
 )  # fmt: skip
 """Functions that write to lists of tensors and leave their ``_version`` as it is on every device."""
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
-"""``(targets, sources)``: as ``target.copy_(source)`` for each pair."""
 foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
-"""``(targets, others)``: as ``target.add_(other)`` for each pair."""
 foreach_mul_ = _required("torch._foreach_mul_", "divide many gradients in one call")
-"""``(targets, number)``: as ``target.mul_(number)`` for each; the number may be a tensor."""
+"""``(targets, others)``: each target is written to in place; the factor of ``mul`` may be one number or tensor."""
 entries_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._nnz", "count the rows of a sparse gradient")
 """How many entries a sparse tensor stores; of one that is not coalesced, those of one place are counted each."""
 indices_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._indices", "add sparse gradients")
-"""The places of a sparse COO tensor's entries, as they are stored; ``indices()`` refuses what is not coalesced."""
 values_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._values", "add sparse gradients")
-"""The values of a sparse COO tensor's entries, as they are stored."""
+"""The places and values of its entries, as they are stored; ``indices()`` refuses what is not coalesced."""
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -149,15 +144,13 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 BUFFERS = "_buffers"
 """The attribute of a module that holds its own buffers by name."""
-
 for _name in ("_parameters", BUFFERS, "_modules", "_forward_pre_hooks"):
     if not isinstance(torch.nn.Module().__dict__.get(_name), dict):
         _refuse(f"torch.nn.Module.{_name}", "follow the parameters and buffers of modules")
 
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = attrgetter("_parameters")
-"""A module's own parameters by name: what is written to the dictionary is registered, past all hooks."""
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = attrgetter(BUFFERS)
-"""A module's own buffers by name."""
+"""A module's own parameters and buffers by name: what is written to the dictionary is registered, past all hooks."""
 buffers_among: Callable[[dict[str, Any]], dict[str, torch.Tensor | None]] = itemgetter(BUFFERS)
 """The buffers among the attributes of a module."""
 registered_among: Callable[[dict[str, Any]], tuple[Any, Any]] = itemgetter("_modules", "_parameters")
@@ -190,6 +183,15 @@ def steps_by_torch_alone(optimizer: torch.optim.Optimizer) -> bool:
     return plain and not (any(hooks_of_step(optimizer)) or in_function_mode() or _in_dispatch_mode())
 
 
+DispatchMode = _required("torch.utils._python_dispatch.TorchDispatchMode", "give replicas modes")
+dispatch_modes = _required("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "give replicas modes")
+function_modes = _required("torch.overrides._get_current_function_mode_stack", "give replicas modes")
+"""The modes that are in force in this thread, the outermost first; a default device is a function mode."""
+DEVICE_MODES = "torch.utils._device"
+"""The module of that mode's class, which torch loads when it is needed."""
+saved_hooks = _required("torch._C._autograd._top_saved_tensors_default_hooks", "give replicas hooks")
+"""``(True)``: the innermost pair of functions given to ``saved_tensors_hooks`` in this thread, or ``None``."""
+
 # ---- nests, profiler, input -----------------------------------------------------------------------------------
 
 pytree = _required("torch.utils._pytree", "walk nested structures")
@@ -200,14 +202,12 @@ for _name in _NESTS:
 
 WeakIdKeyDictionary = _required("torch.utils.weak.WeakIdKeyDictionary", "know the tensors of a strategy")
 """A dictionary whose keys are told apart by ``is``, and not kept alive."""
-
 MACHINERY = (
     "torch._C", "torch._dynamo", "torch._functorch", "torch._inductor", "torch._ops", "torch.distributed",
     "torch.futures", "torch.fx", "torch.jit", "torch.multiprocessing", "torch.profiler", "torch.utils.data",
     "torch.utils.hooks",
 )  # fmt: skip
 """Packages of torch whose objects are no state of a training program."""
-
 _required("torch.autograd.profiler._is_profiler_enabled", "name its work in the profiler's traces")
 
 UNTRACED = "_torchdynamo_disable"

@@ -2,67 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.core.devices import ReplicaDevice, accelerator, is_accelerator, made_current
+from tfstyle_dist.core.devices import ReplicaDevice, is_accelerator, made_current
 from tfstyle_dist.core.errors import ReplicaAborted
 from tfstyle_dist.runtime import interrupts
+from tfstyle_dist.runtime.ambient import Ambient
 from tfstyle_dist.runtime.clocks import STOPPED, Clock
 from tfstyle_dist.runtime.cores import Core
 from tfstyle_dist.runtime.replica_run import Content, NoContent
 from tfstyle_dist.runtime.team import Job, Team
 from tfstyle_dist.runtime.turns import TurnRun
-
-_CPU = torch.device("cpu")
-
-
-class _Ambient:
-    """What a replica's thread takes over from the thread that called ``run``.
-
-    Args:
-        kinds: of devices that the replicas use.
-        devices: of the replicas, if they have streams.
-    """
-
-    def __init__(self, kinds: Iterable[str], devices: Iterable[torch.device]) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        self.cache = torch.is_autocast_cache_enabled()
-        self.device = torch.get_default_device() if torch_internals.in_function_mode() else _CPU
-        # A stream is its caller's choice: replicas that use others would not be ordered after its work, nor would what
-        # one thread does with the tensors of all replicas.
-        self.streams = [accelerator(d.type).current_stream(d) for d in devices]
-        self.num_threads = torch.get_num_threads()
-
-    @contextlib.contextmanager
-    def applied(self, device: ReplicaDevice) -> Iterator[None]:
-        """Sets it all in the current thread."""
-        with contextlib.ExitStack() as stack:
-            if torch.get_num_threads() != self.num_threads:
-                torch.set_num_threads(self.num_threads)
-            for stream in self.streams:
-                stack.enter_context(accelerator(device.type).stream(stream))
-            stack.enter_context(made_current(device))
-            if self.device.type != "cpu":  # without an index: the replica's own one
-                own = self.device.type == device.type
-                stack.enter_context(torch.device(self.device.type) if own else self.device)
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache))
-            if torch.is_grad_enabled() != self.grad:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            yield
 
 
 class ReplicaExecutor:
@@ -124,7 +80,7 @@ class ReplicaExecutor:
         outcomes: list[Any] = [None] * len(functions)
         if self._closed:
             raise RuntimeError("This strategy was closed; make a new one to run again.")
-        ambient, context = _Ambient(self._kinds, self._places), contextvars.copy_context()
+        ambient, context = Ambient(self._kinds, self._places), contextvars.copy_context()
         self.content.enter(begins=True)
         team = self._acquire_team()
 
@@ -181,7 +137,7 @@ class ReplicaExecutor:
     # ---- one replica ------------------------------------------------------------------------------------------
 
     def _job(
-        self, run: TurnRun, replica: int, function: Callable[[TurnRun], Any], outcomes: list[Any], ambient: _Ambient
+        self, run: TurnRun, replica: int, function: Callable[[TurnRun], Any], outcomes: list[Any], ambient: Ambient
     ) -> Job:
         def job() -> None:
             begins = True
