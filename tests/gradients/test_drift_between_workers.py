@@ -71,7 +71,7 @@ def test_weights_that_one_worker_loads_are_seen_in_the_first_step(
     if rank == 1:
         train.model[0].load_state_dict(nn.Linear(3, 4).state_dict())
     train(20)
-    check_said(caplog, rank, "After 0 backward passes worker(s) 1 have", "0.weight", "0.bias", "with strategy.scope():")
+    check_said(caplog, rank, "Before backward pass 1 worker(s) 1 had", "0.weight", "0.bias", "with strategy.scope():")
     assert rank or "2.weight" not in caplog.text
 
 
@@ -84,13 +84,13 @@ def test_steps_that_one_worker_leaves_out_are_seen(
     assert SAID not in caplog.text
     train(1, skips=1)
     train(7)
-    check_said(caplog, rank, "After 8 backward passes worker(s) 1 have", "2.bias", "made another number of optimizer")
+    check_said(caplog, rank, "Before backward pass 9 worker(s) 1 had", "2.bias", "made another number of optimizer")
 
 
 def test_other_learning_rates_are_seen(strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "tfstyle_dist")
     Trained(strategy, rank, lr=0.1 * (1 + rank))(3)
-    check_said(caplog, rank, "After 1 backward passes worker(s) 1 have", "another learning rate")
+    check_said(caplog, rank, "Before backward pass 2 worker(s) 1 had", "another learning rate")
 
 
 def test_what_is_not_a_number_on_one_worker_alone_is_seen(
@@ -197,3 +197,25 @@ def test_a_backward_pass_that_raised_counts_on_all_workers(
     strategy.run(step)
     train(8)
     assert SAID not in caplog.text
+
+
+def test_runs_without_backward_read_the_weights_once(
+    strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
+    numbers_of, read = drift_between_workers._numbers_of, []
+
+    def counted(held: torch.Tensor) -> tuple[float, ...]:
+        read.append(held.shape)
+        return numbers_of(held)
+
+    monkeypatch.setattr(drift_between_workers, "_numbers_of", counted)
+    train = Trained(strategy, rank)
+    for _ in range(5):
+        strategy.run(lambda: train.model(torch.ones(2, 3)))
+    assert len(read) == 4
+    with torch.no_grad():
+        train.model[2].bias.fill_(float(rank))
+    train()
+    assert len(read) == 5
+    check_said(caplog, rank, "Before backward pass 1", "parameters: 2.bias.")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tfstyle_dist.core import torch_internals
 from tfstyle_dist.core.logging import get_logger
 from tfstyle_dist.gradients.buckets import ReductionPlan
 from tfstyle_dist.runtime.worker import Worker
@@ -15,6 +16,7 @@ from tfstyle_dist.variables.record import Record
 from tfstyle_dist.variables.store import ParameterStore
 
 _NOT_TAKEN = (-1.0, 0.0, 0.0, 0.0)  # no norm is less than 0
+_Taken = tuple[tuple[int, int], tuple[float, ...]]  # of which version and memory, and the numbers
 _NAMED = 3  # parameters in a warning
 
 
@@ -35,13 +37,14 @@ class DriftBetweenWorkers:
     def __init__(self, worker: Worker, store: ParameterStore) -> None:
         self.due = True
         self._worker, self._store, self._passes, self._said = worker, store, 0, False
-        self._taken: dict[Record, tuple[float, ...]] = {}
+        self._taken: dict[Record, _Taken] = {}
 
     def take(self) -> None:
         """Takes the numbers as they are now. What fails (memory has run out) is not compared this time."""
-        self._taken = {}
+        known, self._taken = self._taken, {}
         try:
-            self._taken = {r: _numbers_of(r) for r in self._store.records("parameter") if _is_trained(r)}
+            records = ((r, r.tensor) for r in self._store.records("parameter"))
+            self._taken = {r: _take(held, known.get(r)) for r, held in records if held is not None and _trains(r, held)}
         except Exception as error:
             get_logger().debug("The workers' parameters are not compared this time: %r", error)
 
@@ -54,12 +57,12 @@ class DriftBetweenWorkers:
         before, self._passes = self._passes, self._passes + 1
         if self._said:
             return
-        if not before & (before - 1):
-            self._compare(plan.records, before)
+        if not before & (before - 1) and plan.records:
+            self._compare(plan.records)
         self.due = not (self._said or self._passes & before)
 
-    def _compare(self, records: Sequence[Record], passes: int) -> None:
-        own = [self._taken.get(record, _NOT_TAKEN) for record in records]
+    def _compare(self, records: Sequence[Record]) -> None:
+        own = [self._taken[record][1] if record in self._taken else _NOT_TAKEN for record in records]
         self._taken = {}
         sent = torch.tensor(own, dtype=torch.float64, device="cpu").flatten()
         came = [
@@ -75,11 +78,12 @@ class DriftBetweenWorkers:
             ranks.update(who)
         self._said = bool(different)
         if different and self._worker.group.rank == 0:
-            self._warn(different, sorted(ranks), passes)
+            self._warn(different, sorted(ranks))
 
-    def _warn(self, records: Sequence[Record], ranks: Sequence[int], passes: int) -> None:
+    def _warn(self, records: Sequence[Record], ranks: Sequence[int]) -> None:
+        who = ", ".join(map(str, ranks))
         get_logger().warning(
-            f"After {passes} backward passes worker(s) {', '.join(map(str, ranks))} have other values than worker 0 of "
+            f"Before backward pass {self._passes} worker(s) {who} had other values than worker 0 of "
             f"these parameters: {self._store.names_of(records, _NAMED)}. All workers apply the same gradients, so "
             "their weights stay different. Mostly some workers alone have loaded or changed weights, made another "
             "number of optimizer steps, or gave their optimizer another learning rate. Do the same on all workers, or "
@@ -87,17 +91,19 @@ class DriftBetweenWorkers:
         )
 
 
-def _is_trained(record: Record) -> bool:
-    held, policy = record.tensor, record.policy
-    averaged = policy is not None and policy.reduce_at == "backward"
-    return held is not None and averaged and held.requires_grad and can_be_compared(held)
+def _trains(record: Record, held: torch.Tensor) -> bool:
+    averaged = record.policy is not None and record.policy.reduce_at == "backward"
+    return averaged and held.requires_grad and can_be_compared(held)
 
 
-def _numbers_of(record: Record) -> tuple[float, ...]:
+def _take(held: torch.Tensor, known: _Taken | None) -> _Taken:
+    """Runs without backward may follow one another: what nobody has written to since the last one is known."""
+    mark = torch_internals.version_of(held), held.data_ptr()
+    return known if known is not None and known[0] == mark else (mark, _numbers_of(held))
+
+
+def _numbers_of(held: torch.Tensor) -> tuple[float, ...]:
     """The norm, the sum, the sum of the first half, and how many elements: other weights have others."""
-    held = record.tensor
-    if held is None:
-        return _NOT_TAKEN
     values = torch.view_as_real(held.detach().resolve_conj()) if held.is_complex() else held.detach()
     values = values.float() if values.dtype.itemsize == 1 else values  # torch computes nothing in 8 bits
     squares, sums = 0.0, [0.0, 0.0]
