@@ -12,6 +12,7 @@ import tfstyle_dist as tfd
 Strategies = tfd.MirroredStrategy | tfd.experimental.CentralStorageStrategy
 
 
+@pytest.mark.cpu_only("the pretend accelerator does not compute in inference mode")
 @pytest.mark.parametrize("kind", [tfd.MirroredStrategy, tfd.experimental.CentralStorageStrategy])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_was_first_seen_in_inference_mode_is_trained(kind: type[Strategies], count: int) -> None:
