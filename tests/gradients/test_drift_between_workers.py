@@ -219,3 +219,40 @@ def test_runs_without_backward_read_the_weights_once(
     train()
     assert len(read) == 5
     check_said(caplog, rank, "Before backward pass 1", "parameters: 2.bias.")
+
+
+@pytest.mark.parametrize("passes", [3, 5])
+def test_runs_of_several_passes_are_compared(
+    strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture, passes: int
+) -> None:
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
+    train = Trained(strategy, rank)
+
+    def step() -> None:
+        for _ in range(passes):
+            train.optimizer.zero_grad()
+            train.model(torch.ones(2, 3)).square().mean().backward()
+            train.optimizer.step()
+
+    strategy.run(step)
+    with torch.no_grad():
+        train.model[2].bias += rank
+    for _ in range(10):
+        strategy.run(step)
+    check_said(caplog, rank, f"Before backward pass {passes + 1} worker(s) 1 had")
+
+
+def test_passes_outside_of_run_send_nothing_of_an_earlier_run(
+    strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
+    train = Trained(strategy, rank)
+    for _ in range(4):
+        for evaluates in (0, 1):
+            if rank == evaluates:
+                strategy.run(lambda: train.model(torch.ones(2, 3)))
+            if evaluates == 0:
+                train.optimizer.zero_grad()
+                train.model(torch.ones(2, 3)).square().mean().backward()
+                train.optimizer.step()
+    assert SAID not in caplog.text

@@ -17,36 +17,42 @@ from tfstyle_dist.variables.store import ParameterStore
 
 _NOT_TAKEN = (-1.0, 0.0, 0.0, 0.0)  # no norm is less than 0
 _Taken = tuple[tuple[int, int], tuple[float, ...]]  # of which version and memory, and the numbers
+_MOST_SENT = 32  # messages of which none had numbers of all workers: their passes are later ones of a run, or of none
 _NAMED = 3  # parameters in a warning
 
 
 class DriftBetweenWorkers:
-    """Compares some numbers of the workers' parameters in passes 1, 2, 3, 5, 9, 17, ...
+    """Compares some numbers of the workers' parameters after backward passes 0, 1, 2, 4, 8, ...
 
-    They are taken when the run before the pass begins: within a step, workers may have different weights for a while.
-    The pass then sends them, since all workers make it. That is one small message now and then.
+    They are taken when the next run begins: within a step, workers may have different weights for a while. A backward
+    pass of that run sends them, since all workers make it. That is one small message now and then.
 
     Args:
         worker: this worker and its group.
         store: the parameters.
-
-    Attributes:
-        due: whether a run is to begin with ``take``.
     """
 
     def __init__(self, worker: Worker, store: ParameterStore) -> None:
-        self.due = True
-        self._worker, self._store, self._passes, self._said = worker, store, 0, False
+        self._worker, self._store = worker, store
+        self._passes, self._left = 0, _MOST_SENT  # how often it may still be tried to compare
+        self._running = self._said = False
         self._taken: dict[Record, _Taken] = {}
 
-    def take(self) -> None:
-        """Takes the numbers as they are now. What fails (memory has run out) is not compared this time."""
+    def begin_run(self) -> None:
+        """Takes the numbers, if they are wanted. What fails (memory has run out) is not compared this time."""
+        self._running = True
+        if not self._left:
+            return
         known, self._taken = self._taken, {}
         try:
             records = ((r, r.tensor) for r in self._store.records("parameter"))
             self._taken = {r: _take(held, known.get(r)) for r, held in records if held is not None and _trains(r, held)}
         except Exception as error:
             get_logger().debug("The workers' parameters are not compared this time: %r", error)
+
+    def end_run(self) -> None:
+        """Backward passes outside of ``run`` have no numbers to send."""
+        self._running = False
 
     def after_pass(self, plan: ReductionPlan) -> None:
         """Compares if it is time; all workers have just exchanged their gradients.
@@ -55,21 +61,21 @@ class DriftBetweenWorkers:
             plan: by which they did, the same on all.
         """
         before, self._passes = self._passes, self._passes + 1
-        if self._said:
-            return
-        if not before & (before - 1) and plan.records:
+        if self._left and plan.records:
+            self._left -= 1
             self._compare(plan.records)
-        self.due = not (self._said or self._passes & before)
+        if not (self._said or self._passes & before):
+            self._left = _MOST_SENT
 
     def _compare(self, records: Sequence[Record]) -> None:
-        own = [self._taken[record][1] if record in self._taken else _NOT_TAKEN for record in records]
-        self._taken = {}
+        taken, self._taken = self._taken if self._running else {}, {}
+        own = [taken[record][1] if record in taken else _NOT_TAKEN for record in records]
         sent = torch.tensor(own, dtype=torch.float64, device="cpu").flatten()
-        came = [
-            c.view(-1, len(_NOT_TAKEN)).tolist()
-            for c in self._worker.group.all_gather(sent, "comparison of parameters")
-        ]
+        buffers = self._worker.group.all_gather(sent, "comparison of parameters")
+        came = [buffer.view(-1, len(_NOT_TAKEN)).tolist() for buffer in buffers]
         # What follows depends on what came alone: all workers must go on, or stop, to compare.
+        if any(all(found[place][0] != _NOT_TAKEN[0] for found in came) for place in range(len(records))):
+            self._left = 0
         different: list[Record] = []
         ranks: set[int] = set()
         for place, record in enumerate(records):

@@ -95,8 +95,8 @@ def run(
     strategy.parameter_store.ensure_equal()
     strategy.parameter_store.runs += 1
     drift = None if strategy.gradient_reducer is None else strategy.gradient_reducer.drift
-    if drift is not None and drift.due:
-        drift.take()
+    if drift is not None:
+        drift.begin_run()
     counts, finished = strategy.monitor.begin(name_of(fn)), False
     try:
         if strategy._elastic_steps is None:
@@ -109,6 +109,8 @@ def run(
         explain_arguments(error, fn, arguments, keywords)
         raise
     finally:
+        if drift is not None:
+            drift.end_run()
         if counts:
             strategy.monitor.end(finished)
 
