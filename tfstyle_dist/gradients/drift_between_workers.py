@@ -18,6 +18,9 @@ from tfstyle_dist.variables.store import ParameterStore
 _NOT_TAKEN = (-1.0, 0.0, 0.0, 0.0)  # no norm is less than 0
 _Taken = tuple[tuple[int, int], tuple[float, ...]]  # of which version and memory, and the numbers
 _MOST_SENT = 32  # messages of which none had numbers of all workers: their passes are later ones of a run, or of none
+_MOST_RUNS = (
+    100  # without a pass: who evaluates, or lets optimizers sum gradients, does not look at all weights for ever
+)
 _NAMED = 3  # parameters in a warning
 
 
@@ -35,13 +38,15 @@ class DriftBetweenWorkers:
     def __init__(self, worker: Worker, store: ParameterStore) -> None:
         self._worker, self._store = worker, store
         self._passes, self._left = 0, _MOST_SENT  # how often it may still be tried to compare
+        self._runs = 0  # since the last pass
         self._running = self._said = False
         self._taken: dict[Record, _Taken] = {}
 
     def begin_run(self) -> None:
         """Takes the numbers, if they are wanted. What fails (memory has run out) is not compared this time."""
-        self._running = True
-        if not self._left:
+        self._running, self._runs = True, self._runs + 1
+        if not self._left or self._runs > _MOST_RUNS:
+            self._taken = {}
             return
         known, self._taken = self._taken, {}
         try:
@@ -60,7 +65,7 @@ class DriftBetweenWorkers:
         Args:
             plan: by which they did, the same on all.
         """
-        before, self._passes = self._passes, self._passes + 1
+        before, self._passes, self._runs = self._passes, self._passes + 1, 0
         if self._left and plan.records:
             self._left -= 1
             self._compare(plan.records)
