@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from typing import Any
 
@@ -24,23 +25,29 @@ PRECISIONS = {"torch.float32": 1e-5, "torch.bfloat16": 5e-3, "torch.float16": 1e
 """What a sum in another order may change, by the type that autocast takes."""
 
 
-def played(test: str, strategy: str, dtype: str = "torch.bfloat16") -> tuple[dict[str, Any], str]:
-    """The names that the program of a test leaves, and what it prints."""
+@functools.cache
+def on_one_device(test: str, dtype: str = "torch.bfloat16") -> dict[str, Any]:
+    """The names that the program of a test leaves on one device."""
+    return played(test, ONE, dtype)
+
+
+def played(test: str, strategy: str, dtype: str = "torch.bfloat16") -> dict[str, Any]:
+    """The names that the program of a test leaves."""
     (block,) = (block for block in blocks_of(DOCS / "recipes.md") if block.run_by.endswith(f"::{test}"))
     assert block.source.count(MADE) == 1
     source = block.source.replace(MADE, strategy).replace("dtype = torch.bfloat16", f"dtype = {dtype}")
     source = source.replace("GradScaler(kind,", "GradScaler(kind, init_scale=1024,")  # so that no step overflows
     names: dict[str, Any] = {"__name__": "a_recipe"}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()):
         exec(compile("\n" * block.line + source, str(block.document), "exec"), names)
-    return names, printed.getvalue()
+    return names
 
 
 @pytest.mark.parametrize("strategy", FORMS)
 def test_evaluation_counts_what_one_device_counts(strategy: str) -> None:
     test = "test_evaluation_counts_what_one_device_counts"
-    one, _ = played(test, ONE)
-    names, _ = played(test, strategy)
+    one = on_one_device(test)
+    names = played(test, strategy)
     assert names["seen"] == 101
     assert names["right"] == one["right"]
     assert names["loss"] == pytest.approx(one["loss"], rel=1e-6)
@@ -52,8 +59,8 @@ def test_evaluation_counts_what_one_device_counts(strategy: str) -> None:
 def test_the_step_with_everything_trains_as_on_one_device(strategy: str) -> None:
     test = "test_the_step_with_everything_trains_as_on_one_device"
     for dtype, limit in PRECISIONS.items():
-        one, _ = played(test, ONE, dtype)
-        names, _ = played(test, strategy, dtype)
+        one = on_one_device(test, dtype)
+        names = played(test, strategy, dtype)
         change = float((names["weights"] - one["weights"]).abs().max() / one["weights"].abs().max())
         assert change <= limit, (dtype, change)
         assert names["scheduler"].last_epoch == one["scheduler"].last_epoch == 18

@@ -24,8 +24,11 @@ def in_ways(*ways: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[td.Strategy]:
+def strategy(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[td.Strategy]:
     """Two workers."""
+    caplog.set_level(logging.WARNING, "tfstyle_dist")
     way = getattr(request, "param", "memory")
     said._said.clear()
     monkeypatch.setenv("TFSTYLE_SHARED_MEMORY", "0" if way == "sockets" else "1")
@@ -43,12 +46,16 @@ class Trained:
             self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
 
+    def backward(self) -> None:
+        """Makes new gradients."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 3)).square().mean().backward()
+
     def __call__(self, steps: int = 1, skips: int | None = None) -> None:
         """Makes some steps; worker ``skips`` does not update its weights."""
 
         def step() -> None:
-            self.optimizer.zero_grad()
-            self.model(torch.ones(2, 3)).square().mean().backward()
+            self.backward()
             if self.rank != skips:
                 self.optimizer.step()
 
@@ -66,7 +73,6 @@ def check_said(caplog: pytest.LogCaptureFixture, rank: int, *parts: str) -> None
 def test_weights_that_one_worker_loads_are_seen_in_the_first_step(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     if rank == 1:
         train.model[0].load_state_dict(nn.Linear(3, 4).state_dict())
@@ -78,7 +84,6 @@ def test_weights_that_one_worker_loads_are_seen_in_the_first_step(
 def test_steps_that_one_worker_leaves_out_are_seen(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     train(5)
     assert SAID not in caplog.text
@@ -88,7 +93,6 @@ def test_steps_that_one_worker_leaves_out_are_seen(
 
 
 def test_other_learning_rates_are_seen(strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     Trained(strategy, rank, lr=0.1 * (1 + rank))(3)
     check_said(caplog, rank, "Before backward pass 2 worker(s) 1 had", "another learning rate")
 
@@ -96,7 +100,6 @@ def test_other_learning_rates_are_seen(strategy: td.Strategy, rank: int, caplog:
 def test_what_is_not_a_number_on_one_worker_alone_is_seen(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     with torch.no_grad():
         train.model[2].bias.fill_(float("nan"))
@@ -106,7 +109,6 @@ def test_what_is_not_a_number_on_one_worker_alone_is_seen(
 
 
 def test_equal_weights_are_not_spoken_of(strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     with strategy.scope():
         other = nn.Module()
@@ -129,16 +131,14 @@ def test_equal_weights_are_not_spoken_of(strategy: td.Strategy, rank: int, caplo
 def test_weights_may_differ_within_a_step_and_in_runs_without_backward(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     bias = train.model[2].bias
 
     def perturbed() -> None:
         noise = td.get_replica_context().replica_id_in_sync_group * torch.ones(1)
-        train.optimizer.zero_grad()
         with torch.no_grad():
             bias.add_(noise)
-        train.model(torch.ones(2, 3)).square().mean().backward()
+        train.backward()
         with torch.no_grad():
             bias.sub_(noise)
         train.optimizer.step()
@@ -177,7 +177,6 @@ def test_what_fails_on_one_worker_is_not_compared(
 def test_a_backward_pass_that_raised_counts_on_all_workers(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
     train(1)
 
@@ -203,7 +202,6 @@ def test_a_backward_pass_that_raised_counts_on_all_workers(
 def test_runs_without_backward_read_the_weights_once(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, runs: int
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     numbers_of, read = drift_between_workers._numbers_of, []
 
     def counted(held: torch.Tensor) -> tuple[float, ...]:
@@ -229,13 +227,11 @@ def test_runs_without_backward_read_the_weights_once(
 def test_runs_of_several_passes_are_compared(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture, passes: int
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
 
     def step() -> None:
         for _ in range(passes):
-            train.optimizer.zero_grad()
-            train.model(torch.ones(2, 3)).square().mean().backward()
+            train.backward()
             train.optimizer.step()
 
     strategy.run(step)
@@ -249,15 +245,13 @@ def test_runs_of_several_passes_are_compared(
 def test_passes_outside_of_run_send_nothing_of_an_earlier_run(
     strategy: td.Strategy, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "tfstyle_dist")
     train = Trained(strategy, rank)
 
     def evaluate() -> None:
         strategy.run(lambda: train.model(torch.ones(2, 3)))
 
     for _ in range(4):
-        train.optimizer.zero_grad()
-        train.model(torch.ones(2, 3)).square().mean().backward()
+        train.backward()
         if rank == 0:
             evaluate()
         train.optimizer.step()

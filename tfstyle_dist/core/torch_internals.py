@@ -127,12 +127,12 @@ UNMARKED_WRITES = (
 foreach_copy_ = _required("torch._foreach_copy_", "copy many gradients in one call")
 foreach_add_ = _required("torch._foreach_add_", "add many gradients in one call")
 foreach_mul_ = _required("torch._foreach_mul_", "divide many gradients in one call")
-"""``(targets, others)``: each target is written to in place; the factor of ``mul`` may be one number or tensor."""
+"""``(targets, others)``: ``copy_``, ``add_`` and ``mul_`` of each pair; ``mul_`` also takes one for all."""
 entries_of: Callable[[torch.Tensor], int] = _required("torch.Tensor._nnz", "count the rows of a sparse gradient")
 """How many entries a sparse tensor stores; of one that is not coalesced, those of one place are counted each."""
 indices_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._indices", "add sparse gradients")
 values_of: Callable[[torch.Tensor], torch.Tensor] = _required("torch.Tensor._values", "add sparse gradients")
-"""The places and values of its entries, as they are stored; ``indices()`` refuses what is not coalesced."""
+"""Where a sparse COO tensor's entries are, and what is there; ``indices()`` refuses what is not coalesced."""
 
 
 def local_part(tensor: Any) -> torch.Tensor:

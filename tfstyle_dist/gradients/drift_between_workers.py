@@ -18,9 +18,7 @@ from tfstyle_dist.variables.store import ParameterStore
 _NOT_TAKEN = (-1.0, 0.0, 0.0, 0.0)  # no norm is less than 0
 _Taken = tuple[tuple[int, int], tuple[float, ...]]  # of which version and memory, and the numbers
 _MOST_SENT = 32  # messages of which none had numbers of all workers: their passes are later ones of a run, or of none
-_MOST_RUNS = (
-    100  # without a pass: who evaluates, or lets optimizers sum gradients, does not look at all weights for ever
-)
+_MOST_RUNS = 100  # without a pass: a program that only evaluates does not look at all weights for ever
 _NAMED = 3  # parameters in a warning
 
 
