@@ -87,6 +87,19 @@ def test_what_is_written_into_a_value_is_seen_by_nobody_else() -> None:
     table.shared.close()
 
 
+def test_what_an_ended_server_can_no_longer_show_is_asked_for() -> None:
+    table, (reader, other) = leased_table(2)
+    held = lease(reader)
+    add(table, torch.ones(SIZE))  # into a buffer that no reader has mapped yet
+    table.shared.close()
+    rows = torch.empty(1, SIZE)
+    assert reader.lease(1) is None
+    assert reader.copy(1, torch.empty(4 * SIZE, dtype=torch.uint8)) is None
+    assert reader.clone(1, torch.empty(SIZE)) is None
+    assert not other.rows(1, torch.tensor([0]), rows)
+    assert held.eq(0).all()
+
+
 def test_when_all_buffers_are_in_use_values_are_copied() -> None:
     table, (reader,) = leased_table()
     held: list[Any] = []

@@ -124,11 +124,15 @@ class ValueReader:
             self._mapped[file, private] = found
         return found
 
-    def _buffer(self, layout: _Layout, number: int) -> _Buffer:
+    def _buffer(self, layout: _Layout, number: int) -> _Buffer | None:
+        """One that a value is in; ``None`` if it cannot be mapped any more: the server has just ended, for example."""
         found = layout.buffers.get(number)
         if found is None:
             private = layout.marks is not None
-            memory = self._map(layout.first + number, private)[layout.offset : layout.offset + layout.nbytes]
+            try:
+                memory = self._map(layout.first + number, private)[layout.offset : layout.offset + layout.nbytes]
+            except OSError:
+                return None
             found = layout.buffers[number] = _Buffer(memory, private)
         if found.is_leased and not found.uses:
             # A tensor was here; what was written into it must not be taken for the server's value.
@@ -152,7 +156,7 @@ class ValueReader:
             target: of as many bytes, contiguous.
 
         Returns:
-            The version of the copy; ``None`` if the variable was being written all the time.
+            The version of the copy; ``None`` if that was not possible: ask the server.
         """
         dtype, shape = target.dtype, target.shape
         found = self._read(self._layouts[variable], lambda buffer: target.copy_(buffer.tensor(dtype, shape)))
@@ -166,7 +170,7 @@ class ValueReader:
             like: has the variable's shape and dtype.
 
         Returns:
-            The tensor and its version; ``None`` if the variable was being written all the time.
+            The tensor and its version; ``None`` if that was not possible: ask the server.
         """
         found = self._read(self._layouts[variable], lambda buffer: buffer.tensor(like.dtype, like.shape).clone())
         return None if found is None else (found[0], versioned_page.version_of(found[1]))
@@ -180,7 +184,8 @@ class ValueReader:
             target: one row for each number, with the variable's dtype.
 
         Returns:
-            Whether that was possible: not if the variable was being written all the time, or a number is out of range.
+            Whether that was possible: not if the variable was being written all the time, a number is out of range, or
+            the server has ended.
         """
         layout, row_bytes = self._layouts[variable], target.nbytes // max(numbers.numel(), 1)
         if row_bytes == 0:
@@ -196,14 +201,14 @@ class ValueReader:
         return self._read(layout, pick) is not None
 
     def _read(self, layout: _Layout, take: Callable[[_Buffer], _T]) -> tuple[_T, int] | None:
-        """What ``take`` gives, and the word of it; ``None`` if the variable was being written all the time."""
+        """What ``take`` gives, and the word of it; ``None`` if that was not possible: then the server is asked."""
         for _ in range(TRIES):
             before: int = self._words[layout.word_index]
             if before & WRITING:
                 os.sched_yield()
                 continue
             buffer = self._buffer(layout, versioned_page.buffer_of(before))
-            if buffer.is_leased:
+            if buffer is None or buffer.is_leased:
                 return None  # this process may have written into its pages
             taken = take(buffer)
             if self._words[layout.word_index] == before:
@@ -237,6 +242,8 @@ class ValueReader:
             number = versioned_page.buffer_of(word)
             mark = number * COLUMNS + self._column
             buffer = self._buffer(layout, number)
+            if buffer is None:
+                return None
             layout.marks[mark] = 1
             fence()
             if int(self._words[layout.word_index]) != word:
