@@ -23,6 +23,7 @@ from tfstyle_dist.testing.runner import run_script
 
 ELSEWHERE = {"LIST_WRITES", "UNMARKED_WRITES", "share_graph_trees"}  # in test_torch_on_devices.py
 ELSEWHERE |= {"FUNC_WRAPS", "func", "transforms_are_active", "outside_of_transforms"}  # in test_torch_func.py
+ELSEWHERE |= {"PARAMETRIZED"}  # in runtime/test_process_settings.py
 ELSEWHERE |= {"DEVICE_MODES", "DispatchMode", "dispatch_modes", "function_modes", "saved_hooks"}  # test_torch_modes.py
 HELPERS = {
     "annotations",

@@ -92,7 +92,6 @@ has_compatible_shallow_copy_type = _required("torch._has_compatible_shallow_copy
 """What ``torch.nn.Module.to`` asks before it puts new data into a parameter instead of replacing it."""
 make_subclass = _required("torch.Tensor._make_subclass", "make variables")
 """``(class, data, requires_grad)``: a leaf of a subclass of ``torch.Tensor`` that shares the memory of ``data``."""
-
 _users_of: Callable[[int], int] = _required("torch._C._storage_Use_Count", "see who shares the memory of a parameter")
 
 
@@ -155,6 +154,10 @@ buffers_among: Callable[[dict[str, Any]], dict[str, torch.Tensor | None]] = item
 """The buffers among the attributes of a module."""
 registered_among: Callable[[dict[str, Any]], tuple[Any, Any]] = itemgetter("_modules", "_parameters")
 """The modules and the parameters among the attributes of a module."""
+PARAMETRIZED = "_cache", "_cache_enabled"
+"""What ``parametrize.cached`` keeps of all modules, and in how many such blocks the program is."""
+for _name in PARAMETRIZED:
+    _required(f"torch.nn.utils.parametrize.{_name}", "give replicas parametrized values of their own")
 forward_pre_hooks_of: Callable[[torch.nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 """A module's forward pre-hooks by number; ``copy.deepcopy`` of a module copies them, but not their handles."""
 
@@ -217,12 +220,10 @@ run_as: Callable[[Any, Any], None] = _required("frames.set_code_exec_strategy", 
 IN_PYTHON = _required("frames._FrameExecStrategy", "be compiled", _frames)(*[_frames._FrameAction.SKIP] * 2)
 """``run_as(code, IN_PYTHON)``: ``torch.compile`` leaves a code object alone, and what is called there."""
 
-_one_thread_has_graphs = torch_releases.release(torch.__version__) < (2, 13)
-
 
 def share_graph_trees() -> None:
     """Lets all threads record CUDA graphs of compiled functions; before torch 2.13 one, and autograd's own, could."""
-    if _one_thread_has_graphs and "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and torch_releases.release(torch.__version__) < (2, 13):
         trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
         if isinstance(trees.local, threading.local):
             made: dict[str, Any] = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
@@ -247,13 +248,12 @@ def reader_processes(iterator: Any) -> list[Any]:
     return list(getattr(iterator, "_workers", ()))
 
 
-_END_READERS = "_shutdown_workers"
-_required(f"torch.utils.data.dataloader._MultiProcessingDataLoaderIter.{_END_READERS}", "end readers that failed")
+_required("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers", "end readers that failed")
 
 
 def end_reader_processes(iterator: Any) -> None:
     """Ends them."""
-    getattr(iterator, _END_READERS, lambda: None)()
+    getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 def default_store() -> Any:

@@ -1,0 +1,86 @@
+"""Settings of the whole process that a step changes for a while, such as the default dtype.
+
+A step may set one, make calls that all replicas make, and put it back. While it waits in such a call, the other
+replicas of the process have their turns: each finds what it has set itself, or what was set when the run began. Else
+the second replica would begin with what the first one has set, take it for what to put back, and leave it for good.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch.backends import cuda, cudnn
+from torch.nn.utils import parametrize
+
+from tfstyle_dist.core import torch_internals
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_get_filters, _set_filters = _attribute(warnings, "filters")
+
+
+def _put_filters(filters: Any) -> None:
+    _set_filters(filters)
+    with warnings.catch_warnings():
+        """Python looks at the new filters, also for what it has said before."""
+
+
+_CACHES = 1
+_SETTINGS: list[_Setting] = [
+    *(_attribute(parametrize, name) for name in torch_internals.PARAMETRIZED),  # the second is 0 if nothing is kept
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on, torch.is_anomaly_check_nan_enabled())),
+    (torch.is_anomaly_check_nan_enabled, lambda on: torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), on)),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_get_filters, _put_filters),
+    *(_attribute(warnings, name) for name in ("showwarning", "_showwarnmsg_impl") if hasattr(warnings, name)),
+    _attribute(sys, "stdout"),
+    _attribute(sys, "stderr"),
+]
+_OF_CUDA = [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+
+
+class ProcessSettings:
+    """What each local replica has set in the run that is under way.
+
+    Args:
+        kinds: of devices that the replicas use.
+    """
+
+    def __init__(self, kinds: Iterable[str]) -> None:
+        self._settings = _SETTINGS + (_OF_CUDA if "cuda" in kinds else [])
+        self._get = [get for get, _ in self._settings]
+        self.begin()
+
+    def begin(self) -> None:
+        """A run begins: all replicas have what is set now."""
+        self._at_first = [get() for get in self._get]
+        self._of: dict[int, list[Any]] = {}
+
+    def switch(self, before: int, after: int) -> None:
+        """What is set is what replica ``before`` has set; from now on it is what ``after`` has."""
+        now = self._of[before] = [get() for get in self._get]
+        wanted = self._of.get(after)
+        if wanted is None:
+            wanted = self._at_first
+            if now[_CACHES] or wanted[_CACHES]:  # what it computes is of its own parameters
+                wanted = [{}, *wanted[1:]]
+        if not all(map(is_, now, wanted)):
+            for (_, put), value, other in zip(self._settings, wanted, now, strict=True):
+                if value is not other:
+                    put(value)
