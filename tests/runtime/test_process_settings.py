@@ -116,6 +116,18 @@ def test_what_each_replica_prints_into_its_own_file(three: Any) -> None:
     assert three.experimental_local_results(three.run(step)) == tuple(f"replica {r}\n" * 3 for r in range(3))
 
 
+def test_a_run_inside_of_a_run_begins_with_the_first_replicas(three: Any) -> None:
+    def step() -> str:
+        context = tfd.get_replica_context()
+        with contextlib.redirect_stdout(io.StringIO()) as file:
+            context.merge_call(lambda strategy: strategy.run(lambda: print("inside")))
+            print("replica", context.replica_id_in_sync_group)
+        return file.getvalue()
+
+    printed = three.experimental_local_results(three.run(step))
+    assert printed == ("inside\n" * 3 + "replica 0\n", "replica 1\n", "replica 2\n")
+
+
 def test_warnings_are_recorded_for_each_replica(three: Any) -> None:
     def step() -> list[str]:
         context = tfd.get_replica_context()

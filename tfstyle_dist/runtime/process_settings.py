@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from operator import is_
 from typing import Any
@@ -36,6 +36,11 @@ def _put_filters(filters: Any) -> None:
         """Python looks at the new filters, also for what it has said before."""
 
 
+def _put_flag(name: str, on: bool) -> None:
+    if not torch.backends.flags_frozen():
+        setattr(cudnn, name, on)
+
+
 _CACHES = 1
 _SETTINGS: list[_Setting] = [
     *(_attribute(parametrize, name) for name in torch_internals.PARAMETRIZED),  # the second is 0 if nothing is kept
@@ -52,29 +57,23 @@ _SETTINGS: list[_Setting] = [
     _attribute(sys, "stdout"),
     _attribute(sys, "stderr"),
 ]
-_OF_CUDA = [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+_FLAGS = "enabled", "benchmark", "deterministic"
+_OF_CUDNN: list[_Setting] = [(partial(getattr, cudnn, name), partial(_put_flag, name)) for name in _FLAGS]
 
 
 class ProcessSettings:
-    """What each local replica has set in the run that is under way.
+    """What each local replica has set in a run; when this is made, all have what is set then."""
 
-    Args:
-        kinds: of devices that the replicas use.
-    """
-
-    def __init__(self, kinds: Iterable[str]) -> None:
-        self._settings = _SETTINGS + (_OF_CUDA if "cuda" in kinds else [])
-        self._get = [get for get, _ in self._settings]
-        self.begin()
-
-    def begin(self) -> None:
-        """A run begins: all replicas have what is set now."""
-        self._at_first = [get() for get in self._get]
+    def __init__(self) -> None:
+        self._settings = _SETTINGS + _OF_CUDNN if torch.cuda.is_initialized() else _SETTINGS
+        self._at_first = self._now()
         self._of: dict[int, list[Any]] = {}
 
     def switch(self, before: int, after: int) -> None:
         """What is set is what replica ``before`` has set; from now on it is what ``after`` has."""
-        now = self._of[before] = [get() for get in self._get]
+        if before == after:
+            return
+        now = self._of[before] = self._now()
         wanted = self._of.get(after)
         if wanted is None:
             wanted = self._at_first
@@ -84,3 +83,6 @@ class ProcessSettings:
             for (_, put), value, other in zip(self._settings, wanted, now, strict=True):
                 if value is not other:
                     put(value)
+
+    def _now(self) -> list[Any]:
+        return [get() for get, _ in self._settings]

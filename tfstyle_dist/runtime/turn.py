@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from tfstyle_dist.core.deadline import Deadline
+from tfstyle_dist.runtime.process_settings import ProcessSettings
 from tfstyle_dist.runtime.turn_reports import Call
 
 _INTERRUPT_GRACE = 5.0  # seconds that a replica has to come to a call after Ctrl-C
 
 
 class Turn:
-    """Who has the turn.
+    """Who has the turn in a run; the first replica, when it begins.
 
     Attributes:
         holder: the replica that has it.
@@ -22,6 +23,7 @@ class Turn:
 
     def __init__(self) -> None:
         self.holder, self.passes, self._since, self._longest = 0, 0, time.monotonic(), 0.0
+        self._settings = ProcessSettings()
 
     def pass_to(self, replica: int) -> None:
         """The holder gives it to another replica."""
@@ -30,6 +32,7 @@ class Turn:
 
     def take(self, replica: int) -> None:
         """Another replica has it from now on, whatever the holder does."""
+        self._settings.switch(self.holder, replica)
         self.holder, self.passes, self._since = replica, self.passes + 1, time.monotonic()
 
     def deadline(self, timeout: timedelta | None, interrupted: bool) -> Deadline:

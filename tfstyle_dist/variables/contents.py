@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tfstyle_dist.core import torch_internals
-from tfstyle_dist.runtime.process_settings import ProcessSettings
 from tfstyle_dist.runtime.random_streams import RandomStreams, is_of_the_streams
 from tfstyle_dist.runtime.worker import Worker
 from tfstyle_dist.variables import kept_buffers, metrics, state_objects
@@ -46,7 +45,6 @@ class ReplicaContents:
         rows: the insides of parameters.
         taken: how many objects were taken so far; they are numbered.
         generators, random, settings: those that are content; the replicas' random numbers; what replicas share.
-        process, spreader: what each has set in the process; copies what objects hold for each replica.
         on_take: called with the content of an object that is found while a run is under way.
         may_differ: whether replicas may have other parameters: the program asked for updates of their own.
         data_reads: to be installed as long as the strategy is open.
@@ -69,17 +67,18 @@ class ReplicaContents:
         self.rows = ParameterRows(worker.devices, home, home is not None and worker.computes_elsewhere(home))
         self._buffers = HomeBuffers(home, worker.torch_device(0))
         self._objects: list[ObjectContent] = []
-        self.generators, self.settings = GeneratorStates(), SharedSettings()
+        self.generators = GeneratorStates()
         self._places: dict[int, Any] = {}  # by id: the place of a parameter, or the content of an object
         self._gone = self._failed = self._ends = self._released = False
+        self.settings = SharedSettings()
         self._things: list[tuple[Any, ObjectContent]] = []  # during a run
-        self._marks, self._shared = ObjectMarks(), SharedTensors()
+        self._marks = ObjectMarks()
+        self._shared = SharedTensors()
         self._data = DataWrites(lambda: self.active, self._places, self.rows, lambda: self._objects, self._shared)
         self.data_reads = DataReads(self._data)
         self.random = RandomStreams(worker.devices, worker.replica_id(0))
-        self.process = ProcessSettings({device.type for device in worker.devices})
         self._counterparts = Counterparts(self._places, self.take, self.switch, self.rows.follow)
-        self.spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt)
+        self._spreader = Spreader(self.count, self.take, self.rows, self._counterparts, adopt)
 
     def switch(self, replica: int | None) -> None:
         """See ``Content``."""
@@ -93,7 +92,6 @@ class ReplicaContents:
                 object.__setattr__(thing, "__dict__", content.dicts[after])
             self.generators.switch(before, after)
             self.random.switch(after)
-            self.process.switch(before, after)
         self.active = replica
         self.settings.note(replica)
 
@@ -106,18 +104,17 @@ class ReplicaContents:
         """See ``Content``."""
         self._data.count()
         self._resolve()
-        self.spreader.forget()
+        self.finish_taking()
         if begins:
-            self.process.begin()
             self.random.begin()
             self.settings.begin(self._things)
         if self._failed:
-            self.spreader.copy_all(self._things, self._others)
+            self._spreader.copy_all(self._things, self._others)
         if (changed := self._marks.changed(self._things)) is not None:
-            self.spreader.copy_changed(changed, self._things, self._others)
+            self._spreader.copy_changed(changed, self._things, self._others)
             self._resolve()
         left = self.rows.renew(everything=self._failed, begins=begins)
-        self.spreader.renew_views(left, self._things, self._others)
+        self._spreader.renew_views(left, self._things, self._others)
         self.generators.renew(everything=self._failed)
         self._buffers.lend(self._things)
         self._failed = False
@@ -159,7 +156,6 @@ class ReplicaContents:
     def show(self, replica: int) -> None:
         """Cross-replica context shows another replica's content from now on; called between runs."""
         self.enter()
-        self.process.begin()
         self.switch(replica)
         self.first, self.active, self.rows.base = replica, None, replica
         self.leave()
@@ -230,7 +226,7 @@ class ReplicaContents:
             self._things.append((value, content))
         for replica, own in enumerate(dicts):
             if replica != active:
-                copier = self.spreader.copier(replica, parts)
+                copier = self._spreader.copier(replica, parts)
                 own.update({name: copier(attribute) for name, attribute in list(now.items())})
         metrics.bind(value, content, self)
         content.mark(now)
@@ -240,6 +236,10 @@ class ReplicaContents:
     @property
     def _running(self) -> bool:
         return self.active is not None or bool(self._things) or bool(self.rows.inside)
+
+    def finish_taking(self) -> None:
+        """All objects that name each other were taken."""
+        self._spreader.forget()
 
     def holds(self, value: Any) -> bool:
         """Whether something is content already."""
@@ -264,7 +264,7 @@ class ReplicaContents:
         """A replica's attributes of an object."""
         if replica == self.shown or not self.take(thing):
             return thing.__dict__  # type: ignore[no-any-return]
-        self.spreader.forget()
+        self.finish_taking()
         return self._places[id(thing)].dicts[replica]  # type: ignore[no-any-return]
 
     def watch(self, tensors: Iterable[torch.Tensor], carrying: Iterable[Any] = ()) -> None:

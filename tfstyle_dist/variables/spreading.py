@@ -43,7 +43,7 @@ class Spreader:
         self.forget()
 
     def forget(self) -> None:
-        """All objects that name each other were taken, and copied."""
+        """All objects that name each other were copied."""
         self._known: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(self._count)]
 
     def copier(self, replica: int, parts: bool) -> Copier:

@@ -132,7 +132,7 @@ class ParameterStore:
         if function is not None:  # else only what was adopted is looked at, maybe inside a run
             contents.watch(self._discovery.tensors, self._discovery.carrying)
         self._discovery.forget()
-        contents.spreader.forget()
+        contents.finish_taking()
 
     def adopt_object(self, thing: Any) -> None:
         """Makes the attributes of any object content, so that each replica of this process has its own."""
@@ -140,7 +140,7 @@ class ParameterStore:
             if not isinstance(thing, torch.Tensor):
                 self._discovery.look(None, (thing,))
             self.contents.take_object(thing)
-            self.contents.spreader.forget()
+            self.contents.finish_taking()
 
     def adopt_stray(self, parameter: torch.Tensor, module: torch.nn.Module) -> None:
         """A module of this strategy has a parameter that came past torch's registration: it is adopted too."""
