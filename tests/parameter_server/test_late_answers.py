@@ -53,7 +53,7 @@ def test_of_a_call(here: Any) -> None:
         v = td.Variable(torch.zeros(10))
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
-    link.timeout = timedelta(seconds=0.5)
+    link.timeout = timedelta(seconds=0.3)
     with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
         link.call({"method": "statistics"})
     link.timeout = timedelta(seconds=20)
@@ -69,7 +69,7 @@ def test_of_a_request(here: Any) -> None:
     assert v.value().eq(0).all()
     link = c.strategy.servers.links[0]
     for variable in (v, large):
-        link.timeout = timedelta(seconds=0.5)
+        link.timeout = timedelta(seconds=0.3)
         with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
             variable.assign_add(torch.ones(variable.shape))
         link.timeout = timedelta(seconds=20)
@@ -77,6 +77,7 @@ def test_of_a_request(here: Any) -> None:
         assert float(variable.value().max()) in (1, 2)  # what was not answered may have been made
 
 
+@pytest.mark.parametrize("here", ["shared memory"], indirect=True)
 def test_of_a_connection_that_is_being_made(here: Any) -> None:
     c, server = here
     with c.strategy.scope():
@@ -92,7 +93,7 @@ def test_of_a_connection_that_is_being_made(here: Any) -> None:
         if len(asked) != 2:
             return exchange(header, meta, frames)
         with server.lock:  # the transport's question
-            link.timeout = timedelta(seconds=0.5)
+            link.timeout = timedelta(seconds=0.3)
             return exchange(header, meta, frames)
 
     link._exchange = when_busy
@@ -104,7 +105,7 @@ def test_of_a_connection_that_is_being_made(here: Any) -> None:
 
 
 @pytest.mark.parametrize("here", ["TCP"], indirect=True)
-@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT])
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
 def test_a_host_that_cannot_be_reached_for_a_while_is_asked_again(here: Any, number: int) -> None:
     """As TCP says it when what was sent was not acknowledged for too long, or the other end does not answer probes."""
     c, _ = here
