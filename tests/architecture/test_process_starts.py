@@ -18,6 +18,7 @@ REASONS = {
     "integrations/accelerate_suite.py": "pip, and pytest on tests of another package",
     "integrations/on_ray/test_without_ray.py": "a fresh interpreter",
     "integrations/test_fabric.py": "Fabric, which starts processes itself, and the commands of launchers",
+    "comm/forking.py": "ranks that fork are what is tested",
     "comm/test_rendezvous.py": "needs the id of a process that is gone",
     "shm/test_memory_file.py": "children that a rank forks",
     "comm/test_stacks.py": "another user, and a process that has no free file",

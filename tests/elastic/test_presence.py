@@ -69,3 +69,16 @@ def test_what_was_answered_of_an_earlier_process_does_not_count(monkeypatch: pyt
         monkeypatch.undo()
         for _ in range(3):
             assert not is_gone({**ELSEWHERE, "life": "b"}, "here", False, lookup)
+
+
+def test_without_a_file_for_the_question_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is raised: the thread that asks would give up all connections."""
+
+    def no_file(*_: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    lookup = Lookup(("127.0.0.1", 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", no_file)
+        assert not is_gone(ELSEWHERE, "here", False, lookup)
+    wait_until(lambda: is_gone(ELSEWHERE, "here", False, lookup))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tfstyle_dist.comm import forks
 from tfstyle_dist.comm.collectives.halving import Messages
 from tfstyle_dist.comm.collectives.operations import Operation, Operations, name_of
 from tfstyle_dist.comm.group import Done, Pending
@@ -132,6 +133,7 @@ class TorchTransport:
     """
 
     def __init__(self, process_group: Any, timeout: timedelta | None, store: Any, backend: str) -> None:
+        forks.let_threads_become_known()
         self._backend, self.accelerator = backend, backend.partition(",")[2].partition(":")[0]
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.process_group = process_group

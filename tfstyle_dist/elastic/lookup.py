@@ -44,12 +44,12 @@ class Lookup:
         if self._probe is None:
             if (found := self.found()) is None:
                 return False
-            self._probe = socket.socket(found[0], found[1])
             self._probed_life, self._probed_since = life, time.monotonic()
-            self._probe.setblocking(False)
             try:
+                self._probe = socket.socket(found[0], found[1])
+                self._probe.setblocking(False)
                 answer = self._probe.connect_ex(found[4])
-            except OSError as error:  # no address of this kind
+            except OSError as error:  # no address of this kind, or no file left
                 answer = error.errno or errno.EINVAL
             if answer == errno.EINPROGRESS:
                 return False

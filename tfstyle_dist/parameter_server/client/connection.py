@@ -127,6 +127,8 @@ class Connection:
             except Exception as error:
                 if self._peer is not None:
                     self._drop()
+                if isinstance(error, TimeoutError):
+                    self._lost = None  # nothing stood that could be lost
                 if fresh and self._lost is not None:  # a task whose last coordinator left closes, and listens anew
                     fresh, self._lost = False, None
                     continue
@@ -149,11 +151,8 @@ class Connection:
         before, self._incarnation = self._incarnation, str(answer["incarnation"])
         if before not in ("", self._incarnation) and not answer.get("restored"):
             folder, self._returns = self._returns, None
-            raise self.lose(
-                f"was started again and found nothing of this program in {folder}"
-                if folder
-                else "was started again" + _ADVICE
-            )
+            found = f" and found nothing of this program in {folder}" if folder else _ADVICE
+            raise self.lose("was started again" + found)
         return answer
 
     def reconnect(self) -> bool:
@@ -198,7 +197,10 @@ class Connection:
     def _exchange(self, header: Header, meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
         """Asks over ZeroMQ and waits for the answer; nothing else may be on its way."""
         self.socket.send_multipart([pack_message(header, meta), *frames])
-        self.wait()
+        try:
+            self.wait()
+        except TimeoutError as error:
+            raise self.reported(error) from None
         message: list[bytes] = self.socket.recv_multipart()
         answer = Header.unpack(message[0])
         body = memoryview(message[0])[HEADER_SIZE:]
@@ -213,12 +215,10 @@ class Connection:
 
     def reported(self, error: Exception) -> Exception:
         """What users see of what a transport raised: a ``ConnectionError`` or a ``TimeoutError``."""
-        if isinstance(error, DeadlineExceededError):
-            return error
         if isinstance(error, ConnectionError):
             return self.gone()
-        # Half a message may be on its way: the next one must not be taken for the rest of it.
-        late = self._silent(Deadline(self.timeout))
+        # What comes late, or the rest of half a message, must not be taken for the answer to what is asked next.
+        late = error if isinstance(error, DeadlineExceededError) else self._silent(Deadline(self.timeout))
         self.lose("did not answer in time", alive=True)
         get_logger().warning("%s", late)
         return late

@@ -176,6 +176,8 @@ class StreamSocket:
                     raise TimeoutError from None
                 check()
                 continue
+            except OSError as error:  # also that there is no way to its host any more
+                raise ConnectionResetError(str(error)) from error
             if not done:
                 raise ConnectionResetError
             return done

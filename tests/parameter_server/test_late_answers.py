@@ -1,0 +1,125 @@
+"""An answer that comes when nobody waits for it any more is not taken for that of the next question.
+
+And the ways in which the system says that a server's host has vanished.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from until import wait_until
+
+import tfstyle_dist as td
+from tfstyle_dist.core.errors import DeadlineExceededError
+from tfstyle_dist.parameter_server.protocol import zeromq_sockets
+from tfstyle_dist.parameter_server.server.loop import ParameterServer
+
+pytestmark = pytest.mark.timeout(60)
+TRANSPORTS = {"shared memory": ("1", "0"), "TCP": ("0", "1"), "ZeroMQ": ("0", "0")}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def here(
+    cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[Any, ParameterServer]]:
+    """A cluster with the server in this process, by each transport."""
+    for name, value in zip(("TFSTYLE_SHARED_MEMORY", "TFSTYLE_PS_TCP"), TRANSPORTS[request.param], strict=True):
+        monkeypatch.setenv(name, value)
+    c = cluster(workers=1, ps=1, start=False, coordinator=False)
+    context = zeromq_sockets.Context(None)
+    server = ParameterServer(context, c.spec["ps"][0], "/job:ps/task:0", 60.0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        c.make_coordinator()
+        yield c, server
+    finally:
+        c.strategy.close()
+        server.end()
+        thread.join(20)
+        context.close()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("tfstyle-ps")])
+
+
+def test_of_a_call(here: Any) -> None:
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    assert v.value().eq(0).all()
+    link = c.strategy.servers.links[0]
+    link.timeout = timedelta(seconds=0.3)
+    with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
+        link.call({"method": "statistics"})
+    link.timeout = timedelta(seconds=20)
+    assert c.strategy.servers.call(0, {"method": "fence", "closure": 1 << 30, "attempt": 1}) == {}
+    assert c.strategy.servers.call(0, {"method": "statistics"})["variables"] == 1
+
+
+def test_of_a_request(here: Any) -> None:
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+        large = td.Variable(torch.zeros(300_000))
+    assert v.value().eq(0).all()
+    link = c.strategy.servers.links[0]
+    for variable in (v, large):
+        link.timeout = timedelta(seconds=0.3)
+        with server.lock, pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
+            variable.assign_add(torch.ones(variable.shape))
+        link.timeout = timedelta(seconds=20)
+        variable.assign_add(torch.ones(variable.shape))
+        assert float(variable.value().max()) in (1, 2)  # what was not answered may have been made
+
+
+@pytest.mark.parametrize("here", ["shared memory"], indirect=True)
+def test_of_a_connection_that_is_being_made(here: Any) -> None:
+    c, server = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    assert v.value().eq(0).all()
+    link = c.strategy.servers.links[0]
+    link.lose("is tried", alive=True)
+    link.reconnect()
+    exchange, asked = link._exchange, []
+
+    def when_busy(header: Any, meta: bytes, frames: Any) -> Any:
+        asked.append(header.kind)
+        if len(asked) != 2:
+            return exchange(header, meta, frames)
+        with server.lock:  # the transport's question
+            link.timeout = timedelta(seconds=0.3)
+            return exchange(header, meta, frames)
+
+    link._exchange = when_busy
+    with pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
+        link.call({"method": "statistics"})
+    link.timeout, link._exchange = timedelta(seconds=20), exchange
+    assert c.strategy.servers.call(0, {"method": "fence", "closure": 1 << 30, "attempt": 1}) == {}
+    assert v.value().eq(0).all()
+
+
+@pytest.mark.parametrize("here", ["TCP"], indirect=True)
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ETIMEDOUT])
+def test_a_host_that_cannot_be_reached_for_a_while_is_asked_again(here: Any, number: int) -> None:
+    """As TCP says it when what was sent was not acknowledged for too long, or the other end does not answer probes."""
+    c, _ = here
+    with c.strategy.scope():
+        v = td.Variable(torch.zeros(10))
+    assert v.value().eq(0).all()
+
+    class Vanished:
+        def recv(self, most: int) -> bytes:
+            raise OSError(number, "the host has vanished")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    used = c.strategy.servers.links[0].transport.socket
+    real, used._socket = used._socket, Vanished()
+    assert v.value().eq(0).all()
